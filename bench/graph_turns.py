@@ -1,5 +1,5 @@
-"""Steps of any kind as CUDA graphs that are replayed in short alternating turns: their time, also
-with a cold cache, and their memory.
+"""Steps of any kind as CUDA graphs that are replayed in short alternating turns: their time and
+their memory.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ PRECISIONS = {  # type of the tensors, and torch's precision of float32 products
     "TF32": (torch.float32, "high"),
     "fp32": (torch.float32, "highest"),
 }
-# a longer step does not live in a cache; a graph of so long is measured well
-SMALL_MS, ENOUGH_MS = (2, 50)
-FLUSH_MB = 256  # several times the L2 cache of any GPU that we measure on
+ENOUGH_MS = 50  # a graph of so long is measured well
 
 
 @dataclass(frozen=True)
@@ -103,60 +101,31 @@ def held_memory(step: Step) -> float | None:
 
 
 class Side:
-    """A step that is measured: its graphs of `repeats` steps, and what was found, in `row`."""
+    """A step that is measured: its graph of `repeats` steps, and what was found, in `row`."""
 
-    def __init__(self, step: Step, pool: object, flush: Step | None):
+    def __init__(self, step: Step, pool: object):
         step()
         self.row = {"extra_mb": extra_memory(step), "held_mb": held_memory(step), "turns_us": []}
         self.repeats = max(1, min(10, math.ceil(ENOUGH_MS / 1e3 / seconds(step, DEVICE))))
         warm_up(step)
-        self.warm, self.cold = captured(step, self.repeats, pool), None
-        self.warm()
-        if flush and 1e3 * seconds(self.warm, DEVICE) / self.repeats < SMALL_MS:
-            both = partial(after, flush, step)
-            self.row["cold_turns_us"], self.cold = [], captured(both, self.repeats, pool)
+        self.graph = captured(step, self.repeats, pool)
+        self.graph()
 
-    def take(self, flushed: float) -> None:
-        """A turn: microseconds of a step, then with a cold cache, of which `flushed` are for
-        emptying it."""
-        self.row["turns_us"].append(1e6 * seconds(self.warm, DEVICE) / self.repeats)
-        if self.cold:
-            self.row["cold_turns_us"].append(
-                1e6 * seconds(self.cold, DEVICE) / self.repeats - flushed
-            )
+    def take(self) -> None:
+        """A turn: microseconds of a step."""
+        self.row["turns_us"].append(1e6 * seconds(self.graph, DEVICE) / self.repeats)
 
 
-def after(flush: Step, step: Step) -> Sequence[Tensor]:
-    """A step that finds nothing of its own in the cache."""
-    flush()
-    return step()
-
-
-def cache_flush() -> Step:
-    """Reading a large buffer: it leaves lines in the L2 cache that need not be written back while
-    the step runs."""
-    buffer = torch.zeros(FLUSH_MB << 18, device=DEVICE)
-
-    def flush() -> Sequence[Tensor]:
-        return (buffer.sum(),)
-
-    warm_up(flush)
-    return flush
-
-
-def steps_in_turns(sides: dict[str, Step], rounds: int, cold: bool = False) -> dict[str, dict]:
+def steps_in_turns(sides: dict[str, Step], rounds: int) -> dict[str, dict]:
     """Microseconds per step of each side: the median of the turns, which change their order, and
     extra peak memory.
 
-    A graph that is replayed finds in the L2 cache what its last step left there; `cold` times are
-    those of short steps with a cache that was emptied before each. The graphs share their memory,
-    since they never run beside each other. A side that runs out of memory, is not installed or
-    fails has a `status` and an `error` in place of its times.
+    A graph that is replayed finds in the L2 cache what its last step left there. The graphs share
+    their memory, since they never run beside each other. A side that runs out of memory, is not
+    installed or fails has a `status` and an `error` in place of its times.
     """
     rows, ready = {}, {}
     pools = [torch.cuda.graph_pool_handle()] if GPU else [None]
-    flush = cache_flush() if GPU and cold else None
-    flushing = captured(flush, 10, pools[-1]) if flush else None
 
     def failed(name: str, error: Exception) -> None:
         missing = {"status": "missing"} if isinstance(error, ImportError) else {}
@@ -166,7 +135,7 @@ def steps_in_turns(sides: dict[str, Step], rounds: int, cold: bool = False) -> d
             pools.append(torch.cuda.graph_pool_handle())
 
     def prepare(name: str) -> None:
-        ready[name] = Side(sides[name], pools[-1], flush)
+        ready[name] = Side(sides[name], pools[-1])
         rows[name] = ready[name].row
 
     for name in sides:
@@ -174,13 +143,10 @@ def steps_in_turns(sides: dict[str, Step], rounds: int, cold: bool = False) -> d
         if GPU:
             torch.cuda.empty_cache()  # what the side took outside its graph is for the next one's
     for _, name in alternating(ready, rounds + 1):
-        flushed = 1e6 * seconds(flushing, DEVICE) / 10 if flushing else 0.0
-        attempt(name, partial(ready[name].take, flushed), ready, failed)
+        attempt(name, ready[name].take, ready, failed)
     for side in ready.values():
-        for key in ("turns_us", "cold_turns_us"):
-            if key in side.row:
-                side.row[key] = side.row[key][1:]  # the first one warms up
-                side.row[key.replace("turns_", "")] = statistics.median(side.row[key])
+        turns = side.row["turns_us"][1:]  # the first one warms up
+        side.row |= {"turns_us": turns, "us": statistics.median(turns)}
     ready.clear()
     free_memory()
     return rows

@@ -11,18 +11,11 @@ from pathlib import Path
 from bench.version_tables import lines_of
 from lab.cli import ToolError
 from lab.profile.kernels import CATEGORIES
-from lab.records import Count, Positive, Row, Turns, WholeStep
+from lab.records import Count, Positive, Row, WholeStep
 from lab.show import Column, ended, render, side_columns
 from lab.study import by_side, read_rows
 
 OPERATIONS = ("attention", "triangle", "block", "causal", "optimizer")
-
-
-class Cold(Row):
-    """A side of an operation, which was also measured with an empty L2 cache."""
-
-    cold_us: float = None
-    cold_turns_us: Turns = None
 
 
 class Moved(Row):
@@ -40,14 +33,15 @@ class Traffic(Row):
     gb: Positive
 
 
-def over(first: dict, second: dict, key: str = "turns_us") -> float | None:
+def over(first: dict, second: dict) -> float | None:
     """How many times as long the first side takes: the median over the turns."""
-    if key not in first or key not in second:
+    if "turns_us" not in first or "turns_us" not in second:
         return None
-    return statistics.median(a / b for a, b in zip(first[key], second[key], strict=True))
+    pairs = zip(first["turns_us"], second["turns_us"], strict=True)
+    return statistics.median(a / b for a, b in pairs)
 
 
-def lines_in(path: Path, kind: type[Row] = Cold) -> tuple[list[dict], list[str]]:
+def lines_in(path: Path, kind: type[Row] = Row) -> tuple[list[dict], list[str]]:
     """The sides of a study, a row for each shape and precision with its name; and their names."""
     rows = read_rows(path, ("shape", "precision", "side"), kind=kind)
     sides = dict.fromkeys(row["side"] for row in rows)
@@ -61,22 +55,11 @@ def best_of_others(sides: Mapping) -> str | None:
     return min(finished, key=lambda name: sides[name]["us"], default=None)
 
 
-def over_ours(sides: Mapping, key: str = "turns_us") -> float | None:
-    """How many times as long as our kernel the best of the others takes."""
-    best = best_of_others(sides)
-    return over(sides[best], sides["triton"], key) if best else None
-
-
 def best_ratio(sides: Mapping) -> str:
     """The best of the others over ours, and its name."""
-    ratio = over_ours(sides)
-    return f"{ratio:.2f}x ({best_of_others(sides)})" if ratio else ""
-
-
-def cold_ratio(sides: Mapping) -> str:
-    """The same with a cold cache, where it differs by more than 5 %."""
-    warm, cold = over_ours(sides), over_ours(sides, "cold_turns_us")
-    return f"{cold:.2f}x" if warm and cold and abs(cold / warm - 1) > 0.05 else ""
+    best = best_of_others(sides)
+    ratio = over(sides[best], sides["triton"]) if best else None
+    return f"{ratio:.2f}x ({best})" if ratio else ""
 
 
 def memory_of(side: Mapping) -> str:
@@ -94,8 +77,6 @@ def sides_tables(directory: Path, study: str) -> list[str]:
         *side_columns("{}, us", sides, "us", ".0f", ends=True),
         Column("best of the others / triton", best_ratio),
     ]
-    if any(map(cold_ratio, rows)):
-        times.append(Column("with a cold L2 cache", cold_ratio))
     memory = side_columns("{}", sides, memory_of)
     tables = [render(times, rows)] if rows else []
     if any(column.of(row) for row in rows for column in memory):

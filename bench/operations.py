@@ -91,7 +91,7 @@ def measure_shape(sides_of: Callable, sizes: tuple, precision: str, rounds: int)
     """A row for each side, in turns, with this precision of float32 products."""
     dtype, products = PRECISIONS[precision]
     with matmul_precision(products):
-        return as_rows(steps_in_turns(sides_of(sizes, dtype), rounds, cold=True))
+        return as_rows(steps_in_turns(sides_of(sizes, dtype), rounds))
 
 
 def attention(sizes: tuple, dtype: torch.dtype) -> dict[str, Step]:

@@ -60,10 +60,24 @@ def lines_of(measured: Mapping[tuple, dict[str, dict]], words: str = "{}, {}") -
     return [{"name": words.format(*place), **sides} for place, sides in measured.items()]
 
 
+def names_in(measured: Mapping[tuple, dict[str, dict]]) -> list[str]:
+    """The sides of a study, each once."""
+    return list(dict.fromkeys(name for sides in measured.values() for name in sides))
+
+
+def over(before: str, after: str, label: str) -> Column:
+    """A column: how many times as fast one side is as another, None where one was not measured."""
+
+    def gain(sides: Mapping) -> float | None:
+        both = before in sides and after in sides
+        return speedup(sides[before], sides[after]) if both else None
+
+    return Column(label, gain, ".2f", "x")
+
+
 def share_table(directory: Path) -> str:
     """What the kernels of a step do, a row for each profile of run_pytorch_profiler.py."""
-    files = sorted(directory.glob("profile_tiny_*.json"))
-    profiles = [read(Profile, path) for path in files]
+    profiles = [read(Profile, path) for path in sorted(directory.glob("profile_tiny_*.json"))]
     columns = [Column("share of kernel time", "script"), Column("ms", "ms_per_step", ".2f")]
     for name in CATEGORIES:
         if any(name in profile["categories"] for profile in profiles):
@@ -100,16 +114,13 @@ def headline_tables(path: Path) -> list[str]:
         names = (f"{mode} {version}" for mode, version in itertools.product(modes, VERSIONS))
         return side_columns(label, [name for name in names if name in measured], key, form)
 
-    def over(before: str, after: str) -> Column:
-        def gain(line: dict) -> object:
-            sides = [line.get(f"graph {version}") for version in (before, after)]
-            return speedup(*sides) if all(sides) else ""
-
-        return Column(f"{after} over {before}, graph", gain, ".2f", "x")
-
     times = columns(MODES, "batch_ms", ".2f")
     pairs = itertools.pairwise(VERSIONS)
-    times += [over(before, after) for before, after in pairs if f"graph {after}" in measured]
+    times += [
+        over(f"graph {before}", f"graph {after}", f"{after} over {before}, graph")
+        for before, after in pairs
+        if f"graph {after}" in measured
+    ]
     # A graph replays what its mode launches.
     kernels = columns(("eager", "compiled"), "per_step")
     kernels = kernels or columns(("graph", "compiled graph"), "per_step")
@@ -143,17 +154,14 @@ def model_table(directory: Path, model: str) -> str:
         if sides["V1"]["model"] == model
     ]
 
-    def over(before: str, after: str, row: Mapping[str, dict]) -> float | None:
-        return speedup(row[before], row[after]) if after in row else None
-
     def each(key: str, row: Mapping[str, dict]) -> str:
         return " / ".join(f"{row[name][key]:.0f}" for name in ("V1", "V3", "V4") if name in row)
 
     columns = [
         Column(model, "name"),
         *side_columns("{}, ms", ALL_VERSIONS, "batch_ms", ".2f"),
-        Column("V3 over V1", partial(over, "V1", "V3"), ".2f", "x"),
-        Column("V4 over V3", partial(over, "V3", "V4"), ".2f", "x"),
+        over("V1", "V3", "V3 over V1"),
+        over("V3", "V4", "V4 over V3"),
         Column("kernels, V1 / V3 / V4", partial(each, "per_step")),
         Column("peak MB, V1 / V3 / V4", partial(each, "peak_mb")),
     ]
@@ -199,7 +207,7 @@ def fastest_table(directory: Path, model: str) -> str:
     """Milliseconds per step of V4 and the others, the best compiled one's over V4's, memory."""
     measured = versions_of(directory / f"{FASTEST[model]}.json")
     sides = measured.values()
-    names = list(dict.fromkeys(name for sides in measured.values() for name in sides))
+    names = names_in(measured)
     columns = [
         Column(f"{model} as graphs", "name"),
         *side_columns("{}, ms", names, "batch_ms", ".2f"),
@@ -213,7 +221,7 @@ def untuned_table(directory: Path) -> str:
     """Milliseconds per step and peak memory of each side, and its time over V4's."""
     keys = ("shape", "precision", "side")
     measured = by_side(read_rows(directory / "untuned.json", keys), "shape", "precision")
-    names = list(dict.fromkeys(name for sides in measured.values() for name in sides))
+    names = names_in(measured)
 
     def over_v4(name: str, sides: Mapping[str, dict]) -> float | None:
         ms, v4 = (sides.get(side, {}).get("batch_ms") for side in (name, "V4"))
@@ -275,7 +283,7 @@ def padding_table(directory: Path) -> str:
         return 100 * speedup(sides[f"{version}{PADDED}"], sides[version]) - 100
 
     measured = versions_of(directory / "padding.json")
-    names = [name for name in ALL_VERSIONS if any(name in sides for sides in measured.values())]
+    names = [name for name in ALL_VERSIONS if name in names_in(measured)]
     columns = [
         Column("as graphs", "name"),
         *side_columns("{}, ms", names, "batch_ms", ".2f"),

@@ -33,19 +33,9 @@ fail() {
     exit "${2:-1}"
 }
 
-# A command, quoted so that it can be copied into a shell.
-show() {
-    local word line=
-    for word in "$@"; do
-        [[ $word =~ ^[][A-Za-z0-9_./:=@%+-]+$ ]] || word=${word@Q}
-        line+=" $word"
-    done
-    printf '%s' "${line# }"
-}
-
-# Print a command and, unless this is a dry run, run it.
+# Print a command, quoted so that it can be copied into a shell, and, unless this is a dry run, run it.
 run() {
-    printf '+ %s\n' "$(show "$@")"
+    printf '+%s\n' "$(printf ' %q' "$@")"
     [[ $dry_run ]] || "$@"
 }
 
@@ -60,11 +50,8 @@ while (($#)); do
     case $1 in
         --track | --venv | --index-url)
             [[ ${2:-} ]] || fail "$1 needs a value (--help lists all options)" 2
-            case $1 in
-                --track) track=$2 ;;
-                --venv) venv=${2/#-/./-} ;;
-                --index-url) index_url=$2 ;;
-            esac
+            name=${1#--}
+            declare "${name//-/_}=$2"
             shift
             ;;
         --dev) requirements=$root/requirements-dev.txt ;;
@@ -77,6 +64,7 @@ while (($#)); do
     esac
     shift
 done
+venv=${venv/#-/./-}
 [[ $track =~ ^(auto|cpu|nvidia|rocm)$ ]] || fail "--track must be auto, cpu, nvidia or rocm, not $track" 2
 
 recent_enough() {
@@ -208,7 +196,8 @@ else
     done <<<"$answer"
     if ((${#missing[@]})); then
         # With this constraint pip cannot change the PyTorch that is there, whatever it installs.
-        printf '+ %s --constraint <(echo %q) %s\n' "$(show "${pip[@]}" install)" "torch==$torch" "$(show "${missing[@]}")"
+        printf '+%s --constraint <(echo %q)%s\n' "$(printf ' %q' "${pip[@]}" install)" "torch==$torch" \
+            "$(printf ' %q' "${missing[@]}")"
         [[ $dry_run ]] ||
             "${pip[@]}" install --constraint <(echo "torch==$torch") "${missing[@]}" || install_failed
     else

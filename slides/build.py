@@ -10,7 +10,7 @@ stale:
   {llama: small, bf16: V4, ms}                   a cell of a table: its source, row and column
   {results/cpu/counts.json: rows.0.per_step: d}  a value in a result file: keys, and a format
   ![rows](../docs/figures/triton_grid.svg)       a view of a figure; `slide`, if none is named
-  ```table SOURCE     rows and columns of a table; `columns` draws the same as a chart
+  ```columns SOURCE   a chart of rows and columns of a table
   rows: small, bf16; medium, bf16
   columns: tiny_llama = size; V1, ms = V1; V4, ms = V4
   ```                 a name may be cut short where clear, and is replaced by what follows `=`
@@ -303,7 +303,7 @@ def block(paragraph: str, look_up: Callable[..., str], used: dict) -> Block:
     if kind == "code":
         return code(cut(lines[0]), lines[0].replace(" ", ", "))
     used[source] = None
-    if kind not in ("table", "columns"):
+    if kind != "columns":
         raise ToolError(f"no block is called {kind!r}")
     parts = (line.partition(": ") for line in lines)
     wanted = {key: [name.split(" = ") for name in names.split("; ")] for key, _, names in parts}
@@ -312,7 +312,7 @@ def block(paragraph: str, look_up: Callable[..., str], used: dict) -> Block:
     for line, name in zip(cells, rows, strict=False):
         line[0] = name[-1]
     cells.insert(0, [name[-1] for name in columns])
-    return grid(cells) if kind == "table" else chart(cells)
+    return chart(cells)
 
 
 def strip(shapes, stage: Sequence[str], number: int) -> None:

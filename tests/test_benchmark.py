@@ -45,35 +45,23 @@ def sides_in(path: Path) -> dict[str, dict]:
     return {row["side"]: row for row in json.loads(path.read_text())["rows"]}
 
 
-def test_ablation_measures_each_fusion_alone_and_all_but_each(tmp_path, monkeypatch):
-    """Steps take 10 ms, each fusion saves one; with every turn of a side half as long again."""
-    script = benchmark.importlib.import_module("tiny_llama_v2")
+def test_an_ablation_takes_all_but_each_and_of_v2_and_v3_each_alone(monkeypatch):
+    def sides(script: str) -> dict[tuple, set[str]]:
+        parts = benchmark.single_fusions(script, SimpleNamespace(rounds=3))
+        found: dict[tuple, set[str]] = {}
+        for names, measure in parts:
+            place = names.get("shape", ""), names["precision"]
+            found.setdefault(place, set()).update(measure.args[0])
+        return found
 
-    def take(run, steps: int):
-        on = sum(getattr(run.args, fusion.replace("-", "_")) for fusion in FUSIONS)
-        return a_turn(run, (10 - on) * (1 + turns_of(run) / 2))
-
-    monkeypatch.setattr(script.Run, "take", take)
-    sets = ["none", *(f"{kind} {f}" for kind in ("only", "all but") for f in FUSIONS), "all"]
-    sets.append("all again")
-    monkeypatch.setattr(benchmark, "MODELS", {"tiny_llama": SMALL})
-    argv = words("--rounds 3 --only bf16")
-    assert benchmark.main(["ablation_tiny_llama_v2", str(tmp_path), *argv]) == 0
-    written = json.loads((tmp_path / "ablation_tiny_llama_v2.json").read_text())
-    rows = {row["side"]: row for row in written["rows"]}
-    assert {*rows} == {*sets}
-    assert written["environment"]["device_name"]
-    calls = {name: rows[name]["per_step"] for name in sets}
-    for fusion in FUSIONS:
-        assert calls["all"] < calls[f"all but {fusion}"] < calls["none"], calls
-        assert calls["all"] < calls[f"only {fusion}"] < calls["none"], calls
-    for name, saved in (("none", 0), ("only swiglu-fusion", 1), ("all", len(FUSIONS))):
-        row = rows[name]
-        assert row["speedup"] == pytest.approx(10 / (10 - saved))
-        assert row["batch_ms"] == pytest.approx(1.5 * (10 - saved)), "the turn in the middle"
-    lines = cells(benchmark.table(tmp_path))
-    assert [line[0] for line in lines] == sets
-    assert {len(line) for line in lines} == {4}
+    but_one, alone = ({f"{kind} {flag}" for flag in FUSIONS} for kind in ("all but", "only"))
+    usual = {"none", "all", "all again"}
+    every = dict.fromkeys((("", "fp32"), ("", "bf16")), usual | but_one | alone)
+    assert sides("tiny_llama_v2") == every
+    shapes = {shape for shape, (model, _) in benchmark.ABLATED.items() if model == "tiny_llama"}
+    found = sides("tiny_llama_v4")
+    assert {*found} == {(shape, "bf16") for shape in shapes}
+    assert all(usual < names and not any("only" in n for n in names) for names in found.values())
 
 
 def test_headline_compares_all_versions_turn_by_turn(tmp_path, monkeypatch):
@@ -291,7 +279,7 @@ def test_all_sides_of_a_study_compute_the_same(study: str, tiny_studies, install
     """The result and the gradient of the first input; the rest depends on what is merged."""
     found = {}
 
-    def in_turns(sides: dict, rounds: int, cold: bool) -> dict:
+    def in_turns(sides: dict, rounds: int) -> dict:
         chosen = [name for name in sides if not name.endswith("own layout")]
         found.update({name: sides[name]()[:2] for name in chosen})
         return {}
@@ -380,22 +368,6 @@ def test_a_kernel_of_ours_that_fails_fails_the_study(tiny_studies, tmp_path, mon
     assert "no such kernel" in capsys.readouterr().err.splitlines()[-1]
     row = sides_in(tmp_path / "attention.json")
     assert row["SDPA"]["us"] > 0, "what was measured is not lost"
-
-
-def test_a_cold_cache_is_told_where_it_changes_the_ratio(tmp_path):
-    def side(us: float, cold: float) -> dict:
-        times = {"us": us, "turns_us": [us], "cold_us": cold, "cold_turns_us": [cold]}
-        return {**times, "extra_mb": 5.0, "held_mb": 1.0}
-
-    rows = [
-        {"shape": name, "precision": "bf16", "side": which, **side(us, cold)}
-        for name, ours, theirs in (("small", 16.0, 24.0), ("large", 11.0, 22.0))
-        for which, us, cold in (("triton", 10.0, ours), ("SDPA", 20.0, theirs))
-    ]
-    study = {"environment": {"device_name": "a GPU"}, "rows": rows}
-    (tmp_path / "attention.json").write_text(json.dumps(study))
-    small, large = (line[3:5] for line in cells(kernels.table(tmp_path))[:2])
-    assert (small, large) == (["2.00x (SDPA)", "1.50x"], ["2.00x (SDPA)", ""])
 
 
 def with_random_weights(original):

@@ -34,7 +34,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 
-from lab.cli import Parser, documented_parser
+from lab.cli import Parser, documented_parser, program
 from lab.files import ROOT
 from lab.show import Column, render
 
@@ -152,21 +152,9 @@ def rocm_version() -> tuple[int, ...] | None:
     return release(version.strip()) or None
 
 
-@dataclasses.dataclass(frozen=True)
-class Output:
-    """What a program left: its exit status, None if it could not be started or did not end.
-
-    All that it printed.
-    """
-
-    status: int | None
-    text: str
-    failure: str = ""  # one line, '' if the status is 0
-
-
-def run_program(command: list[str], timeout: float | None = None) -> Output:
-    """Run a program without input. One that does not end in time is killed together with what it
-    started.
+def run_program(command: list[str], timeout: float | None = None) -> tuple[str, str]:
+    """Run a program without input -> what it printed, and how it failed in one line, '' if it did
+    not. One that does not end in time is killed together with what it started.
 
     Its output goes to a file, not a pipe: a process that cannot be killed, as happens when a GPU
     hangs, would keep a pipe open and this program waiting.
@@ -177,7 +165,7 @@ def run_program(command: list[str], timeout: float | None = None) -> Output:
         try:
             process = subprocess.Popen(command, **files, start_new_session=True)
         except OSError as error:
-            return Output(None, "", f"cannot be started: {error.strerror}")
+            return "", f"cannot be started: {error.strerror}"
         try:
             status = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -187,18 +175,13 @@ def run_program(command: list[str], timeout: float | None = None) -> Output:
                 os.killpg(process.pid, signal.SIGKILL)
         output.seek(0)
         text = output.read(1_000_000).decode(errors="replace")
-    lines = filter(None, map(one_line, text.splitlines()))
-    lines = [line for line in lines if not line.startswith(PROBE.strip())]
     if status is None:
-        return Output(None, text, f"no answer within {timeout:g} s")
+        return text, f"no answer within {timeout:g} s"
     if status < 0:
-        return Output(status, text, f"ended by signal {-status}")
-    return Output(status, text, (lines[-1] if lines else f"exit status {status}") if status else "")
-
-
-def answer(**values: object) -> None:
-    """In a child process: pass values to the parent."""
-    print("\n" + PROBE + json.dumps(values), flush=True)
+        return text, f"ended by signal {-status}"
+    lines = (line for line in map(one_line, text.splitlines()) if line)
+    said = [line for line in lines if not line.startswith(PROBE.strip())]
+    return text, (said or [f"exit status {status}"])[-1] if status else ""
 
 
 def answer_with(name: str, function: Callable[[], object]) -> None:
@@ -208,27 +191,36 @@ def answer_with(name: str, function: Callable[[], object]) -> None:
     except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         value = {"error": one_line(f"{type(error).__name__}: {error}"), "missing": missing}
-    answer(**{name: value})
+    print("\n" + PROBE + json.dumps({name: value}), flush=True)
 
 
 def in_child(function: Callable, *arguments: object) -> dict:
     """Call a function of one of these modules in a new Python process; returns what it passed to
-    `answer`.
+    `answer_with`.
 
     If the process did not end well, the key 'failure' says how; answers until then are kept.
     """
     module = Path(function.__code__.co_filename)
     code = f"import sys; sys.path.insert(0, {str(module.parent)!r}); import {module.stem} as m; "
     code += f"m.{function.__name__}(*{arguments!r})"
-    output = run_program([sys.executable, "-c", code], CHILD_TIMEOUT)
+    text, failure = run_program([sys.executable, "-c", code], CHILD_TIMEOUT)
     answers = {}
-    for line in output.text.splitlines():
+    for line in text.splitlines():
         if line.startswith(PROBE):
             try:
                 answers |= json.loads(line[len(PROBE) :])
             except ValueError:
                 continue  # another process wrote into the line
-    return answers | {"failure": output.failure} if output.failure else answers
+    return answers | {"failure": failure} if failure else answers
+
+
+def problem_of(answers: dict, name: str) -> str:
+    """Why there is no such answer, "missing" if it is a module that is not there; '' if there
+    is."""
+    value = answers.get(name, {"error": answers.get("failure", "not reached"), "missing": None})
+    if not isinstance(value, dict) or "error" not in value:
+        return ""
+    return "missing" if value["missing"] == name else value["error"]
 
 
 def find_tool(name: str) -> str | None:
@@ -279,7 +271,7 @@ def detect_track() -> tuple[str, str]:
         return "rocm", f"found {tool}"
     nvidia = "found neither ROCm nor an NVIDIA GPU"
     if tool := shutil.which("nvidia-smi"):
-        if re.search(r"^GPU \d+:", run_program([tool, "-L"]).text, re.MULTILINE):
+        if re.search(r"^GPU \d+:", run_program([tool, "-L"])[0], re.MULTILINE):
             return "nvidia", f"found a GPU with {tool}"
         nvidia = f"{tool} lists no GPU"
     for path in (rocm_path(), KFD):
@@ -331,10 +323,9 @@ def build_name(torch: dict) -> str:
 
 def torch_problem(answers: dict, track: str) -> str:
     """Why the PyTorch that a child process found cannot be used on this track; '' if it can."""
-    failure = {"error": answers.get("failure") or "no answer", "missing": None}
-    torch = answers.get("torch") or failure
-    if "error" in torch:
-        return "missing" if torch["missing"] == "torch" else f"does not import: {torch['error']}"
+    if error := problem_of(answers, "torch"):
+        return error if error == "missing" else f"does not import: {error}"
+    torch = answers["torch"]
     if not in_bounds(torch["version"], requirement("torch").bounds):
         return f"{torch['version']} is out of range, {requirement('torch').text} is needed"
     if {"rocm": not torch["hip"], "nvidia": not torch["cuda"], "cpu": False}[track]:
@@ -371,6 +362,14 @@ def torch_check(answers: dict, track: str) -> Check:
     problem = torch_problem(answers, track)
     found = problem or f"{answers['torch']['version']}, {build_name(answers['torch'])} build"
     return check("torch", not problem, found, "everything", torch_command(problem, track))
+
+
+def answer_check(
+    answers: dict, name: str, what: str, needed_for: str, mend: str, required: bool = True
+) -> Check:
+    """The row of what a child process was asked for."""
+    error = problem_of(answers, name)
+    return check(what, not error, error or answers.get(name), needed_for, mend, required)
 
 
 def package_check(name: str, needed_for: str, required: bool = False) -> Check:
@@ -411,50 +410,49 @@ def table(checks: list[Check]) -> str:
     return "\n".join(lines)
 
 
-def run_checks(
-    title: str, gather: Callable[[str], list[Check]], description: str, argv: list[str] | None
-) -> int:
-    """The command line of a validation script: returns 0 if all that the track needs is there,
-    otherwise 1."""
-    parser = documented_parser(Path(sys.argv[0]).name, description)
-    what = "what to check for (default: what is detected)"
-    parser.add_argument("--track", choices=TRACKS, help=what)
-    args = parser.parse_args(argv)
-    try:
+def validation(
+    title: str, gather: Callable[[str], list[Check]], description: str | None
+) -> Callable[[list[str] | None], int]:
+    """The `main` of a validation script: returns 0 if all that the track needs is there, otherwise
+    1."""
+
+    def validate(args: argparse.Namespace) -> int:
         track, reason = (args.track, "as asked for") if args.track else detect_track()
         checks = gather(track)
-    except KeyboardInterrupt:
-        print(f"{parser.prog}: interrupted", file=sys.stderr)
-        return 130
-    missing = sum(check.state == "MISSING" for check in checks)
-    print(f"{title} check, {track} track ({reason})\n\n{table(checks)}\n")
-    print(f"{title} check: {f'FAIL ({missing} missing)' if missing else 'PASS'}")
-    return 1 if missing else 0
+        missing = sum(check.state == "MISSING" for check in checks)
+        print(f"{title} check, {track} track ({reason})\n\n{table(checks)}\n")
+        print(f"{title} check: {f'FAIL ({missing} missing)' if missing else 'PASS'}")
+        return 1 if missing else 0
+
+    def build_parser() -> Parser:
+        parser = documented_parser(Path(sys.argv[0]).name, description)
+        what = "what to check for (default: what is detected)"
+        parser.add_argument("--track", choices=TRACKS, help=what)
+        return parser
+
+    return program(build_parser, validate)
 
 
-def main(argv: list[str] | None = None) -> int:
+def usable_torch(track: str) -> int:
+    """Print the version of PyTorch, or nothing without one; or why it cannot be used, and status
+    1."""
+    answers = in_child(probe_torch)
+    if (problem := torch_problem(answers, track)) not in ("", "missing"):
+        print(problem)
+        return 1
+    # pip's version for pip: PyPI's 2.9.0 calls itself 2.9.0+cu128
+    print("" if problem else installed_version("torch") or answers["torch"]["version"])
+    return 0
+
+
+def main(question: str, about: str = "") -> int:
     """What environment_setup.sh asks."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = Parser(description=__doc__, formatter_class=raw, allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("track")
-    commands.add_parser("torch").add_argument("track", choices=TRACKS)
-    commands.add_parser("missing").add_argument("file", type=Path)
-    args = parser.parse_args(argv)
-    if args.command == "track":
-        print(*detect_track())
-    elif args.command == "missing":
-        print(*missing_requirements(args.file), sep="\n")
-    else:
-        answers = in_child(probe_torch)
-        problem = torch_problem(answers, args.track)
-        if problem and problem != "missing":
-            print(problem)
-            return 1
-        # pip's version for pip: PyPI's 2.9.0 calls itself 2.9.0+cu128
-        print("" if problem else installed_version("torch") or answers["torch"]["version"])
+    if question == "torch":
+        return usable_torch(about)
+    found = detect_track() if question == "track" else missing_requirements(Path(about))
+    print(*found, sep=" " if question == "track" else "\n")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

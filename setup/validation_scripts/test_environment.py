@@ -14,7 +14,6 @@ import importlib
 import io
 import os
 import platform
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -24,14 +23,13 @@ from checks import Check, check
 
 from lab.script import import_file
 
-GB = 1e9
-MIN_MEMORY, MIN_DISK = 4 * GB, 1 * GB  # below these there is a remark, not a failure
 PACKAGES = {
     "numpy": "everything",
     "gemmi": "--structure (real proteins)",
     "matplotlib": "plots (docs/START.md, analysis tools)",
     "deepspeed": "run_deepspeed_flops.py (works without)",
 }
+INSTALL_TRITON = "python -m pip install triton"
 
 
 def version_scripts() -> list[Path]:
@@ -51,15 +49,12 @@ def train_step(device: str) -> str:
 
 
 def list_gpus() -> list[str]:
-    """Name and memory of each visible GPU."""
+    """The name of each visible GPU, and its memory."""
     import torch
 
-    found = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        free, total = torch.cuda.mem_get_info(index)
-        name = torch.cuda.get_device_properties(index).name
-        found.append(f"{name}, {free / GB:.0f} of {total / GB:.0f} GB free")
-    return found
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = [torch.cuda.get_device_properties(index) for index in range(count)]
+    return [f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB" for gpu in gpus]
 
 
 def module_version(name: str) -> str:
@@ -91,24 +86,6 @@ def probe(device: str, scripts: list[str]) -> None:
         checks.answer_with(script, lambda script=script: help_of(Path(script)))
 
 
-def host_memory() -> float | None:
-    """Bytes of memory that are available, None if the system does not tell."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        line = next(line for line in lines if line.startswith("MemAvailable:"))
-        return float(line.split()[1]) * 1024
-    except (OSError, StopIteration, ValueError):
-        return None
-
-
-def problem_of(answers: dict, name: str) -> str:
-    """Why a part of the probe failed, '' if it did not."""
-    value = answers.get(name, {"error": answers.get("failure", "not reached"), "missing": None})
-    if not isinstance(value, dict) or "error" not in value:
-        return ""
-    return "missing" if value["missing"] == name else value["error"]
-
-
 def check_gpus(answers: dict, track: str) -> Check:
     """The row of the GPUs that PyTorch sees."""
     gpus, purpose = answers.get("gpus", []), f"the {track} track"
@@ -120,29 +97,29 @@ def check_gpus(answers: dict, track: str) -> Check:
         found = f"hidden by {hidden}={os.environ[hidden]!r}"
         return check("GPU", False, found, purpose, f"unset {hidden}")
     script = checks.here(Path(__file__).with_name("test_rocm_installation.py"))
-    found = problem_of(answers, "gpus") or "PyTorch sees none"
+    found = checks.problem_of(answers, "gpus") or "PyTorch sees none"
     return check("GPU", False, found, purpose, f"python {script}" if rocm else "nvidia-smi")
 
 
-def check_scripts(answers: dict, track: str, triton: bool) -> list[Check]:
-    """One row for the scripts that answer --help, one for each that does not."""
-    rows, good = [], 0
-    for script in version_scripts():
-        if isinstance(answers.get(str(script)), int):
-            good += 1
-            continue
-        needs_triton = not triton and script.stem.endswith(("v3", "v4"))
-        mend = (
-            "python -m pip install triton"
-            if needs_triton
-            else f"python {checks.here(script)} --help"
-        )
-        required = track != "cpu" or not needs_triton
-        problem = problem_of(answers, str(script))
-        rows.append(check(script.name, False, problem, "this version", mend, required))
-    if good or not rows:
-        found = f"{good} answer --help" if good else f"none in {checks.ROOT}"
-        rows.insert(0, check("version scripts", good > 0, found, "the exercises", "git status"))
+def check_scripts(answers: dict, required: bool) -> list[Check]:
+    """One row for the scripts that answer --help, one for each that does not.
+
+    Those that need Triton are `required` or not, where it is not there.
+    """
+    scripts, rows = version_scripts(), []
+    failed = [script for script in scripts if not isinstance(answers.get(str(script)), int)]
+    if good := len(scripts) - len(failed):
+        found = f"{good} answer --help"
+        rows.append(check("version scripts", True, found, "the exercises"))
+    elif not scripts:
+        found = f"none in {checks.ROOT}"
+        rows.append(check("version scripts", False, found, "the exercises", "git status"))
+    for script in failed:
+        without = script.stem.endswith(("v3", "v4")) and checks.problem_of(answers, "triton")
+        mend = INSTALL_TRITON if without else f"python {checks.here(script)} --help"
+        problem = checks.problem_of(answers, str(script))
+        needed = required or not without
+        rows.append(check(script.name, False, problem, "this version", mend, needed))
     return rows
 
 
@@ -151,33 +128,19 @@ def check_torch(track: str) -> list[Check]:
     gpu = track != "cpu"
     answers = checks.in_child(probe, "cuda" if gpu else "cpu", list(map(str, version_scripts())))
     rows = [checks.torch_check(answers, track)]
-    works = rows[0].state == "ok"
-    if works and gpu:
-        rows.append(check_gpus(answers, track))
-    elif not gpu:
-        rows.append(checks.unneeded("GPU", "the nvidia and rocm tracks", track))
-    purposes = {
-        "step": ("training step", "everything"),
-        "triton": ("triton", "V3 and V4 on a GPU, torch.compile there"),
-    }
-    if not works:
-        waiting = [("GPU", f"the {track} track")] if gpu else []
-        waiting += [*purposes.values(), ("version scripts", "everything")]
-        return rows + [
-            checks.unchecked(what, "needs torch", needed_for) for what, needed_for in waiting
-        ]
-    mends = {
-        "step": checks.torch_command("broken", track),
-        "triton": "python -m pip install triton",
-    }
-    for name, (what, needed_for) in purposes.items():
-        error, required = problem_of(answers, name), gpu or name != "triton"
-        if name == "step" and gpu and not answers.get("gpus"):
-            rows.append(checks.unchecked(what, "needs a GPU", needed_for))
-            continue
-        found = error or answers[name]
-        rows.append(check(what, not error, found, needed_for, mends[name], required))
-    return rows + check_scripts(answers, track, triton=not problem_of(answers, "triton"))
+    if rows[0].state != "ok":
+        names = ("GPU", "training step", "triton", "version scripts")
+        return rows + [checks.unchecked(name, "needs torch", "everything") for name in names]
+    nobody = checks.unneeded("GPU", "the nvidia and rocm tracks", track)
+    rows.append(check_gpus(answers, track) if gpu else nobody)
+    if gpu and not answers.get("gpus"):
+        rows.append(checks.unchecked("training step", "needs a GPU", "everything"))
+    else:
+        mend = checks.torch_command("broken", track)
+        rows.append(checks.answer_check(answers, "step", "training step", "everything", mend))
+    purpose = "V3 and V4 on a GPU, torch.compile there"
+    rows.append(checks.answer_check(answers, "triton", "triton", purpose, INSTALL_TRITON, gpu))
+    return rows + check_scripts(answers, required=gpu)
 
 
 def gather(track: str) -> list[Check]:
@@ -187,13 +150,6 @@ def gather(track: str) -> list[Check]:
     rows += check_torch(track)
     for name, purpose in PACKAGES.items():
         rows.append(checks.package_check(name, purpose, required=purpose == "everything"))
-    memory, mend = host_memory(), "add --batch-size 1 to each run"
-    enough = memory is None or memory >= MIN_MEMORY
-    found = "unknown" if memory is None else f"{memory / GB:.1f} GB available"
-    rows.append(check("host memory", enough, found, "the default sizes", mend, required=False))
-    disk, mend = shutil.disk_usage(".").free, "add --profile-dir ELSEWHERE"
-    found = f"{disk / GB:.1f} GB free here"
-    rows.append(check("disk space", disk >= MIN_DISK, found, "traces", mend, required=False))
     try:
         tempfile.TemporaryFile(dir=".").close()
         error = ""
@@ -204,10 +160,7 @@ def gather(track: str) -> list[Check]:
     return rows
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    return checks.run_checks("Environment", gather, __doc__, argv)
-
+main = checks.validation("Environment", gather, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

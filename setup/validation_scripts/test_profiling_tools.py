@@ -29,10 +29,6 @@ ROCM_TOOLS = (
 ROCTX_PURPOSE = "--enable-rocm-profiling"
 # rocprof-compute has counters and metrics for these only: MI100, MI200, MI300 and MI350.
 DATA_CENTRE_GPU = re.compile(r"gfx908|gfx90a|gfx94.|gfx95.")
-PACKAGES = {
-    "deepspeed": "run_deepspeed_flops.py (works without)",
-    "matplotlib": "plots (docs/START.md, analysis tools)",
-}
 
 
 def profile_matmul(gpu: bool) -> dict:
@@ -76,9 +72,9 @@ def check_torch_profiler(answers: dict, track: str) -> Check:
         return check(
             what, False, f"torch: {problem}", purpose, checks.torch_command(problem, track)
         )
-    result = answers.get("profile", {"error": answers.get("failure", "not reached")})
-    if "error" in result:
-        return check(what, False, result["error"], purpose, "python -m torch.utils.collect_env")
+    if error := checks.problem_of(answers, "profile"):
+        return check(what, False, error, purpose, "python -m torch.utils.collect_env")
+    result = answers["profile"]
     wanted = "events" if track == "cpu" else "kernels"
     found = f"sees {result['events']} events, {result['kernels']} GPU kernels"
     mend = "end other profilers that use this GPU, then try again"
@@ -93,19 +89,19 @@ def check_tool(names: tuple[str, ...], package: str, purpose: str, required: boo
         found = f"{installed} is not on PATH" if installed else "missing"
         known = next((name for name in names if checks.find_tool(name)), names[0])
         return check(names[0], False, found, purpose, checks.tool_command(known, package), required)
-    output = checks.run_program([shutil.which(name), "--help"])
+    _, failure = checks.run_program([shutil.which(name), "--help"])
     # what rocprof-compute needs of Python
     packages = checks.rocm_path() / "libexec" / package / "requirements.txt"
     mend = f"python3 -m pip install -r {packages}" if packages.is_file() else f"{name} --help"
-    found = output.failure or shutil.which(name)
-    return check(names[0], not output.failure, found, purpose, mend, required)
+    found = failure or shutil.which(name)
+    return check(names[0], not failure, found, purpose, mend, required)
 
 
 def check_rocm_tools(answers: dict) -> list[Check]:
     """The rows of ROCm's profilers."""
     version = checks.rocm_version()
     tool = checks.find_tool("rocminfo")
-    gpus = checks.gpu_architectures(checks.run_program([tool]).text) if tool else []
+    gpus = checks.gpu_architectures(checks.run_program([tool])[0]) if tool else []
     rows = []
     for names, package, purpose in ROCM_TOOLS:
         required = True
@@ -119,12 +115,10 @@ def check_rocm_tools(answers: dict) -> list[Check]:
                 rows.append(checks.unchecked(names[0], "comes with ROCm 7", purpose))
                 continue
         rows.append(check_tool(names, package, purpose, required))
-    result = answers.get("roctx", {"error": answers.get("failure", "not reached")})
-    good = result == "loads"
     library = checks.rocm_path() / "lib" / ROCTX
     path = f'export LD_LIBRARY_PATH="{library.parent}:$LD_LIBRARY_PATH"'
     mend = path if library.exists() else checks.package_command("rocprofiler-sdk-roctx")
-    rows.append(check(ROCTX, good, result if good else result["error"], ROCTX_PURPOSE, mend))
+    rows.append(checks.answer_check(answers, "roctx", ROCTX, ROCTX_PURPOSE, mend))
     return rows
 
 
@@ -137,14 +131,10 @@ def gather(track: str) -> list[Check]:
     else:
         rows += [checks.unneeded(names[0], purpose, track) for names, _, purpose in ROCM_TOOLS]
         rows.append(checks.unneeded(ROCTX, ROCTX_PURPOSE, track))
-    rows += [checks.package_check(name, purpose) for name, purpose in PACKAGES.items()]
     return rows
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    return checks.run_checks("Profiling tools", gather, __doc__, argv)
-
+main = checks.validation("Profiling tools", gather, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

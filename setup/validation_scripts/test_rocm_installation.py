@@ -24,19 +24,6 @@ NO_DRIVER = (
 VISIBLE_DEVICES = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
 
-def count_gpus() -> int:
-    """The number of GPUs that PyTorch sees."""
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def probe() -> None:
-    """In a child process: PyTorch's build and what it sees."""
-    checks.answer_with("torch", checks.describe_torch)
-    checks.answer_with("gpus", count_gpus)
-
-
 def open_problem(path: Path) -> str:
     """Why the device file cannot be opened for reading and writing, '' if it can.
 
@@ -68,10 +55,10 @@ def check_smi() -> Check:
     what, purpose, failures = "amd-smi or rocm-smi", "watching the GPU", []
     for command in (["amd-smi", "list"], ["rocm-smi"]):
         if tool := checks.find_tool(command[0]):
-            output = checks.run_program([tool, *command[1:]])
-            if not output.failure:
+            _, failure = checks.run_program([tool, *command[1:]])
+            if not failure:
                 return check(what, True, tool, purpose)
-            failures.append(f"{command[0]}: {output.failure}")
+            failures.append(f"{command[0]}: {failure}")
     mend = checks.package_command("amd-smi-lib")
     return check(what, False, "; ".join(failures) or "missing", purpose, mend)
 
@@ -82,11 +69,11 @@ def check_rocminfo() -> tuple[Check, int]:
     if not tool:
         mend = checks.package_command("rocminfo")
         return check("rocminfo", False, "missing", "naming the GPU", mend), 0
-    output = checks.run_program([tool])
-    names = checks.gpu_architectures(output.text)
+    text, failure = checks.run_program([tool])
+    names = checks.gpu_architectures(text)
     found = ", ".join(f"{names.count(name)} x {name}" for name in sorted(set(names)))
-    found = output.failure or found or "lists no GPU"
-    good = bool(names) and not output.failure
+    found = failure or found or "lists no GPU"
+    good = bool(names) and not failure
     return check("rocminfo", good, found, "naming the GPU", tool), len(names)
 
 
@@ -112,25 +99,11 @@ def gather(track: str) -> list[Check]:
     found = f"{hidden}={os.environ[hidden]!r} hides every GPU" if hidden else given or "not set"
     rows.append(check("*_VISIBLE_DEVICES", not hidden, found, "choosing GPUs", f"unset {hidden}"))
 
-    answers = checks.in_child(probe)
-    rows.append(checks.torch_check(answers, track))
-    if rows[-1].state == "ok":
-        seen = answers.get("gpus", answers.get("failure"))
-        good = isinstance(seen, int) and seen > 0
-        found = f"{seen} GPUs" if isinstance(seen, int) else seen
-        found = seen["error"] if isinstance(seen, dict) else found
-        mend = "put right what is missing above; if nothing is, python -m torch.utils.collect_env"
-        rows.append(check("torch sees", good, found, "the rocm track", mend))
-    tool, mend = checks.find_tool("hipcc"), checks.tool_command("hipcc", "hipcc")
-    found, purpose = tool or "missing", "HIP code of your own"
-    rows.append(check("hipcc", tool is not None, found, purpose, mend, required=False))
-    return rows
+    answers = checks.in_child(checks.probe_torch)
+    return [*rows, checks.torch_check(answers, track)]
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    return checks.run_checks("ROCm", gather, __doc__, argv)
-
+main = checks.validation("ROCm", gather, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())
