@@ -87,9 +87,8 @@ def compare(args: argparse.Namespace) -> int:
             runs = records.load_runs([args.baseline, *args.runs])
             baseline = runs[0]
     named = [(run.name, run.result) for run in runs]
-    records.check_family(named)
-    rows = [records.beside(run, baseline) for run in runs]
     print_notes(PROG, *records.differences(named))
+    rows = [records.beside(run, baseline) for run in runs]
     print(records.runs_table(runs, rows, not args.no_times), flush=True)
     if args.csv:
         write_csv(args.csv, csv_rows(rows, runs))

@@ -9,11 +9,10 @@
 
 Model, device and precision are chosen at the top, for all charts, so no chart mixes them; a chart
 with several studies has a drop-down of its own. Ratios are from within one study. Runs of their own
-are shown as measured, those of the same settings as their median and range. A chart without data
-names the command that makes it. Nothing is measured here.
+are shown as measured, those of the same settings as their median and range. Nothing is measured
+here: a chart without data names the command that makes it.
 
-A PATH is a file, or a folder, searched with all below it: studies of compare_versions.py,
-fusion_ablation_study.py, benchmark_suite.py, optimize_batch_size.py, roofline_analysis.py and
+A PATH is a file, or a folder, searched with all below it: studies of the tools here and of
 bench/versions.py; results of the scripts (*_summary.json, also several in one file); profiles of
 run_pytorch_profiler.py and *_flops.json, also where run_all_profilers.sh collected them. Status 1
 if one of the runs failed; the page then has all others.
@@ -34,12 +33,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the 
 import argparse
 import itertools
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from lab.cli import Parser, ToolError, documented_parser, print_notes, program
 from lab.dashboard import Found, Panel, found_panels, only, read
-from lab.files import ROOT, write_text
+from lab.files import ROOT, below, write_text
 
 PROG = Path(__file__).name
 CHARTS = ("versions", "memory", "ablation", "kernels", "roofline")
@@ -52,19 +52,12 @@ def files_in(paths: Sequence[Path]) -> Iterator[tuple[Path, str]]:
     for top in paths:
         if not top.exists():
             raise ToolError(f"{top}: no such file or directory")
-        for path in sorted(top.rglob("*.json")) if top.is_dir() else [top]:
-            inside = path.relative_to(top).parts if top.is_dir() else ()
-            if not left_aside(inside) and path.resolve() not in seen:
+        for path in below(top, "*.json") if top.is_dir() else [top]:
+            name = path.relative_to(top).as_posix() if top.is_dir() else path.name
+            slowed_down = re.search(r"(^|/)rocprof.*_summary\.json$", name)  # by a profiler
+            if not slowed_down and path.resolve() not in seen:
                 seen.add(path.resolve())
-                yield path, "/".join(inside) or path.name
-
-
-def left_aside(parts: Sequence[str]) -> bool:
-    """Is this file below a folder an earlier one, or of a run that a profiler made slower?"""
-    if any(part.startswith(".") or part.endswith((".failed", ".previous")) for part in parts):
-        return True
-    profiled = any(part.startswith("rocprof") for part in parts)
-    return profiled and parts[-1].endswith("_summary.json")
+                yield path, name
 
 
 def page_of(panels: Sequence[Panel]) -> str:
@@ -89,13 +82,11 @@ def build(args: argparse.Namespace) -> int:
     """Read all files and write the page; returns the exit status."""
     if args.output.suffix != ".html":
         raise ToolError(f"--output {args.output}: must end in .html")
-    everything, left_out = [], []
-    for path, name in files_in(args.paths):
-        found = read(path, name)
-        everything += found
-        left_out += [path] if not found else []
-        if not found and path in args.paths:
-            raise ToolError(f"{path}: no chart shows what is in this file")
+    found = {path: read(path, name) for path, name in files_in(args.paths)}
+    left_out = [path for path, panels in found.items() if not panels]
+    if named := [path for path in left_out if path in args.paths]:
+        raise ToolError(f"{named[0]}: no chart shows what is in this file")
+    everything = [*itertools.chain(*found.values())]
     failed = only(str, everything)
     panels = [*only(Panel, everything), *found_panels(only(Found, everything))]
     if not panels and not failed:

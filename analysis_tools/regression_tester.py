@@ -1,22 +1,18 @@
 #!/usr/bin/env python3
-"""Has anything become slower? One result against an earlier one: exit status 1 if so, or if it is
-not fast enough.
+"""Has anything become slower? One result against an earlier one: exit status 1 if so.
 
 A result is a run (<script>_summary.json, or the directory of one), a file of several runs
 (compare_runs.py --save), or a study of runs in turns (compare_versions.py, bench/versions.py). Of
-several, those of the same name are compared, one by one. Other devices, models, sizes or another
-precision are refused; notes name what else differs.
+several, those of the same name are compared. Other devices, models, sizes or another precision are
+refused; notes name what else differs.
 
 A time has the range of its turns, or, in a run of one turn, that of its steps up to the 95th
-percentile. Only where the two ranges do not overlap there is a verdict. With --min-speedup the
-median decides. A run that did not finish where the baseline did is a regression, too. Memory,
-kernels and final loss are shown and decide nothing.
+percentile; where two ranges overlap there is no verdict. With --min-speedup the median decides. A
+run that did not finish where the baseline did is a regression, too.
 
 Examples:
   python analysis_tools/regression_tester.py --baseline-results profiles/v1 \\
       --current-results profiles/v2 --min-speedup 1.3
-  python analysis_tools/regression_tester.py --baseline-results old/versions.json \\
-      --current-results new/versions.json
 """
 
 from __future__ import annotations
@@ -34,19 +30,17 @@ from lab.records import Entry, load_entries
 from lab.show import Column, cell, ended, render
 
 PROG = Path(__file__).name
-# What may differ and is only named; all other settings have to be the same.
-NOTED = ("num_steps", "warmup_steps", "learning_rate", "seed")
+NOTED = ("num_steps", "warmup_steps", "learning_rate", "seed")  # what may differ
 NOTED += ("torch_compile", "cuda_graph", "torch")
 LABELS = ("run", "what", "verdict", "baseline", "current", "change")
 COLUMNS = [Column(label, itemgetter(n), text=n < 3) for n, label in enumerate(LABELS)]
-FEW = 5  # turns, below which their ranges part by chance
 
 
 def pair(before: dict[str, Entry], after: dict[str, Entry]) -> dict[str, tuple[Entry, Entry]]:
     """What is compared; ToolError if nothing has the same name, or what does cannot be."""
     pairs = {name: (old, after[name]) for name, old in before.items() if name in after}
     both = (*before.values(), *after.values())
-    if len(before) == len(after) == 1 and all(entry.of_run for entry in both):
+    if len(before) == len(after) == 1 and all(entry.settings["kind"] == "run" for entry in both):
         pairs = dict.fromkeys(after, both)  # whatever they are called
     elif not pairs:
         raise ToolError("nothing has the same name in both files")
@@ -54,15 +48,12 @@ def pair(before: dict[str, Entry], after: dict[str, Entry]) -> dict[str, tuple[E
         print_notes(PROG, f"{len(alone)} are in one file only and left out, first {alone[0]}")
     notes: dict[str, None] = {}
     for name, (old, new) in pairs.items():
-        if old.of_run != new.of_run:
-            raise ToolError(f"{name} cannot be compared: one is a run, the other a row of a study")
         for key, first in old.settings.items():
             second = new.settings.get(key, first)  # another version, or a failed run, may lack it
+            if first != second and key not in NOTED:
+                raise ToolError(f"{name} cannot be compared, {key} differs: {first} and {second}")
             if first != second:
-                differs = f"{key} differs: {first} and {second}"
-                if key not in NOTED:
-                    raise ToolError(f"{name} cannot be compared, {differs}")
-                notes[differs] = None
+                notes[f"{key} differs: {first} and {second}"] = None
     print_notes(PROG, *notes)
     return pairs
 
@@ -99,16 +90,15 @@ def lines_of(name: str, old: Entry, new: Entry, least: float | None) -> tuple[li
 def test(args: argparse.Namespace) -> int:
     """Print the table; returns the exit status."""
     pairs = pair(*map(load_entries, (args.baseline_results, args.current_results)))
-    if all("status" in old.row for old, _ in pairs.values()):
-        (old, _), *_ = pairs.values()
-        raise ToolError(f"{old.path}: the baseline did not finish ({old.row.get('error')})")
+    first, *others = (old for old, _ in pairs.values())
+    if all("status" in old.row for old in (first, *others)):
+        raise ToolError(f"{first.path}: the baseline did not finish ({first.row.get('error')})")
     least = args.min_speedup
     found = {name: lines_of(name, *entries, least) for name, entries in pairs.items()}
     print(render(COLUMNS, [line for lines, _ in found.values() for line in lines]))
     every = (entry.row for both in pairs.values() for entry in both)
-    if any("status" not in row and len(row.get("turns_ms") or ()) < FEW for row in every):
-        chance = "ranges can part by chance, as the speed of a host changes"
-        print_notes(PROG, f"fewer than {FEW} turns, or one: {chance}")
+    if any("status" not in row and len(row.get("turns_ms") or ()) < 5 for row in every):
+        print_notes(PROG, "fewer than 5 turns, or one: ranges can part by chance")
     bad = [name for name, (_, good) in found.items() if not good]
     wanted = "A regression" if least is None else f"Not {least:g}x as fast"
     print(f"\n{wanted}: {len(bad)} of {len(found)}{f', first {bad[0]}' if bad else ''}")
@@ -120,8 +110,7 @@ def build_parser() -> Parser:
     parser = documented_parser(PROG, __doc__)
     parser.add_path("--baseline-results", "PATH", "the earlier result", required=True)
     parser.add_path("--current-results", "PATH", "the result that is tested", required=True)
-    least = "times as fast as the baseline that all have to be"
-    parser.add_argument("--min-speedup", type=positive(), metavar="X", help=least)
+    parser.add_argument("--min-speedup", type=positive(), metavar="X", help="that all have to have")
     return parser
 
 

@@ -2,31 +2,25 @@
 """FLOPs, bytes and time of a whole training step by what its operators do, against what the device
 reaches.
 
-Groups are GEMM, attention, normalisation, element-wise, copies, reductions, optimizer and what is
-none of these. What a row has, and where it comes from:
+Groups are GEMM, attention, normalisation, element-wise, copies, reductions, optimizer and the rest:
 
-  FLOP   of matrix products, nothing else, on the model with everything off. Fusion computes the
-         same products, so the total does not depend on it, and our own Triton kernels, into which
-         no counter sees, have what their unfused parts have. Attention has the products of its
-         fused kernels; unfused ones are GEMMs. What a kernel computes twice, as attention's
-         backward pass does, counts once.
+  FLOP   of matrix products, nothing else, counted on the model with everything off: fusion and our
+         own Triton kernels compute the same ones
   bytes  every operator reads its tensors from memory and writes its results there, once each, with
-         the fusions as chosen. A group may move more than a copy does where caches hold its data.
-  time   of the kernels in three profiled steps; on a CPU the self time of operators. Steps are
-         launched kernel by kernel, also those of V4, so that the operator of each is known.
-  roof   a large GEMM in the run's precision and a large copy, measured on the same device.
+         the fusions as chosen; a group may move more than a copy does where caches hold its data
+  time   of the kernels in three profiled steps, launched one by one, also those of V4, so that the
+         operator of each is known; on a CPU the self time of operators
+  roof   a large GEMM in the run's precision and a large copy, measured on the same device
 
 --from-rocprof-compute reads what run_rocprof_compute.sh collected on an AMD GPU in place of that:
-FLOP, bytes of HBM and time of each kernel by its counters (pmc_perf.csv), and the ceilings that
-rocprof-compute measured (roofline.csv). No AMD GPU was at hand: this was tried on files of MI200 in
-rocprof-compute's own tests.
+each kernel by its counters (pmc_perf.csv), and the ceilings that were measured (roofline.csv). No
+AMD GPU was at hand: this was tried on files of MI200 in rocprof-compute's own tests.
 
 Written to --output: roofline_analysis.csv and .json with all numbers, roofline_analysis.png.
 
 Examples:
   python analysis_tools/roofline_analysis.py --script tiny_llama_v2.py --batch-size 8 --seq-len 128
-  python analysis_tools/roofline_analysis.py --scripts tiny_llama_v1.py tiny_llama_v4.py \\
-      --use-amp --output ./roofline
+  python analysis_tools/roofline_analysis.py --script tiny_llama_v4.py --use-amp --output ./v4
   python analysis_tools/roofline_analysis.py --from-rocprof-compute rocprof_compute_results \\
       --output ./roofline
 """
@@ -56,51 +50,28 @@ PROG = Path(__file__).name
 NAME = "roofline_analysis"
 
 
-def write(output: Path, content: dict, title: str, points: dict, ceilings: Ceilings) -> None:
-    """All three files."""
-    roofline.draw(output / f"{NAME}.png", title, points, ceilings, bandwidths=True)
-    write_csv(output / f"{NAME}.csv", content["rows"])
-    write_text(output / f"{NAME}.json", json.dumps(content, indent=1) + "\n")
-    print(f"Written: {', '.join(str(output / f'{NAME}.{end}') for end in ('csv', 'json', 'png'))}")
+def analyse_script(script: str, argv: Sequence[str], output: Path) -> tuple:
+    """Measure a script; returns the numbers, a title, points and ceilings."""
+    module = load_script(script)
+    _, args = script_arguments(module, argv, str(output))
+    output.mkdir(parents=True, exist_ok=True)  # if it cannot be made, that is said now
+    result, rows = roofline.measure_groups(module, args)
+    title = f"{module.SCRIPT}: a training step on {result['environment']['device_name']}"
+    print(f"{title}, batch size {args.batch_size}\n\n{roofline.table(rows, 'script')}\n")
+    print(
+        "FLOP: matrix products, counted on the unfused model; fused kernels compute the same ones."
+    )
+    flop, moved, ms = (sum(row[key] for row in rows) for key in ("flop", "bytes", "ms"))
+    print(f"All groups: {flop / 1e9:.3f} GFLOP, {moved / 1e6:.2f} MB, {ms:.3f} ms")
+    print(ceilings := Ceilings(**result["ceilings"]))
+    if getattr(module, "INTERPRETED", False):
+        print_notes(PROG, "Triton kernels ran in an interpreter: the times say nothing about them")
+    content = {"schema_version": 1, "runs": [result], "rows": rows}
+    return content, title, {row["group"]: row for row in rows}, ceilings
 
 
-def analyse_scripts(scripts: Sequence[str], argv: Sequence[str], output: Path) -> None:
-    """Measure one script after the other."""
-    output.mkdir(parents=True, exist_ok=True)
-    results, rows, ceilings = [], {}, None
-    for name in scripts:
-        module = load_script(name)
-        _, args = script_arguments(module, argv, str(output))
-        if args.torch_compile:
-            reason = "there are no operators any more to count bytes of"
-            raise ToolError(f"--enable-torch-compile does not fit here: {reason}")
-        args.cuda_graph = False
-        print(f"{PROG}: {module.SCRIPT}: counting and measuring", file=sys.stderr)
-        result, rows[module.SCRIPT] = roofline.measure_groups(module, args, ceilings)
-        ceilings = Ceilings(**result["ceilings"])  # same arguments, same precision
-        results.append(result)
-    every, first = [row for found in rows.values() for row in found], results[0]
-    title = f"{', '.join(rows)}: a training step on {first['environment']['device_name']}"
-    print(f"{title}, batch size {first['training']['batch_size']}\n")
-    print(f"{roofline.table(every, 'script')}\n")
-    counted = "matrix products, counted on the unfused model"
-    print(f"FLOP: {counted}; fused kernels, also our own, compute the same ones.")
-    for name, found in rows.items():
-        flop, moved, ms = (sum(row[key] for row in found) for key in ("flop", "bytes", "ms"))
-        print(f"{name}: {flop / 1e9:.3f} GFLOP, {moved / 1e6:.2f} MB, {ms:.3f} ms in all groups")
-    print(ceilings)
-    if any(getattr(sys.modules[name], "INTERPRETED", False) for name in rows):
-        why = "the times say nothing about them"
-        print_notes(PROG, f"Triton kernels ran in an interpreter here: {why}")
-    points = {f"{row['script']} " * (len(rows) > 1) + row["group"]: row for row in every}
-    content = {"schema_version": 1, "runs": results, "rows": every}
-    write(output, content, title, points, ceilings)
-
-
-def analyse_rocprof_compute(directory: Path, output: Path) -> None:
-    """Turn a profile of rocprof-compute into the same files."""
-    if not directory.is_dir():
-        raise ToolError(f"{directory}: no such directory")
+def analyse_rocprof_compute(directory: Path) -> tuple:
+    """The same from a profile of rocprof-compute."""
     gpu, ceilings, rows = read_rocprof_compute(directory)
     first = rows[: roofline.TOP]
     counted = f"FLOP and HBM bytes by the counters of {gpu}"
@@ -108,32 +79,35 @@ def analyse_rocprof_compute(directory: Path, output: Path) -> None:
     gemm = f"{cell(ceilings.gemm_tflops, '.3f', ' TFLOP/s')} ({ceilings.precision})"
     print(f"Ceilings of roofline.csv: {gemm}, {ceilings.copy_gb_per_s:.1f} GB/s (HBM)")
     points = {f"{i} {short_name(row['kernel'], 40)}": row for i, row in enumerate(first, 1)}
-    title = f"kernels of {directory} by rocprof-compute's counters"
     content = {"schema_version": 1, "source": str(directory), "ceilings": asdict(ceilings)}
-    write(output, content | {"rows": rows}, title, points, ceilings)
+    title = f"kernels of {directory} by rocprof-compute's counters"
+    return content | {"rows": rows}, title, points, ceilings
 
 
 def analyse(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure scripts or read a profile; returns the exit status."""
     drawing()  # before anything is measured
-    if not args.from_rocprof_compute:
-        analyse_scripts(args.scripts or [args.script], argv, args.output)
-    elif argv:
+    if args.from_rocprof_compute and argv:
         raise ToolError(f"--from-rocprof-compute runs no script: {argv[0]} has no meaning here")
+    if args.from_rocprof_compute:
+        content, *drawn = analyse_rocprof_compute(args.from_rocprof_compute)
     else:
-        analyse_rocprof_compute(args.from_rocprof_compute, args.output)
+        content, *drawn = analyse_script(args.script, argv, args.output)
+    files = [args.output / f"{NAME}.{end}" for end in ("csv", "json", "png")]
+    write_csv(files[0], content["rows"])
+    write_text(files[1], json.dumps(content, indent=1) + "\n")
+    roofline.draw(files[2], *drawn, bandwidths=True)
+    print(f"Written: {', '.join(map(str, files))}")
     return 0
 
 
 def build_parser() -> Parser:
     """The command line."""
-    parser = parser_around(PROG, __doc__, DEFAULT_SCRIPT, "the scripts")
+    parser = parser_around(PROG, __doc__, DEFAULT_SCRIPT)
     what = parser.add_mutually_exclusive_group()
     add_script(what, DEFAULT_SCRIPT)
-    several = "several, in one table and picture"
-    what.add_argument("--scripts", nargs="+", metavar="FILE", help=several)
-    profile = {"type": Path, "metavar": "DIR", "help": "read a profile, run nothing"}
-    what.add_argument("--from-rocprof-compute", **profile)
+    read = "read a profile, run nothing"
+    what.add_argument("--from-rocprof-compute", type=Path, metavar="DIR", help=read)
     parser.add_path("--output", "DIR", default=Path(NAME))
     return parser
 

@@ -13,8 +13,8 @@ itself. Its limit is three times the error of the baseline with everything unfus
 precision, the largest of nine roundings where one does not explain an error, or --tolerance where
 that is more; --tolerance is also the limit of the two loss curves' relative difference. Unless
 given it is 1e-3 for losses and outputs, and for gradients, as an argument of a ReLU may round to
-the other side of zero, 3e-3, or 0.05 below float32. A parameter without a gradient is named and
-fails the check. Exit status 1 where something is off.
+the other side of zero, 3e-3, or 0.05 below float32. The error of a parameter without a gradient,
+and of what is not a number, is inf. Exit status 1 where something is off.
 
 Examples:
   python analysis_tools/validate_numerical_accuracy.py --baseline tiny_llama_v1.py \\
@@ -35,45 +35,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the 
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from types import ModuleType
 
 from lab.cli import Parser, ToolError, documented_parser, positive, program
 from lab.script import load_script, script_arguments
 from lab.show import Column, render
-from lab.turns import free_memory
 
 PROG = Path(__file__).name
-EAGER_STEPS = 2  # before a step is captured as a graph
-CURVE = 1e-3  # relative difference of losses
-MISSING = "without a gradient"
 COLUMNS = [
     Column("what", "what"),
     Column("worst", "worst", text=True),
-    Column("relative difference", "error"),
-    Column("limit", "limit"),
+    Column("relative difference", "error", ".2e"),
+    Column("limit", "limit", ".2e"),
     Column("verdict", lambda row: "pass" if row["passed"] else "FAIL"),
 ]
-
-
-@dataclass(frozen=True)
-class Side:
-    """A script with its arguments, and what the other one has to share with it."""
-
-    name: str
-    module: ModuleType
-    args: argparse.Namespace
-
-    def trainer(self, weights: dict, first: Side):
-        """A new Trainer with these weights; its batches are those of the first side."""
-        import torch
-
-        free_memory()
-        trainer = self.module.Trainer(self.args, self.module.prepare(self.args))
-        trainer.model.load_state_dict(weights)
-        host, seed = torch.device("cpu"), first.args.seed
-        trainer.batches = first.module.make_batches(first.args, host, seed)
-        return trainer
 
 
 def build_parser() -> Parser:
@@ -89,97 +63,24 @@ def build_parser() -> Parser:
     return parser
 
 
-def load_sides(args: argparse.Namespace, argv: Sequence[str]) -> list[Side]:
-    """Both scripts, and ToolError if they are not versions of one model."""
-    import torch
-
-    sides = []
-    for path in (args.baseline, args.optimized):
-        module = load_script(str(path))
-        sides.append(Side(path.name, module, script_arguments(module, argv, None)[1]))
-    models = [side.module.build_model(side.args, torch.device("meta")) for side in sides]
-    states = [model.state_dict().items() for model in models]
-    shapes = [{name: tuple(value.shape) for name, value in state} for state in states]
-    if odd := sorted(dict(shapes[0].items() ^ shapes[1].items())):
-        both = " and ".join(side.name for side in sides)
-        raise ToolError(f"{both} are different models: not both have {odd[0]}, of the same shape")
-    return sides
-
-
-def line(what: str, judged: dict[str, tuple[float, float]]) -> dict:
-    """A row with the worst of these relative errors and its limit, by its place. A NaN fails."""
-    from lab.accuracy import worst_of
-
-    error, limit = judged[worst := worst_of(judged)]
-    shown = {"error": f"{error:.2e}", "limit": f"{limit:.2e}", "passed": error <= limit}
-    return {"what": what, "worst": worst, **shown}
-
-
-def compare_values(
-    sides: Sequence[Side], weights: dict, when: str, tolerance: float | None
-) -> list[dict]:
-    """Rows for outputs, loss and gradients at these weights, judged as by --verify-accuracy."""
-    from lab.accuracy import GRADIENT, judged_values, values_of
-
-    first = sides[0]
-
-    def make_trainer(args: argparse.Namespace):
-        return replace(first, args=args).trainer(weights, first)
-
-    print(f"comparing outputs and gradients {when} with float64", file=sys.stderr)
-    values = [values_of(side.module, side.trainer(weights, first)) for side in sides]
-    judged = judged_values(first.module, first.args, make_trainer, values[1], tolerance)
-    free_memory()
-    gradients = {name: judged.pop(name) for name in list(judged) if name.startswith(GRADIENT)}
-    loss = {"loss": judged.pop("loss")}
-    what = {"outputs": judged, "loss": loss, f"{len(gradients)} gradients": gradients}
-    lines = [line(f"{kind} {when}", found) for kind, found in what.items()]
-    for side, found in zip(sides, values, strict=True):
-        names = [n.removeprefix(GRADIENT) for n, value in found.items() if value.isnan().all()]
-        if names:
-            shown = {"error": str(len(names)), "limit": "0", "passed": False}
-            what = f"{MISSING} in {side.name} {when}"
-            lines.append({"what": what, "worst": ", ".join(names), **shown})
-    return lines
-
-
-def compare(sides: Sequence[Side], tolerance: float | None, steps: int) -> list[dict]:
-    """The rows of the table."""
-    first, curves, trained = sides[0], [], {}
-    weights = first.module.build_model(first.args, first.module.prepare(first.args)).state_dict()
-    lines = compare_values(sides, weights, "at first", tolerance)
-    if any(line["what"].startswith(MISSING) for line in lines):
-        return lines  # an optimizer may refuse to go on
-    for side in sides:
-        trainer, losses = side.trainer(weights, first), []
-        print(f"{side.name}: {steps} training steps", file=sys.stderr)
-        for step in range(steps):
-            if trainer.args.cuda_graph and step == EAGER_STEPS:
-                trainer.capture()
-            losses.append(float(trainer.step()))
-        curves.append(losses)
-        state = trainer.model.state_dict().items()
-        trained = trained or {name: value.clone() for name, value in state}
-        del trainer, state
-        free_memory()
-    lines += compare_values(sides, trained, f"after {steps} steps", tolerance)
-    pairs = enumerate(zip(*curves, strict=True), start=1)
-    errors = {n: abs(loss - expected) / abs(expected) for n, (expected, loss) in pairs}
-    curve = {f"step {n}": (error, tolerance or CURVE) for n, error in errors.items()}
-    return [*lines, line(f"losses of {steps} steps", curve)]
-
-
 def validate(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Print the table; returns the exit status."""
-    sides = load_sides(args, argv)
+    scripts = [load_script(str(path)) for path in (args.baseline, args.optimized)]
+    from lab.accuracy import Side, compare_scripts
+
+    sides = [Side(script, script_arguments(script, argv, None)[1]) for script in scripts]
+    names = [path.name for path in (args.baseline, args.optimized)]
+    if odd := sorted(dict(sides[0].shapes() ^ sides[1].shapes())):
+        both = f"{' and '.join(names)} are different models"
+        raise ToolError(f"{both}: not both have {odd[0]}, of the same shape")
     try:
-        lines = compare(sides, args.tolerance, args.steps)
+        rows = compare_scripts(*sides, args.tolerance, args.steps)
     except (RuntimeError, MemoryError) as error:
-        status, message = sides[0].module.explain(error, Path())
+        status, message = scripts[0].explain(error, Path())
         raise ToolError(message, status) from error
-    print(render(COLUMNS, lines))
-    passed = all(line["passed"] for line in lines)
-    print(f"\n{sides[1].name} against {sides[0].name}: {'PASS' if passed else 'FAIL'}")
+    print(render(COLUMNS, rows))
+    passed = all(row["passed"] for row in rows)
+    print(f"\n{names[1]} against {names[0]}: {'PASS' if passed else 'FAIL'}")
     return 0 if passed else 1
 
 

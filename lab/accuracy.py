@@ -15,8 +15,8 @@ import contextlib
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from lab.cli import ToolError
 from lab.explain import pattern
+from lab.turns import free_memory
 
 GRADIENT = "gradient of "  # stands before a parameter's name
 # the largest error that passes, over the largest right value; of other types SHORT
@@ -373,3 +374,90 @@ def judged_values(
         if not doubt:
             break
     return judged
+
+
+# --- two scripts
+
+EAGER_STEPS = 2  # before a step is captured as a graph
+CURVE = 1e-3  # relative difference of losses
+
+
+@dataclass(frozen=True)
+class Side:
+    """A script with its arguments."""
+
+    script: ModuleType
+    args: argparse.Namespace
+
+    def shapes(self) -> Set[tuple[str, tuple[int, ...]]]:
+        """Of its weights, by canonical name."""
+        state = self.script.build_model(self.args, torch.device("meta")).state_dict()
+        return {name: tuple(value.shape) for name, value in state.items()}.items()
+
+    def trainer(self, weights: Mapping[str, Tensor], batches: Iterable):
+        """A new Trainer with these weights, for these batches."""
+        free_memory()
+        trainer = self.script.Trainer(self.args, self.script.prepare(self.args))
+        trainer.model.load_state_dict(weights)
+        trainer.batches = batches
+        return trainer
+
+    def batches(self) -> Iterable:
+        """Its batches from the first on."""
+        return self.script.make_batches(self.args, torch.device("cpu"), self.args.seed)
+
+
+def row_of(what: str, judged: Mapping[str, tuple[float, float]]) -> dict:
+    """The worst of these relative errors with its limit, by its place; or all that are no number.
+    A NaN fails."""
+    error, limit = judged[worst := worst_of(judged)]
+    if not math.isfinite(error):
+        worst = ", ".join(name for name, (error, _) in judged.items() if not math.isfinite(error))
+    return {"what": what, "worst": worst, "error": error, "limit": limit, "passed": error <= limit}
+
+
+def compare_values(
+    first: Side, second: Side, weights: Mapping, when: str, tolerance: float | None
+) -> list[dict]:
+    """Rows for outputs, loss and gradients at these weights, judged as by --verify-accuracy."""
+
+    def make_trainer(args: argparse.Namespace):
+        return replace(first, args=args).trainer(weights, first.batches())
+
+    print(f"comparing outputs and gradients {when} with float64", file=sys.stderr)
+    found = values_of(second.script, second.trainer(weights, first.batches()))
+    judged = judged_values(first.script, first.args, make_trainer, found, tolerance)
+    free_memory()
+    gradients = {name: judged.pop(name) for name in list(judged) if name.startswith(GRADIENT)}
+    loss = {"loss": judged.pop("loss")}
+    what = {"outputs": judged, "loss": loss, f"{len(gradients)} gradients": gradients}
+    return [row_of(f"{kind} {when}", some) for kind, some in what.items()]
+
+
+def compare_scripts(first: Side, second: Side, tolerance: float | None, steps: int) -> list[dict]:
+    """Does the second script compute what the first one does, with its weights and batches?
+
+    Rows for outputs, loss and gradients at the initial weights, then at those after so many steps
+    of the first, and for the losses of these steps.
+    """
+    weights = first.script.build_model(first.args, first.script.prepare(first.args)).state_dict()
+    rows, curves, trained = compare_values(first, second, weights, "at first", tolerance), [], {}
+    if any(not math.isfinite(row["error"]) for row in rows):
+        return rows  # an optimizer may refuse to go on
+    for side in (first, second):
+        trainer, losses = side.trainer(weights, first.batches()), []
+        print(f"{side.script.SCRIPT}: {steps} training steps", file=sys.stderr)
+        for step in range(steps):
+            if trainer.args.cuda_graph and step == EAGER_STEPS:
+                trainer.capture()
+            losses.append(float(trainer.step()))
+        curves.append(losses)
+        state = trainer.model.state_dict().items()
+        trained = trained or {name: value.clone() for name, value in state}
+        del trainer, state
+        free_memory()
+    rows += compare_values(first, second, trained, f"after {steps} steps", tolerance)
+    pairs = enumerate(zip(*curves, strict=True), start=1)
+    errors = {n: abs(loss - expected) / abs(expected) for n, (expected, loss) in pairs}
+    curve = {f"step {n}": (error, tolerance or CURVE) for n, error in errors.items()}
+    return [*rows, row_of(f"losses of {steps} steps", curve)]

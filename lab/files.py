@@ -13,6 +13,17 @@ from lab.cli import ToolError, inputs
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def below(top: Path, pattern: str) -> list[Path]:
+    """Files below a folder that match; neither hidden ones nor what the wrappers of profilers have
+    set aside."""
+
+    def aside(part: str) -> bool:
+        return part.startswith(".") or part.endswith((".failed", ".previous"))
+
+    found = sorted(top.rglob(pattern))
+    return [path for path in found if not any(map(aside, path.relative_to(top).parts))]
+
+
 def read_json(path: Path) -> dict:
     """A JSON object; ToolError if the file cannot be read or holds something else."""
     reads(path)

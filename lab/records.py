@@ -10,11 +10,13 @@ path of one of them.
 
 from __future__ import annotations
 
+import glob
 import statistics
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path, PurePosixPath
 from types import NoneType, UnionType
@@ -504,9 +506,19 @@ class Run:
         """A measured value, None if the run does not have it or did not finish."""
         return self.result.get(group, {}).get(key) if self.status == "ok" else None
 
-    def row(self) -> dict:
+    @property
+    def settings(self) -> dict:
+        """What it was run with."""
+        return self.result
+
+    @property
+    def peak_mb(self) -> float | None:
+        """Peak memory, None if it was not measured or the run did not finish."""
+        return self.number("memory", "peak_mb")
+
+    def row(self, alone: bool = False) -> dict:
         """What was measured, as a row of a study has it (lab/turns.py), with the final loss;
-        or how it ended.
+        or how it ended. Without its turns, if nothing else took a turn: `alone`.
 
         Its peak memory is null where there is none; else what was not measured is left out.
         """
@@ -514,14 +526,14 @@ class Run:
         fusions = [name for name, on in (result.get("fusions") or {}).items() if on]
         row = named_run(result["script"], result["training"])
         row["fusions"] = [name.replace("_", "-") for name in fusions]
-        row["peak_mb"] = self.number("memory", "peak_mb")
+        row["peak_mb"] = self.peak_mb
         if self.status != "ok":
             return {**row, "status": self.status, "error": self.result.get("error")}
         times = ("samples_per_sec", "batch_ms", "batch_median_ms", "batch_p95_ms")
         measured = {key: self.number("timing", key) for key in times}
         measured |= {key: self.number("kernels", key) for key in ("per_step", "host_launches")}
         measured["unit"] = result["kernels"].get("unit")
-        measured["turns_ms"] = result["timing"].get("turns_ms")
+        measured["turns_ms"] = None if alone else result["timing"].get("turns_ms")
         measured["final_loss"] = self.number("loss", "final")
         return row | {key: value for key, value in measured.items() if value is not None}
 
@@ -578,6 +590,24 @@ def only_file(directory: Path, pattern: str, what: str) -> Path:
     return paths[0]
 
 
+def collected(top: Path, files: str, step: str | None = None) -> Path | str:
+    """Where such files are, as FOLDER/FILES has them below what run_all_profilers.sh wrote, or as
+    FILES in a folder of their own; or why there are none that this `step` of it left."""
+    if not top.is_dir():
+        made = "./run_all_profilers.sh --script tiny_llama_v1.py makes profiles_tiny_llama_v1"
+        raise ToolError(f"{top}: no such directory; {made}")
+    steps = read(Steps, top / "summary.json")["steps"] if (top / "summary.json").is_file() else []
+    for found in steps:  # what is there is of an earlier run then
+        if found["name"] == step and found["status"] != "ok":
+            return found["reason"] or "nothing there"
+    own = [*top.glob(files.rpartition("/")[2])]
+    folders = sorted({path.parent for path in own or top.glob(files)})
+    if len(folders) > 1:
+        names = ", ".join(path.name for path in folders)
+        raise ToolError(f"{top}: several profiles ({names}), name one of them")
+    return folders[0] if folders else "nothing there"
+
+
 def load_run(path: Path, name: str | None = None) -> Run:
     """The result in a file or directory. It is called after the directory unless it has a name."""
     if path.is_dir():
@@ -591,6 +621,17 @@ def load_run(path: Path, name: str | None = None) -> Run:
     return Run(name, path, result)
 
 
+def runs_of(tops: Mapping[str, Path], model: str) -> list[Run]:
+    """Results of a model's versions that are in the folders of these, under their names."""
+    found = {}
+    for version, top in tops.items():
+        name = f"{model}_{version}_summary.json"
+        for file in top / f"pytorch_profiles_{version}" / name, top / name:
+            if file.is_file():
+                found[version] = file
+    return [load_run(file, version.upper()) for version, file in found.items()]
+
+
 def split_name(argument: str) -> tuple[str | None, str]:
     """NAME=PATH as (NAME, PATH), and PATH as (None, PATH), also with an equals sign in it."""
     name, sign, path = argument.partition("=")
@@ -602,7 +643,8 @@ def split_name(argument: str) -> tuple[str | None, str]:
 
 
 def load_runs(arguments: Iterable[str]) -> list[Run]:
-    """Runs given as PATH or NAME=PATH. Where names are alike, paths take their place."""
+    """Runs of one model, given as PATH or NAME=PATH. Where names are alike, paths take their
+    place."""
     given = [split_name(argument) for argument in arguments]
     runs = [load_run(Path(path), name) for name, path in given]
     count = Counter(run.name for run in runs)
@@ -611,6 +653,36 @@ def load_runs(arguments: Iterable[str]) -> list[Run]:
             if name is not None:
                 raise ToolError(f"two runs are named {name}")
             runs[index] = replace(runs[index], name=path)
+    check_family((run.name, run.result) for run in runs)
+    return runs
+
+
+def matching(path: str) -> list[Path]:
+    """The path itself, or the runs that a pattern matches, also in a file of several."""
+    if Path(path).exists() or not glob.has_magic(path):
+        return [Path(path)]
+    if inside := file_of_runs(Path(path)):
+        runs, pattern = inside
+        file = Path(path.removesuffix(pattern))
+        found = [file / name for name in sorted(runs) if fnmatch(name, pattern)]
+    else:
+        matches = (Path(match) for match in sorted(glob.glob(path)))
+        found = [match for match in matches if match.is_dir() or match.suffix == ".json"]
+    if not found:
+        raise ToolError(f"{path}: the pattern matches no directory and no result")
+    return found
+
+
+def load_lines(arguments: Iterable[str]) -> list[Run]:
+    """Runs of one model, given as NAME=PATH and further PATHs of this name, or patterns."""
+    runs, name = [], None
+    for argument in arguments:
+        given, path = split_name(argument)
+        name = given or name
+        if name is None:
+            raise ToolError(f"{argument!r} is not NAME=PATH")
+        runs += [load_run(place, name) for place in matching(path)]
+    check_family((run.name, run.result) for run in runs)
     return runs
 
 
@@ -630,6 +702,13 @@ def precision(result: dict) -> str:
         return str(training.get("amp_dtype"))
     how = training.get("matmul_precision", "highest")
     return "float32" if how == "highest" else f"float32 ({how})"
+
+
+def described(result: dict, fused: bool = False) -> str:
+    """Script, device and precision of a run, and what is fused in it."""
+    line = f"{result['script']} on {result['environment']['device_name']}, {precision(result)}"
+    names = [name.replace("_", "-") for name, on in result.get("fusions", {}).items() if on]
+    return f"{line}, fused: {', '.join(names) or 'nothing'}" if fused else line
 
 
 def settings(result: dict) -> dict:
@@ -683,7 +762,6 @@ class Entry:
     path: Path
     row: dict
     settings: dict
-    of_run: bool
 
     def times(self) -> tuple[float, float, float]:
         """Milliseconds per step: the median, the shortest and the longest.
@@ -716,7 +794,7 @@ def entries_of_study(path: Path, study: dict) -> dict[str, Entry]:
             flags = ("--enable-", "--disable-")
             argv = [word for word in row.get("argv", ()) if not word.startswith(flags)]
             asked = {"model": row["model"], "arguments": " ".join(argv) or "none"}
-            found[name] = Entry(path, row, same | asked, of_run=False)
+            found[name] = Entry(path, row, {"kind": "row of a study"} | same | asked)
     if not found:
         raise ToolError(f"{path}: no row of this study was measured in turns")
     return found
@@ -734,8 +812,8 @@ def load_entries(path: Path) -> dict[str, Entry]:
     found = {}
     for run in runs:
         row, environment = run.row(), run.result["environment"]
-        first = {"model": row["model"], "device_name": environment.get("device_name")}
-        found[run.name] = Entry(run.path, row, first | settings(run.result), of_run=True)
+        first = {"kind": "run", "model": row["model"], "device_name": environment["device_name"]}
+        found[run.name] = Entry(run.path, row, first | settings(run.result))
     return found
 
 
@@ -771,6 +849,24 @@ def beside(run: Run, baseline: Run) -> dict:
     row["scaling_efficiency_percent"] = speedup and 100 * speedup * alone / row["processes"]
     row["memory_change_percent"] = None if memory is None else 100 * (memory - 1)
     return {**row, "path": str(run.path)}
+
+
+def renamed(sides: Mapping[str, Run]) -> list[Run]:
+    """The runs under the names of their sides."""
+    return [replace(run, name=label) for label, run in sides.items()]
+
+
+def runs_section(sides: Mapping[str, Run]) -> str:
+    """The table of these runs beside the first of them, and what to know about it."""
+    runs = renamed(sides)
+    bad = [run for run in runs if run.status != "ok"]
+    notes = unsteady((run.name, run) for run in runs)
+    notes += [f"{run.name} did not finish: {run.result.get('error')}" for run in bad]
+    lines = [runs_table(runs, [beside(run, runs[0]) for run in runs]), ""]
+    lines += [*(f"- note: {note}" for note in notes), *[""] * bool(notes)]
+    alone = "Each run was measured by itself."
+    lines.append(f"{alone} `--compare-fusion` of a script measures both sides in turns.")
+    return "\n".join(lines)
 
 
 def runs_table(runs: Sequence[Run], rows: Sequence[dict], times: bool = True) -> str:

@@ -29,7 +29,7 @@ from lab.files import write_text
 from lab.provenance import provenance, watched
 from lab.records import NONE, Positive, Row, Study, check_rows, read
 from lab.script import interpret_without_gpu, load_script, script_arguments
-from lab.show import Column, ended, render
+from lab.show import Column, ended, rate, render
 from lab.turns import graph_of, in_turns, on_gpu, ratios, short_run, speeds, spread
 
 # what names a row, and what measures the rest of it, or of several
@@ -266,6 +266,22 @@ def beside_first(rows: Iterable[dict]) -> list[dict]:
         }
         found.append({**row, **(speeds(row) if "turns_ms" in row else {}), **beside})
     return found
+
+
+def versions_table(model: str, rows: Sequence[dict]) -> str:
+    """A row for each version; speed-ups are over the first, turn by turn where they took turns."""
+    columns = [
+        Column(model, "side"),
+        Column("samples/sec", lambda row: rate(row.get("samples_per_sec"))).or_ended(),
+        Column("ms per step", "batch_ms", ".2f"),
+        Column(f"over {rows[0]['side']}", "over_first", ".2f", "x"),
+        Column("in turns", "over_first_in_turns"),
+        Column("peak MB", "peak_mb", ".1f"),
+        Column(f"{unit_of(rows)} per step", "per_step", ".10g"),
+        Column("host launches", "host_launches", ".10g"),
+        Column("final loss", "final_loss", ".4f"),
+    ]
+    return render(columns, beside_first(rows))
 
 
 # --- ablation of fusions

@@ -329,7 +329,6 @@ ODD = [
     (compare_runs, f"{RUN} --csv nothing", "cannot write there"),
     (compare_runs, f"{RUN} --csv other.json/x.csv", "cannot write there"),
     (compare_runs, f"{RUN} --csv=", "not the name of a file"),
-    (plot_runs, f"speedup x={RUN}", "compare_runs.py"),
     (analyze_kernel_reduction, "--baseline nothing --fused nothing --top -1", "0 or more"),
     (performance_dashboard, f"{RUN} --output page.txt", "must end in .html"),
     (performance_dashboard, "missing --output page.html", "no such file"),

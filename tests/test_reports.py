@@ -132,7 +132,7 @@ def test_what_cannot_be_reported_is_one_line(folders, tmp_path):
     """Files that are cut off, of other models, folders with nothing in common."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "profiles_tiny_openfold_v2").mkdir()  # as run_all_profilers.sh leaves by default
-    made = "no such directory; ./run_all_profilers.sh --script tiny_llama_v1.py makes it; here is"
+    made = "no such directory; ./run_all_profilers.sh --script tiny_llama_v1.py makes profiles_"
     wrong = [
         (tmp_path / "empty", "nothing"),
         (tmp_path / "none", "no such directory"),

@@ -11,19 +11,21 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import QUICK, ROOT, TINY, captured, forking_python, run_main, strict_json
+from conftest import QUICK, ROOT, TINY, assert_refused, call, forking_python, run_main, strict_json
 
 from analysis_tools import compare_versions, regression_tester, validate_numerical_accuracy
+from lab import accuracy
 from lab import study as studies
 from lab.turns import short_run
 
 TINY_LLAMA = [*TINY["llama"], "--device", "cpu"]
 V1, V2 = ROOT / "tiny_llama_v1.py", ROOT / "tiny_llama_v2.py"
+RUN = ROOT / "results/cpu/tiny_llama_v2_readme.json"
 
 
 def validate(optimized: Path, *argv: str, baseline: Path = V1) -> tuple[int, str, str]:
-    sides = ["--baseline", str(baseline), "--optimized", str(optimized), "--steps", "3"]
-    return captured(validate_numerical_accuracy.main, [*sides, *TINY_LLAMA, *argv])
+    sides = ["--baseline", baseline, "--optimized", optimized, "--steps", "3"]
+    return call(validate_numerical_accuracy, *sides, *TINY_LLAMA, *argv)
 
 
 def changed(path: Path, before: str, after: str) -> Path:
@@ -32,12 +34,6 @@ def changed(path: Path, before: str, after: str) -> Path:
     assert before in text
     path.write_text(text.replace(before, after))
     return path
-
-
-def assert_one_line(answer: tuple[int, str, str], *words: str, status: int = 2) -> None:
-    assert (answer[0], answer[1], len(answer[2].splitlines())) == (status, "", 1), answer
-    for word in words:
-        assert word in answer[2]
 
 
 @pytest.mark.parametrize("precision", [[], ["--use-amp"]], ids=["float32", "bfloat16"])
@@ -62,20 +58,35 @@ def test_a_tolerance_tightens_the_limit_of_every_value(tmp_path):
 def test_what_is_no_number_fails_wherever_it_stands():
     for place in range(3):
         judged = {f"step {n}": (math.nan if n == place else 0.5, 1.0) for n in range(3)}
-        row = validate_numerical_accuracy.line("losses", judged)
+        row = accuracy.row_of("losses", judged)
         assert (row["worst"], row["passed"]) == (f"step {place}", False)
 
 
-def test_a_gradient_that_is_zero_is_named(tmp_path):
-    """However small a part of all gradients it is."""
-    split = "self.rotary(qk).split([self.num_heads, self.num_kv_heads], dim=2)\n"
-    zero = f"{split}            k = k * 0 + k.detach()\n"
-    status, out, _ = validate(changed(tmp_path / "tiny_llama_v2.py", split, zero), "--use-amp")
-    assert status == 1
-    worst = (
-        r"20 gradients at first +\| gradient of layers.\d.self_attn.k_proj.weight +\| +1.00e\+00"
-    )
-    assert re.search(worst, out), out
+SPLIT = "self.rotary(qk).split([self.num_heads, self.num_kv_heads], dim=2)\n"
+ATTENTION = r"gradient of layers.\d.self_attn.k_proj.weight"
+NORM = r"gradient of layers\.0\.input_layernorm\.weight, gradient of"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "found"),
+    [
+        # however small a part of all gradients it is
+        (SPLIT, f"{SPLIT}            k = k * 0 + k.detach()\n", rf"{ATTENTION} +\| +1\.00e\+00"),
+        ("return self.weight * wide", "return self.weight.detach() * wide", rf"{NORM}.* inf \|"),
+    ],
+    ids=["zero", "missing"],
+)
+def test_a_gradient_that_is_zero_or_missing_is_named(before, after, found, tmp_path):
+    wrong = changed(tmp_path / "tiny_llama_v2.py", before, after)
+    status, out, _ = validate(wrong, "--use-amp")
+    assert (status, bool(re.search(rf"20 gradients at first +\| {found}", out))) == (1, True), out
+
+
+def test_a_gradient_that_both_lack_is_missing(tmp_path):
+    without = "return self.weight.detach() * wide"
+    wrong = changed(tmp_path / "tiny_llama_v2.py", "return self.weight * wide", without)
+    status, out, _ = validate(wrong, baseline=wrong)
+    assert (status, bool(re.search(rf"20 gradients at first +\| {NORM}", out))) == (1, True), out
 
 
 def test_a_wrong_weight_is_named(tmp_path):
@@ -90,33 +101,27 @@ def test_a_wrong_weight_is_named(tmp_path):
     assert "pass" in lines["outputs at first"] and "FAIL" in lines["outputs after 3 steps"]
 
 
-def test_a_parameter_without_a_gradient_is_named(tmp_path):
-    """Also where both have none."""
-    without = "return self.weight.detach() * wide"
-    wrong = changed(tmp_path / "tiny_llama_v2.py", "return self.weight * wide", without)
-    status, out, _ = validate(wrong, baseline=wrong)
-    assert status == 1
-    said = "without a gradient in tiny_llama_v2.py at first"
-    line, _ = (line for line in out.splitlines() if said in line)
-    assert "| layers.0.input_layernorm.weight, " in line
-    assert line.count("norm.weight") == 5
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("tiny_openfold_v1.py", "different models"),
+        ("../version2/tiny_llama_v2.py", "no such file"),
+        ("tiny_llama_v2.py --tolerance nan", "--tolerance: must be above 0"),
+        ("tiny_llama_v2.py --verify-accuracy", "--verify-accuracy does not fit here"),
+        ("tiny_llama_v2.py --num-blocks 1", "unrecognized arguments: --num-blocks"),
+    ],
+)
+def test_what_accuracy_cannot_be_checked_of_is_refused(argv: str, said: str):
+    both = ["--baseline", "tiny_llama_v1.py", "--optimized", *argv.split()]
+    assert_refused(call(validate_numerical_accuracy, *both), said)
 
 
-def test_what_accuracy_cannot_be_checked_of_is_refused():
-    both = ["--baseline", "tiny_llama_v1.py", "--optimized"]
-    for argv, words in (
-        ([*both, "tiny_openfold_v1.py"], "different models"),
-        ([*both, "../version2/tiny_llama_v2.py"], "no such file"),
-        ([*both, "tiny_llama_v2.py", "--tolerance", "nan"], "--tolerance: must be above 0"),
-        ([*both, "tiny_llama_v2.py", "--verify-accuracy"], "--verify-accuracy does not fit here"),
-        ([*both, "tiny_llama_v2.py", "--num-blocks", "1"], "unrecognized arguments: --num-blocks"),
-    ):
-        assert_one_line(captured(validate_numerical_accuracy.main, argv), words)
+# regression_tester.py
 
 
 def regression(before: Path, after: Path, *argv: str) -> tuple[int, str, str]:
-    argv = ["--baseline-results", str(before), "--current-results", str(after), *argv]
-    return captured(regression_tester.main, argv)
+    argv = ["--baseline-results", before, "--current-results", after, *argv]
+    return call(regression_tester, *argv)
 
 
 def study(
@@ -150,55 +155,40 @@ def test_verdicts_follow_from_the_ranges_of_the_turns(tmp_path, turns, argv, sta
 
 def test_studies_that_cannot_be_compared_are_refused(tmp_path):
     good, other = study(tmp_path / "a.json", 9, 10), tmp_path / "b.json"
-    assert_one_line(regression(good, study(other, 9, 10, argv="--seq-len 64")), "arguments differs")
-    assert_one_line(
-        regression(good, study(other, 9, 10, name="large")), "nothing has the same name"
-    )
-    assert_one_line(regression(good, study(other, 9, "x")), "turns_ms[1] is 'x', not a number")
+    assert_refused(regression(good, study(other, 9, 10, argv="--seq-len 64")), "arguments differs")
+    assert_refused(regression(good, study(other, 9, 10, name="large")), "nothing has the same name")
+    assert_refused(regression(good, RUN), "nothing has the same name")
     other.write_text(good.read_text().replace('"one"', '"two"'))
-    assert_one_line(regression(good, other), "device_name differs: one and two")
+    assert_refused(regression(good, other), "device_name differs: one and two")
     status, out, _ = regression(good, study(other, status="oom", error="out of memory"))
     assert (status, "did not finish" in out) == (1, True)
-    assert_one_line(regression(other, good), "the baseline did not finish (out of memory)")
+    assert_refused(regression(other, good), "the baseline did not finish (out of memory)")
 
 
-@pytest.fixture(scope="session")
-def runs(tmp_path_factory) -> Path:
-    """A folder with tiny runs of V1 and V2."""
-    folder = tmp_path_factory.mktemp("versions")
-    for version in (1, 2):
-        assert run_main(f"tiny_llama_v{version}", folder / f"v{version}", *QUICK).status == 0
-    return folder
-
-
-def test_runs_are_compared_with_the_range_of_their_steps(runs, tmp_path):
-    path = runs / "v1" / "tiny_llama_v1_summary.json"
-    result = strict_json(path.read_text())
-    result["timing"] |= {"batch_median_ms": 10.0, "batch_ms": 10.5, "batch_p95_ms": 12.0}
-    folder, other = tmp_path / "before", tmp_path / "after.json"
-    folder.mkdir()
-    (folder / "tiny_llama_v1_summary.json").write_text(json.dumps(result))
+def test_runs_are_compared_with_the_range_of_their_steps(tmp_path):
+    """A file of its own, with whatever name, as one in a folder."""
+    result = strict_json(RUN.read_text())
+    times = {"batch_median_ms": 10.0, "batch_ms": 10.5, "batch_p95_ms": 12.0, "turns_ms": None}
+    result["timing"] |= times
+    other, before = tmp_path / "after.json", tmp_path / "tiny_llama_v2_summary.json"
+    before.write_text(json.dumps(result))
     for median, status, verdict in ((11.9, 0, "no difference seen"), (12.1, 1, "slower")):
         times = {"batch_median_ms": median, "batch_ms": 12.5, "batch_p95_ms": 13.0}
         other.write_text(json.dumps(result | {"timing": result["timing"] | times}))
-        found, out, err = regression(folder, other)
+        found, out, err = regression(tmp_path, other)
         assert (found, verdict in out, "fewer than 5 turns" in err) == (status, True, True)
         named = {line.split("|")[2].strip() for line in out.splitlines()[:6]}
         assert {"peak MB", "operator calls per step", "final loss"} < named
     for change, words in (
-        ({"schema_version": 0}, "schema_version is 0"),
-        ({"config": result["config"] | {"seq_len": 64}}, "seq_len differs: 32 and 64"),
+        ({"config": result["config"] | {"seq_len": 64}}, "seq_len differs: 256 and 64"),
         ({"training": result["training"] | {"use_amp": True}}, "precision differs: float32 and"),
         ({"environment": result["environment"] | {"device_name": "MI300X"}}, "device_name differs"),
         ({"script": "tiny_openfold_v1"}, "model differs"),
     ):
         other.write_text(json.dumps(result | change))
-        assert_one_line(regression(folder, other), words)
+        assert_refused(regression(tmp_path, other), words)
     other.write_text(json.dumps(result | {"status": "failed", "error": "nan"}))
-    assert_one_line(regression(other, folder), "the baseline did not finish (nan)")
-    other.write_text(path.read_text()[:500])
-    assert_one_line(regression(folder, other), "cut off")
-    assert_one_line(regression(folder, tmp_path), "no result file")
+    assert_refused(regression(other, tmp_path), "the baseline did not finish (nan)")
 
 
 def test_the_other_name_is_the_same_program(tmp_path):
@@ -209,8 +199,7 @@ def test_the_other_name_is_the_same_program(tmp_path):
     assert (done.returncode, b"slower" in done.stdout) == (1, True), done
 
 
-def compare(*argv: object) -> tuple[int, str, str]:
-    return captured(compare_versions.main, [str(word) for word in argv])
+# compare_versions.py
 
 
 def test_versions_are_measured_once_and_reported(tmp_path, monkeypatch):
@@ -222,9 +211,9 @@ def test_versions_are_measured_once_and_reported(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(studies, "short_run", interrupted)
-        status, out, err = compare(*argv)
+        status, out, err = call(compare_versions, *argv)
     assert (status, out, (tmp_path / "versions.json").exists()) == (130, "", False), err
-    status, out, err = compare(*argv)
+    status, out, err = call(compare_versions, *argv)
     assert (status, "| V2" in out, "too few turns to tell" in out) == (0, True, True), err
     v1, v2 = strict_json((tmp_path / "versions.json").read_text())["rows"]
     alone = short_run("tiny_llama_v1", [*compare_versions.LOSS_STEPS, *TINY_LLAMA])
@@ -234,27 +223,30 @@ def test_versions_are_measured_once_and_reported(tmp_path, monkeypatch):
     assert f" {over_v1:.2f}x |" in out
 
     monkeypatch.setattr(studies, "in_turns", interrupted)  # nothing is measured again
-    status, again, err = compare(*argv, "--generate-report")
+    status, again, err = call(compare_versions, *argv, "--generate-report")
     assert (status, again.startswith(out.rstrip())) == (0, True), err
-    report = (tmp_path / "version_comparison.md").read_text()
-    assert f"{v2['batch_ms']:.2f}" in report
-    assert (tmp_path / "versions.png").read_bytes().startswith(b"\x89PNG")
+    assert f"{v2['batch_ms']:.2f}" in (tmp_path / "version_comparison.md").read_text()
     assert regression(tmp_path / "versions.json", tmp_path / "versions.json")[0] == 0
-    assert "other settings" in compare(*argv, "--seed", "1")[2]
+    assert "other settings" in call(compare_versions, *argv, "--seed", "1")[2]
 
 
-def test_versions_are_read_from_folders(runs, tmp_path):
-    argv = ["--v1", runs / "v1", "--v2", runs / "v2", "--generate-report"]
-    status, out, err = compare(*argv, "--output-dir", tmp_path)
-    result = strict_json((runs / "v2" / "tiny_llama_v2_summary.json").read_text())
+def test_versions_are_read_from_folders(tmp_path):
+    for version in (1, 2):
+        assert run_main(f"tiny_llama_v{version}", tmp_path / f"v{version}", *QUICK).status == 0
+    v1, v2 = tmp_path / "v1", tmp_path / "v2"
+    status, out, err = call(compare_versions, "--v1", v1, "--v2", v2)
+    result = strict_json((v2 / "tiny_llama_v2_summary.json").read_text())
     assert (status, err) == (0, "")
     assert f"{result['timing']['batch_ms']:.2f}" in out
-    assert {path.name for path in tmp_path.iterdir()} == {"version_comparison.md", "versions.png"}
+    (tmp_path / "pytorch_profiles_v2").mkdir()
+    (v2 / "tiny_llama_v2_summary.json").rename(
+        tmp_path / "pytorch_profiles_v2/tiny_llama_v2_summary.json"
+    )
+    assert call(compare_versions, "--v1", v1, "--v2", tmp_path)[1] == out
     for argv, words in (
-        (["--v1", runs / "v2" / "tiny_llama_v2_summary.json"], "no tiny_llama_v1_summary.json in"),
-        (["--v1", tmp_path], "or tiny_openfold_v1_summary.json in"),
+        (["--v1", v2 / "tiny_llama_v2_summary.json"], "no tiny_llama_v1_summary.json in"),
         (["--v1", "../version1_pytorch_baseline"], "in ../version1_pytorch_baseline"),
-        (["--v1", runs / "v1", "--seq-len", "32"], "reads results"),
+        (["--v1", v1, "--seq-len", "32"], "reads results"),
         (["--family", "openfold", "--versions", "v5"], "invalid choice: 'v5'"),
     ):
-        assert_one_line(compare(*argv), words)
+        assert_refused(call(compare_versions, *argv), words)

@@ -20,7 +20,7 @@ from lab.profile.kernels import (
     read_statistics,
     short_name,
 )
-from lab.records import check_family, differences, load_result, only_file
+from lab.records import check_family, collected, differences, load_result, only_file
 from lab.show import Column, render
 
 SIDES = ("baseline", "fused")
@@ -92,31 +92,22 @@ def load_rocprofv3(directory: Path) -> Profile:
     return Profile(directory, "run_rocprofv3.sh", "kernels", steps, rows, settings)
 
 
+FILES = {
+    "pytorch/*_kernels.csv": load_pytorch,
+    "rocprofv3_results_*/stats.csv": load_rocprofv3,
+}
+
+
 def total_of(rows: Sequence[KernelStatistics]) -> tuple[int, int]:
     """All calls and all nanoseconds."""
     return sum(row.calls for row in rows), sum(row.total_ns for row in rows)
 
 
-def rocprofv3_folder(directory: Path) -> Path | None:
-    """Where run_rocprofv3.sh left statistics, also below what run_all_profilers.sh wrote."""
-    if (directory / "stats.csv").is_file():
-        return directory
-    folders = sorted(path.parent for path in directory.glob("rocprofv3_results_*/stats.csv"))
-    if len(folders) > 1:
-        names = ", ".join(path.name for path in folders)
-        raise ToolError(f"{directory}: several profiles ({names}), name one of them")
-    return folders[0] if folders else None
-
-
 def load_profile(directory: Path) -> Profile:
     """The profile in a folder, of whichever tool, also below what run_all_profilers.sh wrote."""
-    if not directory.is_dir():
-        raise ToolError(f"{directory}: no such directory")
-    for folder in (directory, directory / "pytorch"):
-        if any(folder.glob("*_kernels.csv")):
-            return load_pytorch(folder)
-    if folder := rocprofv3_folder(directory):
-        return load_rocprofv3(folder)
+    for files, load in FILES.items():
+        if isinstance(folder := collected(directory, files), Path):
+            return load(folder)
     lacking = "neither <script>_kernels.csv (run_pytorch_profiler.py) nor"
     raise ToolError(f"{directory}: no profile: {lacking} stats.csv (run_rocprofv3.sh)")
 
@@ -293,15 +284,15 @@ def compare(sides: Sequence[Profile], top: int) -> tuple[list[Kernel], list[str]
     of = dict(zip(SIDES, sides, strict=True))
     known = [(label, side.settings) for label, side in of.items() if side.settings]
     check_family(known)
+    per_step = all(side.steps for side in sides)
+    notes = differences(known, ignore=("num_steps", "warmup_steps") if per_step else ())
     if sides[0].unit != sides[1].unit:
         units = f"one side has {sides[0].unit}, the other {sides[1].unit}"
         raise ToolError(f"{units}: profile both on the same device")
-    per_step = all(side.steps for side in sides)
     kernels = match(sides, [side.steps if per_step else 1 for side in sides])
     for side, launches in zip(sides, total("all", kernels, copies=False).launches, strict=True):
         if not launches:
             raise ToolError(f"{side.directory}: the profile has no kernels")
-    notes = differences(known, ignore=("num_steps", "warmup_steps") if per_step else ())
     if not per_step:
         note = "the number of steps is not known for both sides, so these are totals"
         if unknown := ", ".join(label for label, side in of.items() if not side.settings):

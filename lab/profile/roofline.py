@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from lab.cli import ToolError
+from lab.files import below
 from lab.profile.ceilings import Ceilings, measure_ceilings
 from lab.profile.kernels import (
     CATEGORIES,
@@ -30,8 +33,9 @@ from lab.profile.kernels import (
     ranges_of,
     short_name,
 )
+from lab.records import ForwardFlops, Rooflines, Run, only_file, read
 from lab.script import interpret_without_gpu, measured_with
-from lab.show import Column, drawing, render, save_figure
+from lab.show import Column, drawing, render, save_figure, side_columns
 from lab.turns import free_memory
 
 if TYPE_CHECKING:  # where it is missing, --help of the programs works
@@ -231,6 +235,31 @@ def module_rows(
     return list(rows.values())
 
 
+def load_modules(directory: Path) -> Run:
+    """What run_deepspeed_flops.py left in a folder."""
+    path = only_file(directory, "*_flops.json", "no <script>_flops.json")
+    return Run(path.stem, path, read(ForwardFlops, path))
+
+
+def modules_table(sides: Mapping[str, Run]) -> str:
+    """FLOP and bytes of a forward pass, module by module, of the sides that have these names."""
+    modules: dict[str, dict] = defaultdict(dict)
+    for label, side in sides.items():
+        for row in side.result["modules"]:
+            modules[row["module"]] |= {"module": row["module"], label: row}
+    columns = [
+        Column("module", "module"),
+        *side_columns("{} GFLOP", sides, lambda row: row["flop"] / 1e9, ".4f"),
+        *side_columns("{} MB", sides, lambda row: row["bytes"] and row["bytes"] / 1e6, ".2f"),
+        *side_columns("{} FLOP/byte", sides, "flop_per_byte", ".2f"),
+    ]
+    results = [side.result for side in sides.values()]
+    flop = " and ".join(f"{sum(m['flop'] for m in r['modules']) / 1e9:.4f}" for r in results)
+    by = " and ".join(dict.fromkeys(result["flops_counted_by"] for result in results))
+    table = render(columns, [*modules.values()])
+    return f"{table}\n\nA forward pass: {flop} GFLOP, counted by {by}."
+
+
 # --- groups of operators, a whole training step
 
 
@@ -325,15 +354,17 @@ def make_row(
     return row | {"gb_per_s": gb_per_s, "percent_of_copy": of_copy}
 
 
-def measure_groups(
-    module: ModuleType, args: argparse.Namespace, ceilings: Ceilings | None = None
-) -> tuple[dict, list[dict]]:
-    """What a script was measured with, and a row for each group of operators of a step that has
-    anything; ceilings are measured unless known.
+def measure_groups(module: ModuleType, args: argparse.Namespace) -> tuple[dict, list[dict]]:
+    """What a script was measured with, ceilings among it, and a row for each group of operators of
+    a step that has anything; the step is launched kernel by kernel.
 
     Raises:
-        ToolError: out of memory.
+        ToolError: out of memory; torch.compile, which leaves no operators to count bytes of.
     """
+    if args.torch_compile:
+        raise ToolError("--enable-torch-compile does not fit here: it leaves no operators to count")
+    args.cuda_graph = False
+    print(f"{module.SCRIPT}: counting and measuring", file=sys.stderr)
     device = module.prepare(args)
     try:
         flop = group_flops(module, args, device)
@@ -341,7 +372,7 @@ def measure_groups(
         trainer = module.Trainer(args, device)
         spent = group_times(trainer)
         moved = group_bytes(trainer, module.NO_WORK)
-        ceilings = ceilings or measure_ceilings(args, device)
+        ceilings = measure_ceilings(args, device)
     except (RuntimeError, MemoryError) as error:
         if not module.is_out_of_memory(error):
             raise
@@ -376,6 +407,21 @@ def table(rows: Sequence[dict], name: str) -> str:
         Column("of copy", "percent_of_copy", ".1f", " %"),
     ]
     return render(columns, rows)
+
+
+def section(label: str, directory: Path, base: Path) -> list[str]:
+    """The tables of roofline_analysis.py in a folder, and all pictures of rooflines as links from
+    the folder `base`."""
+    lines = []
+    for path in below(directory, "roofline_analysis.json"):
+        rows, name = read(Rooflines, path)["rows"], "script"
+        if "kernel" in rows[0]:  # it came from rocprof-compute
+            rows, name = rows[:TOP], "kernel"
+        lines += ["", f"{label}: `{path}`", "", table(rows, name)]
+    for path in below(directory, "*roofline*.png") + below(directory, "*Roof*.pdf"):
+        sign = "" if path.suffix == ".pdf" else "!"
+        lines += ["", f"{sign}[{label}: {path.name}](<{os.path.relpath(path, base)}>)"]
+    return lines
 
 
 # --- both
