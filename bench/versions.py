@@ -378,7 +378,12 @@ def run_suite(args: argparse.Namespace) -> int:
         name, settings = f"ddp_{args.processes}", {"processes": args.processes}
     parts = chosen(list(SUITES[args.suite](args)), args.only)
     path = args.directory / f"{name}.json"
-    rows = measure_study(path, parts, keep=name in KEPT, renew=args.renew, **settings)
+    try:
+        rows = measure_study(path, parts, keep=name in KEPT, renew=args.renew, **settings)
+    except (RuntimeError, MemoryError) as error:  # of a part that has no rows without memory
+        if not importlib.import_module("tiny_llama_v1").is_out_of_memory(error):
+            raise
+        raise ToolError("out of memory: --only names smaller parts", status=3) from error
     if name.startswith("ablation"):
         check_failed(rows)
     return 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import ROOT, load, random_state, relative_difference, words
 
-from bench import before_after, whole_steps
+from bench import before_after, memory_by_purpose, whole_steps
 from bench import operations as kernels
 from bench import versions as benchmark
 from bench.sizes import Shape
@@ -173,6 +173,15 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, argv, content, lin
     assert (status, len(err.splitlines())) == (2, 1)
     assert line in err
     assert not (tmp_path / "missing").exists()
+
+
+def test_a_part_that_needs_more_memory_than_there_is_is_one_line(tmp_path, monkeypatch, capsys):
+    def no_room(*given: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(memory_by_purpose, "measure", no_room)
+    assert benchmark.main(["memory_by_purpose", str(tmp_path)]) == 3
+    assert "out of memory: --only" in capsys.readouterr().err.splitlines()[-1]
 
 
 # bench/before_after.py

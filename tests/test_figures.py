@@ -76,23 +76,6 @@ def test_a_drawing_has_each_text_that_is_filled_in(tmp_path, monkeypatch):
         figures.filled("a", c="new")
 
 
-def test_libraries_are_drawn_in_the_order_of_their_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(figures, "H100", tmp_path)
-    same = {"shape": "N=256", "precision": "bf16"}
-    for study, times in {
-        "attention": {"triton": 300.0, "SDPA": 900.0, "FlexAttention, own layout": 250.0},
-        "triangle": {"triton": 400.0, "cuEquivariance, bf16 parameters": 450.0, "V2": None},
-    }.items():
-        rows = [{**same, "side": side, "us": us} for side, us in times.items()]
-        (tmp_path / f"{study}.json").write_text(json.dumps({"rows": rows}))
-    said = words(figures.libraries())
-    order = ["FlexAttention", "250", "V3", "300", "SDPA", "900", "V3", "400", "cuEquivariance"]
-    places = [said.index(order[0])]
-    for word in order[1:]:
-        places.append(said.index(word, places[-1]))
-    assert "V2" not in said, "it did not finish"
-
-
 def test_the_trunk_shows_each_side_that_finished_where_it_was_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "H100", tmp_path)
     measured = {

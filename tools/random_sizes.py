@@ -32,6 +32,7 @@ import shlex
 import signal
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -45,7 +46,6 @@ from bench.sizes import PRECISIONS, script_of
 from lab.cli import Parser, documented_parser, program
 from lab.files import ROOT
 from lab.script import load_script
-from lab.show import Column, render
 from lab.study import measure_study
 from lab.turns import free_memory, short_run
 
@@ -308,8 +308,8 @@ def rows_of(done: Iterable[tuple[Case, Outcome]]) -> list[dict]:
             print(f"{number} cases ran", file=sys.stderr)
         names = {"what": case.kind, "model": case.model, "version": case.version}
         names["precision"] = case.precision
-        row = groups.setdefault(tuple(names.values()), {**names, "outcomes": {}})
-        row["outcomes"][outcome.verdict] = row["outcomes"].get(outcome.verdict, 0) + 1
+        row = groups.setdefault(tuple(names.values()), {**names, "outcomes": Counter()})
+        row["outcomes"][outcome.verdict] += 1
         if case.kind == "curve":
             row["difference"] = max(row.get("difference", 0.0), min(outcome.difference, 1e9))
         if outcome.verdict == "failed":
@@ -319,30 +319,17 @@ def rows_of(done: Iterable[tuple[Case, Outcome]]) -> list[dict]:
     return [groups[key] for key in sorted(groups)] + failed
 
 
-def summary(rows: list[dict]) -> str:
-    """A line for each kind and version, and one for all."""
-    groups: dict[str, dict] = {}
-    for row in rows:
-        for kind in (f"{row['model']} {row['version']}, {row['what']}", "all"):
-            line = groups.setdefault(kind, {"kind": kind, **dict.fromkeys(VERDICTS, 0)})
-            for verdict, count in row.get("outcomes", {}).items():
-                line[verdict] += count
-            if "difference" in row:
-                line["difference"] = max(line.get("difference", 0), row["difference"])
-    columns = [Column("cases", "kind"), *(Column(verdict, verdict) for verdict in VERDICTS)]
-    columns.append(Column("furthest from V1", "difference", ".1e"))
-    last = [groups.pop("all")] if groups else []
-    return render(columns, [*groups.values(), *last])
-
-
 def run_random_sizes(args: argparse.Namespace) -> int:
-    """Run the cases, write the result and print the summary; returns the exit status."""
+    """Run the cases, write the result and print how they ended; returns the exit status."""
     args.output.unlink(missing_ok=True)
     whole = [({}, lambda: rows_of(run_cases(args)))]
     argv = ["--device", args.device, "--seed", str(args.seed)]
     rows = measure_study(args.output, whole, argv=argv)
-    print(summary(rows))
-    ran = sum(sum(row.get("outcomes", {}).values()) for row in rows)
+    ended = sum((Counter(row.get("outcomes")) for row in rows), Counter())
+    furthest = max((row.get("difference", 0.0) for row in rows), default=0.0)
+    print(*(f"{ended[verdict]} {verdict}" for verdict in VERDICTS), sep=", ")
+    print(f"furthest from V1: {furthest:.1e}")
+    ran = ended.total()
     print(f"{ran} of {args.cases} cases ran")
     return int(ran == 0 or any("error" in row for row in rows))
 
