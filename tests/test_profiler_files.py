@@ -12,7 +12,6 @@ traces of kernels, which are refused.
 
 from __future__ import annotations
 
-import gzip
 import json
 import sqlite3
 from collections.abc import Callable
@@ -213,13 +212,3 @@ def test_events_that_lack_something_are_counted(capsys):
     first, second = capsys.readouterr().err.splitlines()
     assert "x.json: without a valid start and end, left out: 2 of 3 kernels" in first
     assert "x.json: other events left out, which lack a name, a place or a time: 1" in second
-
-
-def test_a_trace_whose_path_has_a_quote(tmp_path: Path):
-    """PyTorch writes the path as it is, on the last line."""
-    path = tmp_path / 'x"y' / "t.json.gz"
-    path.parent.mkdir()
-    events = json.dumps([event("kernel", "a", 1, 2)], indent=1)
-    text = f'\ufeff{{"traceEvents": {events}\n  ,"traceName": "{path}" }}'
-    path.write_bytes(gzip.compress(text.encode()))
-    assert kernels.load_trace(path) == [event("kernel", "a", 1, 2)]
