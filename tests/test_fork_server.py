@@ -76,23 +76,16 @@ def test_the_end_is_that_of_the_program(program, end: str, status: int):
     assert ("no" in done.stderr) == ("'no'" in end)
 
 
-def gone(pid: int) -> bool:
-    """Whether this process ends within ten seconds."""
-    for _ in range(200):
-        path = Path(f"/proc/{pid}/stat")
-        if not path.exists() or " Z " in path.read_text():
-            return True
-        time.sleep(0.05)
-    return False
-
-
 @pytest.mark.parametrize("how", ["its end", "SIGTERM", "SIGKILL"])
 def test_nothing_outlives_a_program_or_its_caller(program, how: str):
     command = [forking_python(), program(STARTS), "0" if how == "its end" else "60"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        child = int(process.stdout.readline())
+        child = Path("/proc", process.stdout.readline().strip(), "stat")
         if how != "its end":
             process.send_signal(signal.Signals[how])
         process.wait(60)
     assert process.returncode == (0 if how == "its end" else -signal.Signals[how])
-    assert gone(child)
+    deadline = time.monotonic() + 10
+    while child.exists() and " Z " not in child.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -69,7 +69,6 @@ def tiny(script: str, *argv: str) -> list[str]:
 NAMES = {
     "GEMM": """
         sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize64x64x8_stage3_execute_kernel__5x_cublas
-        void cutlass::Kernel2<cutlass_80_simt_sgemm_128x256_8x4_nt_align1>(cutlass_80_simt::Params)
         nvjet_sm90_tst_64x64_64x13_2x1_v_bz_NNT
         void gemv2T_kernel_val<int, int, float, float, float, float, 128, 16, 4, 4, false>()
         Cijk_Ailk_Bljk_SB_MT128x128x16_MI32x32x1x2_SN_1LDSB0
@@ -78,7 +77,6 @@ NAMES = {
     "attention": """
         attn_fwd.kd
         void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, cutlass::bfloat16_t>>()
-        fmha_cutlassB_f32_aligned_64x64_k32_sm80(AttentionBackwardKernel<float>::Params)
         cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16
         void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, false, false>()
         at::cunn_SoftMaxForward<4, float, float, at::SoftMaxForwardEpilogue>(float*)
