@@ -120,6 +120,7 @@ def answer(connection: socket.socket, directory: str) -> None:
         os._exit(0)
     connection.close()
     os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
