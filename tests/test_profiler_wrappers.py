@@ -397,7 +397,7 @@ def test_statistics_are_those_of_all_processes(bench, mode, rocm):
 
 
 def test_compare_runs_both_sides_and_a_part_of_the_fusions_is_compared_with_nothing(bench):
-    """How two runs are compared is tested in test_reports.py."""
+    """How two runs are compared is tested with analyze_kernel_reduction.py."""
     bench.run(ROCPROFV3, "--seq-len", "8", STANDIN_PROCESSES="2").succeeded()  # is replaced
     result = bench.run(ROCPROFV3, "--compare", "--note", "a b").succeeded()
     sides = [[w for w in line if "all-fusion" in w] for line in bench.received()[1:]]
