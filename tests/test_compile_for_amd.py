@@ -82,19 +82,18 @@ def test_every_kernel_compiles_without_spills_and_fits(script: Path):
 
 
 def test_what_does_not_fit_and_what_is_never_launched_is_named(tmp_path: Path):
+    """Appended, so that Triton has the other kernels in its cache."""
     script = tmp_path / "tiny_llama_v3.py"
     wrong = """
+
 BLOCKS["attention_forward hip"] = "BLOCK_M=64,BLOCK_N=128,num_warps=8,num_stages=3"
 
 
 @triton.jit
 def forgotten_kernel(X):
     tl.store(X, 0)
-
-
-# --- model
 """
-    script.write_text((ROOT / script.name).read_text().replace("\n# --- model\n", wrong))
+    script.write_text((ROOT / script.name).read_text() + wrong)
     done = compile_for_amd(script, COVERED)
     assert done.returncode == 1, done.stderr
     assert re.search(
@@ -104,27 +103,11 @@ def forgotten_kernel(X):
     assert "Traceback" not in done.stderr
 
 
-def test_other_block_sizes_are_compiled_for_their_kernel_alone():
-    options = "--target gfx942 --dtype bfloat16 --size default"
-    options += " --blocks attention_backward_keys:BLOCK_M=32"
-    done = compile_for_amd(ROOT / "tiny_llama_v4.py", options)
-    assert done.returncode == 0, done.stderr
-    assert in_tables(done.stdout) == {"attention_backward_keys"}
-    assert "BLOCK_M=32" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("script", "options", "words"),
-    [
-        (ROOT / "tiny_llama_v2.py", "", "tiny_llama_v2"),
-        (SCRIPTS[0], "--blocks no_kernel:TILE=16", "no_kernel"),
-    ],
-)
-def test_a_bad_argument_is_one_line(script: Path, options: str, words: str):
-    done = compile_for_amd(script, options)
+def test_a_script_without_kernels_is_one_line():
+    done = compile_for_amd(ROOT / "tiny_llama_v2.py", "")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
-    assert words in done.stderr
+    assert "tiny_llama_v2" in done.stderr
 
 
 def test_the_result_file_has_every_kernel_on_every_target():
