@@ -309,6 +309,13 @@ def test_levels_never_grow():
     assert step.name == "m"
 
 
+def test_a_model_is_moved_with_its_weights():
+    """To a device that every machine has; a copy of a weight could not be trained."""
+    batch = {"input": torch.randn(N, D)}
+    step = from_model("m", nn.Linear(D, 1), batch, False, torch.device("meta"))
+    assert [(w.is_leaf, w.device.type) for w in step.weights] == [(True, "meta")] * 2
+
+
 def launches(take, *levels: str) -> list[int]:
     finding = found(take)
     return [finding.levels[level][2] for level in levels]

@@ -51,9 +51,8 @@ def fake_mode() -> FakeTensorMode | None:
 def placed(value: Tensor, device: torch.device) -> Tensor:
     """A tensor on the device, or without its values where tensors are fake."""
     mode = fake_mode()
-    if mode and not isinstance(value, FakeTensor):
-        return mode.from_tensor(value)
-    return value.to(device) if device.type == "cuda" else value
+    real = mode and not isinstance(value, FakeTensor)
+    return mode.from_tensor(value) if real else value.to(device)
 
 
 def from_script(name: str, argv: Sequence[str]) -> Step:
@@ -116,9 +115,12 @@ def from_model(
     title: str, model: nn.Module, batch: dict, use_amp: bool, device: torch.device
 ) -> Step:
     """The step of a model on a batch, both moved to the device: forward, backward, AdamW."""
-    for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            held |= {k: placed(tensor, device) for k, tensor in held.items() if tensor is not None}
+    if fake_mode():
+        for module in model.modules():
+            for held in (module._parameters, module._buffers):
+                held |= {k: placed(x, device) for k, x in held.items() if x is not None}
+    else:
+        model.to(device)
     batch = tree_map_only(Tensor, partial(placed, device=device), batch)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     if not weights:
