@@ -49,7 +49,6 @@ class Mistake(NamedTuple):
 TABLE = r"""
 index | 1c | ADDRESS |
     tl.store(OUT + at, tl.load(X + at) + tl.load(Y + at)) -> OUT[at] = X[at] + Y[at]
-index read | 1c | ADDRESS | tl.load(X + at) + tl.load(Y + at) -> X[at] + Y[at]
 add addresses | 1c | X and Y are addresses: tl.load(X + at) |
     tl.load(X + at) + tl.load(Y + at) -> X + Y
 store addresses | 1c | this stores addresses: tl.load(X + at) |
@@ -61,14 +60,9 @@ store without value | 3c | needs addresses and values | OUT + row, tl.sum(x, 0) 
 comma for plus | 3c | addresses are one sum, tl.load(X + at): what follows a comma is the mask |
     tl.load(X + row * C + column, mask=column < C, other=0.0) -> tl.load(X, column)
 shape | 3c | SIZES | row * C -> row * X.shape[1]
-stride | 3c | SIZES | row * C -> row * X.stride(0)
 len | 2c | SIZES | at < n -> at < len(X)
 no program | 1 | both wrote out[0]: a program begins at tl.program_id(axis) * BLOCK |
     tl.program_id(0) * BLOCK +  ->
-wrong axis of grid | 1 | both wrote out[0]: a program begins at tl.program_id(axis) * BLOCK |
-    program_id(0) -> program_id(1)
-no BLOCK | 1 | both wrote out[1]: a program begins at tl.program_id(axis) * BLOCK |
-    tl.program_id(0) * BLOCK -> tl.program_id(0)
 axis 3 | 1c | axes 0, 1 and 2 | program_id(0) -> program_id(3)
 half | 1 | is the block whole, is the grid large | (0, BLOCK) -> (0, BLOCK // 2)
 one end | 1c | needs both ends: tl.arange(0, BLOCK) | (0, BLOCK) -> (BLOCK)
@@ -78,8 +72,6 @@ no constexpr | 1c | SIZE | BLOCK: tl.constexpr -> BLOCK
 range | 1c | range is for loops: tl.arange(0, BLOCK) | tl.arange -> range
 no jit | 1 | @triton.jit is missing in the line above | @triton.jit\n ->
 if | 2c | CONDITION | tl.store( -> if at < n:\n        tl.store(
-while | 3 | CONDITION | tl.store( -> while x > 0:\n        x -= 1\n    tl.store(
-ternary | 2c | CONDITION | tl.load(X + at, mask=inside) -> (tl.load(X + at) if at < n else 0.0)
 and | 7 | CONDITION | [:, None] & ( -> [:, None] and (
 precedence | 7 | & is applied before <: write (a < b) & (c < d) |
     (row < rows)[:, None] & (column < C)[None, :] -> row[:, None] < rows & column < C
@@ -87,7 +79,6 @@ no mask, store | 2 | the store has no mask; give it | x + y, mask=inside -> x + 
 no mask, load | 2 | the load has no mask; give it | X + at, mask=inside -> X + at
 mask n | 2c | a mask is a block of true and false | mask=inside -> mask=n
 mask one too long | 2 | the mask is true there: `<` in place of `<=`? | at < n -> at <= n
-mask too long | 2 | are mask and stride those of this tensor? | at < n -> at < n + 2
 mask too short | 2 | its mask is false there | at < n -> at < n - 1
 other alone | 3c | give it a mask= as well | mask=column < C,  ->
 no other | 3 | other=0.0 adds nothing to a sum | , other=0.0 ->
@@ -95,7 +86,6 @@ other of a maximum | 4 | does what the mask leaves out take | -float("inf") -> 0
 stride BLOCK | 3 | with 13 elements in a row? | row * C -> row * BLOCK
 columns first | 3 | with 16 elements in a row | row * C + column -> row + column * C
 no stride | 3 | the first row is right and no other | row * C -> row
-half a row | 7 | the first row is right and no other | (2 * C) -> C
 exchanged | 7 | are exchanged | * C + column[None, :], swiglu -> + column[None, :] * rows, swiglu
 no such axis | 3c | the block has no such axis | tl.sum(x, 0) -> tl.sum(x, 1)
 dim | 4c | is called axis, not dim | tl.max(x, 0) -> tl.max(x, dim=0)
@@ -106,9 +96,7 @@ element | 3c | no element of a | tl.store( -> x[0] = 0.0\n    tl.store(
 torch | 4c | FOREIGN | import triton\n -> import torch\nimport triton\n | tl.exp -> torch.exp
 torch unknown | 4c | FOREIGN | tl.exp -> torch.exp
 math | 4c | FOREIGN | import triton\n -> import math\nimport triton\n | tl.exp -> math.exp
-numpy | 4c | FOREIGN | import triton\n -> import numpy as np\nimport triton\n | tl.exp -> np.exp
 sum | 3c | BUILTIN | tl.sum(x, 0) -> sum(x)
-max | 4c | BUILTIN | tl.max(x, 0) -> max(x)
 mean | 3c | Triton has no mean: tl.sum(x, 0) / C | tl.sum(x, 0) -> x.mean()
 tl.mean | 3c | Triton has no mean: tl.sum(x, 0) / C | tl.sum -> tl.mean
 spelling | 3c | there is no tl.sun: did you mean tl.sum? | tl.sum -> tl.sun
@@ -121,7 +109,6 @@ helper | 4 | stable is a function of Python: @triton.jit above its `def` | tl.ex
     @triton.jit -> def stable(x):\n    return tl.exp(x)\n\n\n@triton.jit
 return | 3 | a kernel returns nothing | tl.store(OUT + row, tl.sum(x, 0)) -> return tl.sum(x, 0)
 print | 3c | PRINT | tl.store( -> print(x)\n    tl.store(
-f-string | 3c | PRINT | tl.store( -> print(f"{x}")\n    tl.store(
 float() | 4c | float() and int() take one | tl.load(X -> float(tl.load(X | "inf")) -> "inf")))
 .float() | 5c | .float() is PyTorch's | .to(tl.float32) -> .float()
 torch.float32 | 5c | tl.float32, not | import triton\n -> import torch\nimport triton\n |

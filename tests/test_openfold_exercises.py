@@ -61,15 +61,3 @@ def test_a_forward_pass_of_each_version_predicts_the_same_and_keeps_nothing():
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
         assert not other.requires_grad
-
-
-def test_forward_passes_are_a_study_that_can_be_read_again(tmp_path):
-    path = tmp_path / "forward.json"
-    argv = ["--sizes", "6x2,8x2", "--rounds", "1", "--output", str(path), *SIZES]
-    status, out, _ = captured(forward_only.main, argv)
-    assert status == 0
-    assert [row["a prediction"] for row in table_of(out)] == [
-        "6 residues, 2 sequences",
-        "8 residues, 2 sequences",
-    ]
-    assert captured(forward_only.main, ["--table", str(path)])[1] == out
