@@ -4,13 +4,11 @@ test_promises.py."""
 
 from __future__ import annotations
 
-import builtins
 import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from conftest import ROOT, assert_refused, call, read_rows, strict_json, table_of
@@ -49,21 +47,19 @@ def make(tmp_path: Path) -> Callable[..., Path]:
 # compare_runs.py
 
 
-def test_comparison_has_the_numbers_of_the_result_files(make, tmp_path):
+def test_comparison_has_the_numbers_of_the_result_files(make):
     first, second = make("v1", speed=50.0, peak=80.0), make("v2", speed=200.0, peak=60.0)
-    argv = [f"base={first}", second, "--csv", tmp_path / "deep" / "table.csv"]
-    status, out, err = call(compare_runs, *argv)
+    status, out, err = call(compare_runs, f"base={first}", second)
     assert (status, err) == (0, "")
-    rows, result = table_of(out), read_json(RUN)
-    assert [row["configuration"] for row in rows] == ["base", "v2"]
-    timing, row = result["timing"], rows[1]
-    assert (row["samples/sec"], row["ms per step"], row["peak MB"]) == ("200.0", "80.00", "60.0")
+    (name, row), result = [(row["configuration"], row) for row in table_of(out)][1], read_json(RUN)
+    timing = result["timing"]
+    assert (name, row["samples/sec"], row["ms per step"]) == ("v2", "200.0", "80.00")
     for phase in ("forward", "backward", "optimizer"):
         assert row[f"{phase} ms"] == f"{timing[f'{phase}_ms']:.2f}"
     assert row["operator calls per step"] == str(result["kernels"]["per_step"])
     assert row["final loss"] == f"{result['loss']['curve'][-1]:.4f}"
-    assert (row["speed-up"], row["memory change"]) == ("4.00x", "-25.0 %")
-    assert float(read_rows(tmp_path / "deep" / "table.csv")[1]["speedup"]) == 4.0
+    found = row["peak MB"], row["speed-up"], row["memory change"]
+    assert found == ("60.0", "4.00x", "-25.0 %")
 
 
 def test_the_baseline_can_be_any_run_and_gets_a_row_of_its_own(make):
@@ -77,15 +73,12 @@ def test_the_baseline_can_be_any_run_and_gets_a_row_of_its_own(make):
 
 def test_runs_that_did_not_finish_are_rows_without_ratios(make):
     good, gone, bad = make("good"), make("gone", **OOM), make("bad", **FAILED)
-    status, out, err = call(compare_runs, good, gone)
-    row = table_of(out)[1]
-    assert (status, err, row["samples/sec"]) == (0, "", "out of memory")
-    assert {row[name] for name in ("speed-up", "ms per step", "peak MB", "memory change")} == {"-"}
-    _, out, err = call(compare_runs, gone, good)
-    assert table_of(out)[1]["speed-up"] == "-" and "baseline gone did not finish" in err
-    status, out, err = call(compare_runs, good, bad)
-    row = table_of(out)[1]
-    assert (status, row["samples/sec"], row["speed-up"]) == (1, "failed", "-")
+    status, out, err = call(compare_runs, gone, good, bad)
+    gone, _, bad = table_of(out)
+    assert (status, gone["samples/sec"], bad["samples/sec"]) == (1, "out of memory", "failed")
+    for row in (gone, bad):
+        assert {row[name] for name in ("speed-up", "ms per step", "peak MB")} == {"-"}
+    assert "baseline gone did not finish" in err
     assert "bad failed: the loss became nan at step 3" in err
 
 
@@ -93,21 +86,18 @@ def test_runs_that_did_not_finish_are_rows_without_ratios(make):
     ("more", "line"),
     [
         ({"seq_len": 64}, "seq_len differs: 32 for a; 64 for b"),
-        ({"training": {"batch_size": 7}}, "batch_size differs: 8 for a; 7 for b"),
         ({"training": {"cuda_graph": True}}, "cuda_graph differs: False for a; True for b"),
         ({"environment": {"device_name": "MI300X"}}, "device_name differs:"),
         ({"training": {"use_amp": True}}, "precision differs: float32 for a; bfloat16 for b"),
-        (
-            {"timing": {"batch_ms": 104.0}},
-            "b was disturbed, its mean step took 1.30 times the median",
-        ),
+        ({"timing": {"batch_ms": 104.0}}, "b was disturbed, its mean step took 1.30 times the"),
+        ({"training": {"processes": None, "cuda_graph": None}}, None),  # of an earlier harness
     ],
 )
 def test_runs_that_cannot_be_compared_get_a_note_above_the_table(make, more, line):
     runs = make("a"), make("b", **more)
     status, out, err = call(compare_runs, *runs)
-    assert (status, len(table_of(out)), len(err.splitlines())) == (0, 2, 1)
-    assert line in err
+    assert (status, len(table_of(out)), len(err.splitlines())) == (0, 2, int(line is not None))
+    assert (line or "") in err
     if "seq_len" in more:  # the order on a terminal is looked at once
         command = [sys.executable, ROOT / "analysis_tools/compare_runs.py", *runs]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -124,16 +114,6 @@ def test_scaling_efficiency_where_the_numbers_of_processes_differ(make):
     assert [row[column] for row in rows] == ["83.3 %", "100.0 %"]
 
 
-def test_a_graph_has_a_column_of_its_own_and_older_files_have_none(make):
-    phases = {f"{phase}_ms": None for phase in ("forward", "backward", "optimizer")}
-    graph = make("graph", training={"cuda_graph": True}, timing={**phases, "graph_ms": 1.25})
-    rows = table_of(call(compare_runs, make("eager"), graph)[1])
-    assert [row["graph ms"] for row in rows] == ["-", "1.25"]
-    assert [row["backward ms"] == "-" for row in rows] == [False, True]
-    old = make("old", training={"processes": None, "cuda_graph": None})
-    assert call(compare_runs, old, make("new"))[2] == ""
-
-
 def test_different_models_and_equal_names_are_refused(make):
     runs = f"a={make('llama')}", f"b={make('openfold', script='tiny_openfold_v2')}"
     for answer in (call(compare_runs, *runs), call(plot_runs, "memory", *runs)):
@@ -145,13 +125,17 @@ def test_different_models_and_equal_names_are_refused(make):
 
 
 def test_a_sweep_is_a_row_for_each_run_whatever_its_outcome(make, tmp_path):
-    """Every size and fusion is a column, also of what failed."""
+    """Every size and fusion is a column, also of what failed; all are kept in one file."""
     fusions = {"qkv_fusion": True, "flash_attention": False}
     good, bad = make("good", seq_len=64, fusions=fusions), make("bad", **FAILED, fusions={})
     compiled = {"use_amp": True, "torch_compile": True, "torch_compile_mode": "default"}
-    gone = make("gone", training=compiled, **OOM)
-    assert call(compare_runs, good, bad, gone, "--csv", tmp_path / "sweep.csv")[0] == 1
-    first, second, third = read_rows(tmp_path / "sweep.csv")
+    phases = {f"{phase}_ms": None for phase in ("forward", "backward", "optimizer")}
+    graph = make("graph", training={"cuda_graph": True}, timing={**phases, "graph_ms": 1.25})
+    runs, saved = [good, bad, make("gone", training=compiled, **OOM), graph], tmp_path / "all.json"
+    status, table, _ = call(compare_runs, *runs, "--csv", tmp_path / "all.csv", "--save", saved)
+    assert (status, [row["graph ms"] for row in table_of(table)]) == (1, ["-", "-", "-", "1.25"])
+    assert call(compare_runs, *(saved / run.name for run in runs))[:2] == (1, table)
+    first, second, third, _ = read_rows(tmp_path / "all.csv")
     assert [row["status"] for row in (first, second, third)] == ["ok", "failed", "oom"]
     assert (first["seq_len"], first["qkv_fusion"], first["flash_attention"]) == ("64", "1", "0")
     assert (first["precision"], first["torch_compile"], first["cuda_graph"]) == ("float32", "", "0")
@@ -161,33 +145,14 @@ def test_a_sweep_is_a_row_for_each_run_whatever_its_outcome(make, tmp_path):
     assert third["hidden_dim"] == first["hidden_dim"]
 
 
-def test_runs_kept_in_one_file_are_read_as_from_their_directories(make, tmp_path):
-    directories = [make(f"batch_{n}", speed=100.0 * n, training={"batch_size": n}) for n in (1, 4)]
-    file = tmp_path / "sweep.json"
-    status, table, _ = call(compare_runs, *directories, "--save", file)
-    assert status == 0
-    assert call(compare_runs, file / "batch_1", file / "batch_4")[:2] == (0, table)
-
-
 # plot_runs.py
 
 
-@pytest.fixture
-def drawn(monkeypatch) -> list:
-    """The axes that are drawn on."""
+def test_memory_plot_and_table_show_the_same(make, tmp_path, monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot")
-    found, subplots = [], pyplot.subplots
-
-    def watched(*args, **more):
-        figure, axes = subplots(*args, **more)
-        found.append(axes)
-        return figure, axes
-
+    drawn, subplots = [], pyplot.subplots
+    watched = lambda *args, **more: drawn.append(subplots(*args, **more)) or drawn[0]  # noqa: E731
     monkeypatch.setattr(pyplot, "subplots", watched)
-    return found
-
-
-def test_memory_plot_and_table_show_the_same(make, tmp_path, drawn):
     for length, scores, flash in ((128, 90, 60), (256, 200, 80)):
         make(f"scores_{length}", peak=scores, seq_len=length)
         make(f"flash_{length}", peak=flash, seq_len=length)
@@ -204,10 +169,10 @@ def test_memory_plot_and_table_show_the_same(make, tmp_path, drawn):
         ["512", "out of memory", "120.0", "-"],
     ]
     assert picture.read_bytes().startswith(b"\x89PNG")
-    lines = {line.get_label(): [*map(list, line.get_data())] for line in drawn[0].lines}
+    lines = {line.get_label(): [*map(list, line.get_data())] for line in drawn[0][1].lines}
     assert lines["flash"] == [[128, 256, 512], [60, 80, 120]]
     assert lines["scores: out of memory"][0] == [512]
-    assert drawn[0].get_title().endswith(", float32")
+    assert drawn[0][1].get_title().endswith(", float32")
 
 
 def test_any_setting_is_the_axis_and_ratios_are_over_the_first_name(make):
@@ -243,15 +208,7 @@ def test_what_is_missing_in_a_plot_is_named(make, tmp_path, monkeypatch):
         ([f"a={run}", "--x", "colour"], "colour is no number in this result"),
     ):
         assert_refused(call(plot_runs, "memory", "--output", tmp_path / "m.png", *argv), said)
-    assert not list(tmp_path.glob("m.*"))
-    real = builtins.__import__
-
-    def without(name: str, *rest, **more) -> ModuleType:
-        if name.startswith("matplotlib"):
-            raise ImportError(f"No module named {name!r}")
-        return real(name, *rest, **more)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     status, out, err = call(plot_runs, "memory", f"a={run}", "--output", tmp_path / "m.png")
     assert (status, len(err.splitlines()), "pip install matplotlib" in err) == (4, 1, True)
     assert table_of(out)[0]["a, MB"] == "50.0"
@@ -267,7 +224,7 @@ def analyze(baseline: Path, fused: Path, *argv: object) -> tuple[int, str, str]:
 
 def test_reduction_of_real_profiles(tmp_path):
     sides = [PROFILES / f"tiny_llama_v{version}" for version in (1, 2)]
-    status, out, err = analyze(*sides, "--output", tmp_path / "out", "--top", 3)
+    status, out, err = analyze(*sides, "--output", tmp_path, "--top", 3)
     assert (status, err) == (0, "")
     profiles = [strict_json(next(side.glob("*_profile.json")).read_text()) for side in sides]
     before, after = (profile["kernels_per_step"] for profile in profiles)
@@ -279,9 +236,9 @@ def test_reduction_of_real_profiles(tmp_path):
         assert float(rows[name]["fused launches"]) == launches, name
         assert float(rows[name]["fused ms"]) == pytest.approx(share["ms_per_step"], abs=1e-3)
         assert float(rows[name]["fused share, %"]) == pytest.approx(share["percent"], abs=0.06)
-    rows = read_rows(tmp_path / "out" / "kernel_reduction.csv")
+    rows = read_rows(tmp_path / "kernel_reduction.csv")
     assert {row["found_in"] for row in rows} == {"baseline", "fused", "both"}
-    assert out.startswith((tmp_path / "out" / "kernel_reduction.md").read_text())
+    assert out.startswith((tmp_path / "kernel_reduction.md").read_text())
     listed = out.partition("## Vanished")[2].partition("\n## ")[0]
     assert listed.count("\n| ") == 2 + 3 < len(rows), "long tables are cut, the csv file is not"
 
@@ -350,11 +307,10 @@ def test_copies_are_no_kernels_and_counts_are_per_step(gpu_profile, rocprof_prof
     )
     assert ADD in vanished and "attn_fwd" in new
     assert "1 launches and 0.100 ms per step" in new
-    config = {**read_json(PROFILES / "tiny_llama_v2/tiny_llama_v2_profile.json")["config"]}
-    other = gpu_profile("other", {GEMM: (2, 10)}, 1, config=config | {"seq_len": 999})
-    assert "seq_len differs: 999 for baseline; 128 for fused" in analyze(other, after)[2]
     other = rocprof_profile("r", {GEMM: (1, 10)}, 1)
-    assert "two profilers may write the name" in analyze(after, other)[2]
+    said = analyze(after, other)[2]
+    assert "seq_len differs: 128 for baseline; 32 for fused" in said
+    assert "two profilers may write the name" in said
 
 
 def test_on_a_cpu_operator_calls_are_those_that_the_script_counts(gpu_profile):
@@ -383,25 +339,19 @@ def test_without_the_steps_totals_are_compared_and_said_to_be(rocprof_profile):
         assert "the number of steps is not known" in err
 
 
-def test_broken_profiles_are_one_line(gpu_profile, rocprof_profile, tmp_path):
+def test_broken_profiles_are_one_line(gpu_profile, tmp_path):
     rows = {GEMM: (2, 10)}
     good, mixed, alone = (gpu_profile(name, rows, 1) for name in ("good", "mixed", "alone"))
     (mixed / "x_kernels.csv").write_text(statistics_text({GEMM: (3, 10)}))
     (alone / "x_profile.json").unlink()
-    cut = rocprof_profile("cut", {GEMM: (2, 10), ADD: (2, 10)})
-    (cut / "stats.csv").write_text("\n".join((cut / "stats.csv").read_text().splitlines()[:2]))
+    cpu = gpu_profile("cpu", rows, 1, unit="operators", operators_per_step=2)
     (tmp_path / "nothing").mkdir()
     for directory, said in (
         (tmp_path / "missing", "no such directory"),
         (tmp_path / "nothing", "neither <script>_kernels.csv (run_pytorch_profiler.py) nor stats"),
-        (
-            gpu_profile("cpu", rows, 1, unit="operators", operators_per_step=2),
-            "one side has kernels, the other operators",
-        ),
-        (gpu_profile("steps", rows, 0), "steps is 0, not"),
+        (cpu, "one side has kernels, the other operators"),
         (gpu_profile("copies", {COPY: (2, 10)}, 1), "the profile has no kernels"),
         (mixed, "3 calls do not belong to x_profile.json, 1 steps of 2.0 kernels"),
         (alone, "x_profile.json"),
-        (cut, "is the file cut off?"),
     ):
         assert_refused(analyze(good, directory), said)

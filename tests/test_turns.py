@@ -75,14 +75,6 @@ def test_each_turn_has_the_settings_of_its_own_side(monkeypatch):
     assert set(seen["large"]) == {(32, "highest")}
 
 
-def test_parsing_changes_nothing_for_another_run():
-    script = load("tiny_llama_v3")
-    args = script.parse_args([*SMALL, "--blocks", "attention_forward:BLOCK_M=16"])
-    script.prepare(args)
-    script.parse_args(SMALL)
-    assert script.blocks("attention_forward")["BLOCK_M"] == 16
-
-
 @pytest.mark.parametrize(
     "argv", [["--device", "cpu"], ["--device=cpu"], [], ["--disable-cuda-graph"]]
 )
@@ -122,11 +114,8 @@ def test_a_comparison_says_how_wide_its_turns_lie_apart(after, said):
     assert "2.00x as fast as before: " in verdict
     assert said in verdict
     assert turns.us["after"][0] == 5000
-
-
-def test_the_range_of_a_table_says_nothing_more_where_all_turns_agree():
-    assert spread([2.0] * 5) == "2.00x to 2.00x"
-    assert spread([2.0] * 4 + [3.0]) == "2.00x to 3.00x, all turns agree on which is faster"
+    agree = "(all turns agree)" in said  # a table then says no more
+    assert spread(turns.ratios("after")).count(",") == (not agree)
 
 
 @pytest.mark.gpu

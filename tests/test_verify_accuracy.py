@@ -52,16 +52,6 @@ def test_in_a_small_model_rounding_is_not_blamed_and_a_zero_is_noticed(argv: str
     assert faults_that_pass(module, args, (0.0, -1.0))[0] == []
 
 
-@both_precisions
-@pytest.mark.parametrize("script", OF_V2)
-def test_verify_accuracy_passes(script: str, argv: list[str], run):
-    result = run(script, "--verify-accuracy", *argv)
-    assert result.status == 0, result.stdout
-    assert "Accuracy check: PASS" in result.stdout
-    errors = [float(e) for e in re.findall(r"relative error (\S+), limit", result.stdout)]
-    assert len(errors) >= 3, "outputs, loss and gradients"
-
-
 @pytest.mark.parametrize("argv", [[], ["--disable-all-fusion"]], ids=["all-on", "all-off"])
 def test_verify_accuracy_in_bfloat16_does_not_blame_rounding(argv: list[str], run):
     """At real widths small gradients are mostly rounding.
@@ -70,7 +60,9 @@ def test_verify_accuracy_in_bfloat16_does_not_blame_rounding(argv: list[str], ru
     """
     widths = words("--batch-size 1 --seq-len 64 --num-seqs 16 --msa-dim 64 --pair-dim 128")
     result = run("tiny_openfold_v2", "--verify-accuracy", "--use-amp", *widths, *argv)
-    assert result.status == 0, result.stdout
+    assert (result.status, result.stdout[-21:]) == (0, "Accuracy check: PASS\n"), result.stdout
+    errors = re.findall(r"relative error \S+, limit", result.stdout)
+    assert len(errors) == 4, "two outputs, loss and the worst gradient"
 
 
 @both_precisions
