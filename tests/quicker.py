@@ -14,11 +14,14 @@ import torch
 
 def make_quicker() -> None:
     """Change the profiler and Triton's interpreter in this process."""
+    from triton.language import semantic
+
     # Of a profile that is only written as a trace nobody reads the events. They are made when asked
     # for, also where several cycles could be added up, which nothing here does.
     torch.autograd.profiler.profile.acc_events = property(lambda self: False, lambda self, on: None)
-    replace_the_language_once()
-    remember_types()
+    if hasattr(semantic.TritonSemantic, "_cast_to_computation_type"):
+        replace_the_language_once()
+        remember_types()  # else it is an earlier interpreter, and tests take three times as long
 
 
 def replace_the_language_once() -> None:
