@@ -48,8 +48,6 @@ try:
     import torch.distributed as dist
     import torch.nn.functional as F
     from torch import Tensor, nn
-    from torch.optim import AdamW
-    from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import FlopCounterMode
 except (ImportError, KeyboardInterrupt) as error:
     missing = isinstance(error, ImportError)
@@ -111,24 +109,20 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         text += "" if default is None else " (default: %(default)s)"
         add(f"--{flag}", type=at_least(low), default=default, metavar=letter, help=text)
     add = parser.add_argument_group("data").add_argument
-    text = "train on the bytes of FILE instead of synthetic text"
-    add("--text-file", type=Path, metavar="FILE", help=text)
+    add("--text-file", type=Path, metavar="FILE", help="train on the bytes of a real text")
 
 
 def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Fill in defaults that depend on other arguments; refuse sizes that do not fit together."""
     args.num_kv_heads = args.num_kv_heads or max(1, args.num_heads // 2)
     args.intermediate_dim = args.intermediate_dim or 4 * args.hidden_dim
-    if args.hidden_dim % (2 * args.num_heads):
-        must = f"must be divisible by 2 x --num-heads {args.num_heads}"
-        why = "rotary embedding rotates pairs of channels"
-        parser.error(f"--hidden-dim {args.hidden_dim} {must} ({why})")
+    must = "must be divisible by"
+    if args.hidden_dim % (2 * args.num_heads):  # pairs of channels are rotated
+        parser.error(f"--hidden-dim {args.hidden_dim} {must} 2 x --num-heads {args.num_heads}")
     if args.num_heads % args.num_kv_heads:
-        must = f"must be divisible by --num-kv-heads {args.num_kv_heads}"
-        parser.error(f"--num-heads {args.num_heads} {must}")
+        parser.error(f"--num-heads {args.num_heads} {must} --num-kv-heads {args.num_kv_heads}")
     if args.text_file and args.vocab_size not in (None, 256):
-        why = "does not fit --text-file: bytes have a vocabulary of 256"
-        parser.error(f"--vocab-size {args.vocab_size} {why}")
+        parser.error(f"--vocab-size {args.vocab_size} does not fit the bytes of --text-file")
     args.vocab_size = args.vocab_size or (256 if args.text_file else ModelConfig.vocab_size)
     if args.text_file:
         read_text(args.text_file, args.seq_len)
@@ -236,10 +230,7 @@ class DecoderLayer(nn.Module):
 
 
 class TinyLlama(nn.Module):
-    """Llama (Touvron et al. 2023) with tied input and output embedding.
-
-    Parameter names are those of Hugging Face.
-    """
+    """Llama (Touvron et al. 2023), both embeddings tied, parameters named as by Hugging Face."""
 
     TARGETS = ("labels",)
 
@@ -264,15 +255,11 @@ class TinyLlama(nn.Module):
 
 
 def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
-    """Build the model of these arguments.
-
-    The same seed gives the same weights in every version and fusion setting.
-    """
-    names = [name for name in ModelConfig.__dataclass_fields__ if hasattr(args, name)]
-    fields = {name: getattr(args, name) for name in names}
+    """Build the model: a seed gives the same weights in every version and fusion setting."""
+    sizes = {n: v for n, v in vars(args).items() if n in ModelConfig.__dataclass_fields__}
     fusions = Fusions(**{attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS})
     with device:
-        model = TinyLlama(ModelConfig(**fields), fusions)
+        model = TinyLlama(ModelConfig(**sizes), fusions)
     if device.type != "meta":
         generator = torch.Generator().manual_seed(args.seed)
         # canonical names, so the order of the draws does not depend on what is fused
@@ -289,7 +276,7 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.O
     rate = args.learning_rate
     if args.device == "cuda":  # a tensor, so that a captured step follows a scheduler
         rate = torch.tensor(rate, device=next(model.parameters()).device)
-    return AdamW(model.parameters(), rate, fused=True, capturable=args.cuda_graph)
+    return torch.optim.AdamW(model.parameters(), rate, fused=True, capturable=args.cuda_graph)
 
 
 # --- data
@@ -319,9 +306,7 @@ def markov_text(vocab_size: int, length: int, seed: int) -> np.ndarray:
     """Make synthetic text [length] from a fixed order-2 Markov chain.
 
     The two previous tokens, each taken modulo 8, choose one of 64 contexts; a context has 16
-    possible successors with probabilities 1/2, 1/4, 1/8, ... So the entropy of the next token is
-    1.39 nats, far below ln(vocab_size): a model that has learnt nothing, only the frequencies, or
-    the chain are three clearly different losses.
+    possible successors with probabilities 1/2, 1/4, 1/8, ..., an entropy of 1.39 nats.
     """
     chain = np.random.default_rng(0)  # the language is the same for every seed, the text is not
     successors = chain.integers(vocab_size, size=(64, 16))
@@ -382,14 +367,12 @@ def check_environment() -> None:
     """Refuse what torchrun would not set: half of it, or what another launcher has left."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     texts = {name: os.environ[name] for name in names if name in os.environ}
-    text = ", ".join(f"{name} is {value!r}" for name, value in texts.items())
-    if any(launched(name, -1) < 0 for name in texts):
-        fail(f"not a whole number: {text}")
-    if texts and not {"RANK", "WORLD_SIZE"} <= texts.keys():
-        fail(f"RANK and WORLD_SIZE must both be set: {text}")
-    rank, size = launched("RANK"), launched("WORLD_SIZE", 1)
-    if not (rank < size >= launched("LOCAL_WORLD_SIZE", size) > launched("LOCAL_RANK")):
-        fail(f"what torchrun sets does not fit together: {text}")
+    numbers = all(launched(name, -1) >= 0 for name in {*names[:2], *texts})
+    rank, size = launched("RANK"), launched("WORLD_SIZE")
+    fit = rank < size >= launched("LOCAL_WORLD_SIZE", size) > launched("LOCAL_RANK")
+    if texts and not (numbers and fit):
+        text = ", ".join(f"{name} is {value!r}" for name, value in texts.items())
+        fail(f"RANK and WORLD_SIZE must be numbers that fit together: {text}")
 
 
 def choose_devices(args: argparse.Namespace) -> None:
@@ -453,11 +436,7 @@ def start_torchrun(processes: int, argv: list[str]) -> NoReturn:
 
 
 def answer_signals() -> None:
-    """Have SIGTERM, as from a time limit, end a run as Ctrl-C does: it keeps what was measured.
-
-    One of several processes waits for the others in C++, where Python hears no signal. So a thread
-    takes the signals, and ends a process that does not answer.
-    """
+    """Have SIGTERM, as from a time limit, end a run as Ctrl-C does: it keeps what was measured."""
 
     def interrupt(*_: object) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a process and its group may both get it
@@ -471,7 +450,7 @@ def answer_signals() -> None:
         signals.add(signal.SIGINT)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # or PyTorch's waiting would print a stack
 
-    def watch() -> None:
+    def watch() -> None:  # in C++, waiting for other processes, the main thread hears no signal
         signal.sigwait(signals)
         _thread.interrupt_main(signal.SIGTERM)
         time.sleep(1)
@@ -498,14 +477,12 @@ def join_processes(args: argparse.Namespace) -> None:
         fail(f"{WORLD_SIZE} processes cannot meet: {said}", 2 if type(error) is ValueError else 1)
     everyone = [{}] * WORLD_SIZE
     dist.all_gather_object(everyone, {"script": SCRIPT, **vars(args), "profile_dir": None})
-    for (rank, theirs), (name, value) in itertools.product(
-        enumerate(everyone), everyone[0].items()
-    ):
-        if theirs.get(name) != value:
+    for name in everyone[0]:
+        values = [theirs.get(name) for theirs in everyone]
+        if any(value != values[0] for value in values):
             if RANK:  # rank 0 says it
                 raise SystemExit(2)
-            option = f"{name.replace('_', '-')} {theirs.get(name)}"
-            fail(f"rank {rank} was started with {option}, rank 0 with {value}")
+            fail(f"the ranks were started with --{name.replace('_', '-')} {values}")
     if RANK:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
 
@@ -521,6 +498,7 @@ def join_processes(args: argparse.Namespace) -> None:
 SCRIPT = Path(__file__).stem
 # What runs in place of training: functions of these names, in modules beside this script.
 MODES = {"compare_fusion": "lab.modes", "verify_accuracy": "lab.modes"}
+FORECAST = Path(__file__).resolve().parent / "lab" / "forecast.py"  # of the time on a CPU
 PHASES = ("data", "forward", "backward", "optimizer")
 GRAPH_PHASES = ("data", "graph")  # with --enable-cuda-graph
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
@@ -580,9 +558,6 @@ def progress(text: str = "") -> None:
         print(f"\r{text[:width]}\033[K", end="", flush=True)
     elif text:
         print(text, flush=True)
-
-
-# The command line
 
 
 def at_least(low: int) -> Callable[[str], int]:
@@ -737,15 +712,11 @@ def all_off(args: argparse.Namespace, **changes) -> argparse.Namespace:
     return argparse.Namespace(**{**vars(args), **off, **changes})
 
 
-# One training step
-
-
 class Trainer:
     """Model, optimizer and data, and their training step."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device):
-        self.args = args
-        self.device = device
+        self.args, self.device = args, device
         self.gpu = device.type == "cuda"
         self.synchronize = torch.cuda.synchronize if self.gpu else lambda: None
         dtype = getattr(torch, args.amp_dtype)
@@ -762,11 +733,9 @@ class Trainer:
         self.average = getattr(self.optimizer, "average_gradients", None)  # in place of DDP
         if WORLD_SIZE > 1 and not self.average:
             with torch.cuda.stream(self.stream):  # where autograd adds gradients up
-                self.forward = nn.parallel.DistributedDataParallel(
-                    self.forward, broadcast_buffers=False, gradient_as_bucket_view=True
-                )
-        self.graph = None
-        self.phases = PHASES
+                options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+                self.forward = nn.parallel.DistributedDataParallel(self.forward, **options)
+        self.graph, self.phases = None, PHASES
         self.marks = []  # moments: a first one, and after each phase
         self.named = contextlib.nullcontext  # ranges of phases for a profiler
 
@@ -871,9 +840,6 @@ class Trainer:
             return profile, json.loads(path.read_text())
 
 
-# A run
-
-
 @dataclass(frozen=True)
 class Turn:
     """Steps in a row, the device idle before and after."""
@@ -912,8 +878,7 @@ class Run:
     """A run: arguments, trainer, results so far."""
 
     def __init__(self, args: argparse.Namespace, title: str = ""):
-        self.args = args
-        self.title = title
+        self.args, self.title = args, title
         self.device = prepare(args)
         self.model: dict = {"config": {}, "data": {}}
         self.turns: list[Turn] = []
@@ -926,22 +891,23 @@ class Run:
     def start(self) -> None:
         """Build the trainer, say what it is, warm up."""
         args, before = self.args, gpu_memory(self.device)
-        self.trainer = Trainer(args, self.device)
+        self.trainer = trainer = Trainer(args, self.device)
         self.model = {
-            "config": asdict(self.trainer.model.config),
-            "parameters": sum(p.numel() for p in self.trainer.model.parameters()),
-            "data": self.trainer.batches.source,
+            "config": asdict(trainer.model.config),
+            "parameters": sum(p.numel() for p in trainer.model.parameters()),
+            "data": trainer.batches.source,
         }
         progress()
         print(self.headline(), flush=True)
         if args.torch_compile:
             progress("compiling in the first step; this can take minutes")
-        elif not (self.trainer.gpu or args.under_profiler):
-            self.forecast(args.warmup_steps + args.num_steps)
+        elif not (trainer.gpu or args.under_profiler) and FORECAST.exists():
+            steps = args.warmup_steps + args.num_steps
+            beside("lab.forecast", "a CPU").forecast(sys.modules[__name__], trainer, steps)
         self.plan(args.warmup_steps, "warm-up step")
         self.take(args.warmup_steps - args.cuda_graph)
         if args.cuda_graph:
-            self.trainer.capture()
+            trainer.capture()
             self.take(1)
         gc.collect()  # compiling leaves cycles that keep tensors
         self.held = gpu_memory(self.device) - before
@@ -960,29 +926,6 @@ class Run:
         fused = ", ".join(on or ["nothing fused"]).replace("_", "-")
         model = f"{self.model['parameters']:,} parameters, batch_size {args.batch_size}, {sizes}"
         return f"{SCRIPT} on {device}: {model}; {precision}; {fused}"
-
-    def forecast(self, steps: int) -> None:
-        """Say how long steps take on a CPU if it is long, by the first layer for one sample."""
-        if TRITON_FUSIONS:
-            progress("measuring one layer, for how long the steps will take")
-        model, times = self.trainer.model, []
-        layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
-        batch = make_batches(self.args, self.device, self.args.seed).next_batch()
-
-        def stop(*_: object) -> NoReturn:
-            raise EOFError
-
-        hook = layers[0].register_forward_hook(stop)
-        while len(times) < 2 and sum(times) < 5:  # the first time does more
-            started = time.perf_counter()
-            with contextlib.suppress(EOFError), torch.no_grad(), self.trainer.autocast():
-                model(**{name: value[:1] for name, value in batch.items()})
-            times.append(time.perf_counter() - started)
-        hook.remove()
-        samples = steps * self.args.batch_size // WORLD_SIZE
-        whole = round(3 * times[-1] * len(layers) * samples)  # the backward pass takes twice that
-        if whole > 10:
-            progress(f"the steps will take about {timedelta(seconds=whole)} on this CPU")
 
     def plan(self, steps: int, label: str) -> None:
         """Reset the progress counter for `steps` steps."""
@@ -1046,10 +989,7 @@ class Run:
             progress(text + (f"  {timedelta(seconds=math.ceil(left))} left" if left else ""))
 
     def count(self, off: int | None = None) -> None:
-        """Count in extra steps what the measured ones did, and profile as flags ask.
-
-        `off` is the number of kernels with all fusions off, where it is known.
-        """
+        """Count in extra steps, and profile as flags ask; `off`: kernels with all off, if known."""
         prepare(self.args)
         trainer, args = self.trainer, self.args
         if trainer.gpu or not args.torch_compile:  # a loop compiled for a CPU is no operator
@@ -1119,10 +1059,7 @@ class Run:
 
 @contextlib.contextmanager
 def recorded(*runs: Run) -> Iterator[None]:
-    """Write the results of runs into their JSON files, however the block ends.
-
-    An error that the user can mend goes no further than that, any other is raised again.
-    """
+    """Write results, however the block ends; an error that the user can mend ends here, too."""
     directory, end = runs[-1].args.profile_dir, (runs[0].status, runs[0].error)
     for run in runs:
         run.write()  # for a run that is killed
@@ -1247,7 +1184,7 @@ def main(argv: list[str] | None = None) -> int:
 NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # and views move no data
 
 
-class OperatorCounter(TorchDispatchMode):
+class OperatorCounter(torch.utils._python_dispatch.TorchDispatchMode):
     """Counts ATen operators inside that move data."""
 
     calls = 0
@@ -1316,13 +1253,10 @@ def memory_of_a_step(trainer: Trainer) -> float:
 
 
 def gpu_memory(device: torch.device, statistic: str = "memory_allocated") -> int:
-    """Return bytes by this statistic, with the pools that graphs keep; 0 on a CPU.
-
-    Without the workspaces of cuBLAS outside these pools, which any run may have made.
-    """
+    """Return bytes by this statistic, with the pools that graphs keep; 0 on a CPU."""
     if device.type == "cpu":
         return 0
-    torch._C._cuda_clearCublasWorkspaces()
+    torch._C._cuda_clearCublasWorkspaces()  # which any run may have made
     pools = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]
     used = getattr(torch.cuda, statistic)()
     return used + sum(s["total_size"] - s["allocated_size"] for s in pools)

@@ -65,8 +65,6 @@ try:
     import triton.language as tl
     from torch import Tensor, nn
     from torch._subclasses import FakeTensor
-    from torch.optim import AdamW
-    from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import FlopCounterMode
 except (ImportError, KeyboardInterrupt) as error:
     missing = isinstance(error, ImportError)
@@ -134,11 +132,6 @@ def without_effect(args: argparse.Namespace) -> dict[str, str]:
     return idle
 
 
-def use_settings(args: argparse.Namespace) -> None:
-    """Apply this version's process-wide settings of a run: block sizes."""
-    use_blocks(args.blocks)
-
-
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that only this model has."""
     sizes, add = ModelConfig(), parser.add_argument_group("model").add_argument
@@ -155,8 +148,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         text += "" if default is None else " (default: %(default)s)"
         add(f"--{flag}", type=at_least(low), default=default, metavar=letter, help=text)
     add = parser.add_argument_group("data").add_argument
-    text = "train on the bytes of FILE instead of synthetic text"
-    add("--text-file", type=Path, metavar="FILE", help=text)
+    add("--text-file", type=Path, metavar="FILE", help="train on the bytes of a real text")
     text = "benchmark: inference, a layer as one launch (default: train)"
     add("--mode", choices=("train", "benchmark"), default="train", help=text)
     add = parser.add_argument_group("kernels").add_argument
@@ -176,16 +168,13 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
     """Fill in defaults that depend on other arguments; refuse sizes that do not fit together."""
     args.num_kv_heads = args.num_kv_heads or max(1, args.num_heads // 2)
     args.intermediate_dim = args.intermediate_dim or 4 * args.hidden_dim
-    if args.hidden_dim % (2 * args.num_heads):
-        must = f"must be divisible by 2 x --num-heads {args.num_heads}"
-        why = "rotary embedding rotates pairs of channels"
-        parser.error(f"--hidden-dim {args.hidden_dim} {must} ({why})")
+    must = "must be divisible by"
+    if args.hidden_dim % (2 * args.num_heads):  # pairs of channels are rotated
+        parser.error(f"--hidden-dim {args.hidden_dim} {must} 2 x --num-heads {args.num_heads}")
     if args.num_heads % args.num_kv_heads:
-        must = f"must be divisible by --num-kv-heads {args.num_kv_heads}"
-        parser.error(f"--num-heads {args.num_heads} {must}")
+        parser.error(f"--num-heads {args.num_heads} {must} --num-kv-heads {args.num_kv_heads}")
     if args.text_file and args.vocab_size not in (None, 256):
-        why = "does not fit --text-file: bytes have a vocabulary of 256"
-        parser.error(f"--vocab-size {args.vocab_size} {why}")
+        parser.error(f"--vocab-size {args.vocab_size} does not fit the bytes of --text-file")
     args.vocab_size = args.vocab_size or (256 if args.text_file else ModelConfig.vocab_size)
     if args.text_file:
         read_text(args.text_file, args.seq_len)
@@ -256,20 +245,17 @@ OVERRIDES: dict[str, dict[str, int]] = {}  # what --blocks replaces, for this ru
 
 def read_blocks(text: str) -> str:
     """Check "kernel:NAME=number,..." of --blocks, and return it (an argparse type)."""
-    kernel, _, settings = text.partition(":")
-    pairs = [pair.partition("=")[::2] for pair in settings.split(",")]
+    wrong, (kernel, _, settings) = argparse.ArgumentTypeError, text.partition(":")
     kernels = [name for name in BLOCKS if " " not in name]
     if kernel not in kernels:
-        raise argparse.ArgumentTypeError(f"no kernel {kernel!r}; there are {', '.join(kernels)}")
+        raise wrong(f"no kernel {kernel!r}; there are {', '.join(kernels)}")
     names = block_sizes(BLOCKS[kernel])
-    if wrong := [name for name, _ in pairs if name not in {"num_stages", *names}]:
-        message = f"{kernel} has no {wrong[0]!r}; it has {', '.join(names)}"
-        raise argparse.ArgumentTypeError(message)
-    for name, value in pairs:
+    for name, _, value in (pair.partition("=") for pair in settings.split(",")):
+        if name not in {"num_stages", *names}:
+            raise wrong(f"{kernel} has no {name!r}; it has {', '.join(names)}")
         low = 16 if name.startswith("BLOCK") else 1
         if not value.isdecimal() or int(value).bit_count() != 1 or int(value) < low:
-            message = f"{kernel}: {name}={value} is not a power of two from {low}"
-            raise argparse.ArgumentTypeError(message)
+            raise wrong(f"{kernel}: {name}={value} is not a power of two from {low}")
     return text
 
 
@@ -280,10 +266,10 @@ def block_sizes(settings: str) -> dict[str, int]:
     return {name: int(value) for name, value in pairs}
 
 
-def use_blocks(text: str) -> None:
-    """Use ModelConfig.blocks, which --blocks fills, in this process; of a size the last one."""
+def use_settings(args: argparse.Namespace) -> None:
+    """Apply this run's process-wide settings: the block sizes of --blocks, of each the last one."""
     OVERRIDES.clear()
-    for part in text.split() if text != ModelConfig.blocks else ():
+    for part in args.blocks.split() if args.blocks != ModelConfig.blocks else ():
         kernel, _, settings = part.partition(":")
         OVERRIDES[kernel] = OVERRIDES.get(kernel, {}) | block_sizes(settings)
 
@@ -301,10 +287,7 @@ def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """Return how Triton multiplies float32 matrices; other types have no choice.
-
-    TF32 exists on NVIDIA's GPUs only.
-    """
+    """Return how Triton multiplies float32 matrices; TF32 exists on NVIDIA's GPUs only."""
     if BACKEND != "cuda" or dtype != torch.float32:
         return "ieee"
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
@@ -380,14 +363,6 @@ def row_launch(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, di
         most = max(chosen["PROGRAMS"], triton.cdiv(programs, 16))
         programs = chosen["PROGRAMS"] = min(programs, most)
     return rows, programs, {"C": dim, "BLOCK_C": width, "ROWS": tile_rows, **chosen}
-
-
-def shared_memory() -> int:
-    """Return the bytes of shared memory, AMD's LDS, that a program can have on this GPU."""
-    if INTERPRETED or not torch.cuda.device_count():
-        return 2**31
-    utils, device = triton.runtime.driver.active.utils, torch.cuda.current_device()
-    return utils.get_device_properties(device)["max_shared_mem"]  # as Triton asks at a launch
 
 
 def leave_to_pytorch(args: argparse.Namespace, reasons: dict[str, str]) -> None:
@@ -1337,12 +1312,6 @@ class SideStreams:
             if self.active:
                 self.record(buffer, self.stream(2))
 
-    def begin_updates(self, after_main: bool) -> None:
-        """Let the current stream wait for the start of this step, or for the main stream so far."""
-        if self.active:
-            begun = self.main.record_event() if after_main else self.begun
-            torch.cuda.current_stream().wait_event(begun)
-
     def main_waits_for(self, number: int) -> None:
         """Let the main stream wait for a side stream."""
         if self.active:
@@ -1659,7 +1628,9 @@ class FusedAdamW(torch.optim.Optimizer):
         skipped = getattr(self, "found_inf", None)
         buffers = [buffer for buffer in reversed(self.gradients) if buffer.collect()]
         with torch.cuda.stream(self.side.stream(1)):
-            self.side.begin_updates(after_main=skipped is not None)
+            if self.side.active:
+                begun = self.side.begun if skipped is None else self.side.main.record_event()
+                torch.cuda.current_stream().wait_event(begun)
             advance = 1 if skipped is None else 1 - skipped
             self.steps += advance
             parameters = self.param_groups[0]["params"]
@@ -1690,9 +1661,8 @@ class FusedAdamW(torch.optim.Optimizer):
         constants = dict(zip(("BETA1", "BETA2"), options["betas"], strict=True))
         constants |= {"EPS": options["eps"], "DECAY": options["weight_decay"]}
         most = triton.next_power_of_2(triton.cdiv(end - begin, chosen["BLOCK"]))
-        chosen["PROGRAMS"] = min(chosen["PROGRAMS"], most)
-        grid = (chosen["PROGRAMS"],)
-        wrap_triton(adamw_kernel)[grid](*tensors, size=end - begin, **constants, **chosen)
+        programs = chosen["PROGRAMS"] = min(chosen["PROGRAMS"], most)
+        wrap_triton(adamw_kernel)[(programs,)](*tensors, size=end - begin, **constants, **chosen)
 
 
 # --- end of optimizer
@@ -1891,10 +1861,7 @@ class DecoderLayer(nn.Module):
 
 
 class TinyLlama(nn.Module):
-    """Llama (Touvron et al. 2023) with tied input and output embedding.
-
-    Parameter names are those of Hugging Face.
-    """
+    """Llama (Touvron et al. 2023), both embeddings tied, parameters named as by Hugging Face."""
 
     TARGETS = ("labels",)
 
@@ -1927,15 +1894,11 @@ class TinyLlama(nn.Module):
 
 
 def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
-    """Build the model of these arguments.
-
-    The same seed gives the same weights in every version and fusion setting.
-    """
-    names = [name for name in ModelConfig.__dataclass_fields__ if hasattr(args, name)]
-    fields = {name: getattr(args, name) for name in names}
+    """Build the model: a seed gives the same weights in every version and fusion setting."""
+    sizes = {n: v for n, v in vars(args).items() if n in ModelConfig.__dataclass_fields__}
     fusions = Fusions(**{attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS})
     with device:
-        model = TinyLlama(ModelConfig(**fields), fusions)
+        model = TinyLlama(ModelConfig(**sizes), fusions)
     if device.type != "meta":
         generator = torch.Generator().manual_seed(args.seed)
         # canonical names, so the order of the draws does not depend on what is fused
@@ -1981,7 +1944,7 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.O
     rate = args.learning_rate
     if args.device == "cuda":  # a tensor, so that a captured step follows a scheduler
         rate = torch.tensor(rate, device=next(model.parameters()).device)
-    return AdamW(model.parameters(), rate, fused=True, capturable=args.cuda_graph)
+    return torch.optim.AdamW(model.parameters(), rate, fused=True, capturable=args.cuda_graph)
 
 
 # --- data
@@ -2011,9 +1974,7 @@ def markov_text(vocab_size: int, length: int, seed: int) -> np.ndarray:
     """Make synthetic text [length] from a fixed order-2 Markov chain.
 
     The two previous tokens, each taken modulo 8, choose one of 64 contexts; a context has 16
-    possible successors with probabilities 1/2, 1/4, 1/8, ... So the entropy of the next token is
-    1.39 nats, far below ln(vocab_size): a model that has learnt nothing, only the frequencies, or
-    the chain are three clearly different losses.
+    possible successors with probabilities 1/2, 1/4, 1/8, ..., an entropy of 1.39 nats.
     """
     chain = np.random.default_rng(0)  # the language is the same for every seed, the text is not
     successors = chain.integers(vocab_size, size=(64, 16))
@@ -2074,14 +2035,12 @@ def check_environment() -> None:
     """Refuse what torchrun would not set: half of it, or what another launcher has left."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     texts = {name: os.environ[name] for name in names if name in os.environ}
-    text = ", ".join(f"{name} is {value!r}" for name, value in texts.items())
-    if any(launched(name, -1) < 0 for name in texts):
-        fail(f"not a whole number: {text}")
-    if texts and not {"RANK", "WORLD_SIZE"} <= texts.keys():
-        fail(f"RANK and WORLD_SIZE must both be set: {text}")
-    rank, size = launched("RANK"), launched("WORLD_SIZE", 1)
-    if not (rank < size >= launched("LOCAL_WORLD_SIZE", size) > launched("LOCAL_RANK")):
-        fail(f"what torchrun sets does not fit together: {text}")
+    numbers = all(launched(name, -1) >= 0 for name in {*names[:2], *texts})
+    rank, size = launched("RANK"), launched("WORLD_SIZE")
+    fit = rank < size >= launched("LOCAL_WORLD_SIZE", size) > launched("LOCAL_RANK")
+    if texts and not (numbers and fit):
+        text = ", ".join(f"{name} is {value!r}" for name, value in texts.items())
+        fail(f"RANK and WORLD_SIZE must be numbers that fit together: {text}")
 
 
 def choose_devices(args: argparse.Namespace) -> None:
@@ -2145,11 +2104,7 @@ def start_torchrun(processes: int, argv: list[str]) -> NoReturn:
 
 
 def answer_signals() -> None:
-    """Have SIGTERM, as from a time limit, end a run as Ctrl-C does: it keeps what was measured.
-
-    One of several processes waits for the others in C++, where Python hears no signal. So a thread
-    takes the signals, and ends a process that does not answer.
-    """
+    """Have SIGTERM, as from a time limit, end a run as Ctrl-C does: it keeps what was measured."""
 
     def interrupt(*_: object) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a process and its group may both get it
@@ -2163,7 +2118,7 @@ def answer_signals() -> None:
         signals.add(signal.SIGINT)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # or PyTorch's waiting would print a stack
 
-    def watch() -> None:
+    def watch() -> None:  # in C++, waiting for other processes, the main thread hears no signal
         signal.sigwait(signals)
         _thread.interrupt_main(signal.SIGTERM)
         time.sleep(1)
@@ -2190,14 +2145,12 @@ def join_processes(args: argparse.Namespace) -> None:
         fail(f"{WORLD_SIZE} processes cannot meet: {said}", 2 if type(error) is ValueError else 1)
     everyone = [{}] * WORLD_SIZE
     dist.all_gather_object(everyone, {"script": SCRIPT, **vars(args), "profile_dir": None})
-    for (rank, theirs), (name, value) in itertools.product(
-        enumerate(everyone), everyone[0].items()
-    ):
-        if theirs.get(name) != value:
+    for name in everyone[0]:
+        values = [theirs.get(name) for theirs in everyone]
+        if any(value != values[0] for value in values):
             if RANK:  # rank 0 says it
                 raise SystemExit(2)
-            option = f"{name.replace('_', '-')} {theirs.get(name)}"
-            fail(f"rank {rank} was started with {option}, rank 0 with {value}")
+            fail(f"the ranks were started with --{name.replace('_', '-')} {values}")
     if RANK:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
 
@@ -2213,6 +2166,7 @@ def join_processes(args: argparse.Namespace) -> None:
 SCRIPT = Path(__file__).stem
 # What runs in place of training: functions of these names, in modules beside this script.
 MODES = {"compare_fusion": "lab.modes", "verify_accuracy": "lab.modes"}
+FORECAST = Path(__file__).resolve().parent / "lab" / "forecast.py"  # of the time on a CPU
 PHASES = ("data", "forward", "backward", "optimizer")
 GRAPH_PHASES = ("data", "graph")  # with --enable-cuda-graph
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
@@ -2272,9 +2226,6 @@ def progress(text: str = "") -> None:
         print(f"\r{text[:width]}\033[K", end="", flush=True)
     elif text:
         print(text, flush=True)
-
-
-# The command line
 
 
 def at_least(low: int) -> Callable[[str], int]:
@@ -2429,15 +2380,11 @@ def all_off(args: argparse.Namespace, **changes) -> argparse.Namespace:
     return argparse.Namespace(**{**vars(args), **off, **changes})
 
 
-# One training step
-
-
 class Trainer:
     """Model, optimizer and data, and their training step."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device):
-        self.args = args
-        self.device = device
+        self.args, self.device = args, device
         self.gpu = device.type == "cuda"
         self.synchronize = torch.cuda.synchronize if self.gpu else lambda: None
         dtype = getattr(torch, args.amp_dtype)
@@ -2454,11 +2401,9 @@ class Trainer:
         self.average = getattr(self.optimizer, "average_gradients", None)  # in place of DDP
         if WORLD_SIZE > 1 and not self.average:
             with torch.cuda.stream(self.stream):  # where autograd adds gradients up
-                self.forward = nn.parallel.DistributedDataParallel(
-                    self.forward, broadcast_buffers=False, gradient_as_bucket_view=True
-                )
-        self.graph = None
-        self.phases = PHASES
+                options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+                self.forward = nn.parallel.DistributedDataParallel(self.forward, **options)
+        self.graph, self.phases = None, PHASES
         self.marks = []  # moments: a first one, and after each phase
         self.named = contextlib.nullcontext  # ranges of phases for a profiler
 
@@ -2563,9 +2508,6 @@ class Trainer:
             return profile, json.loads(path.read_text())
 
 
-# A run
-
-
 @dataclass(frozen=True)
 class Turn:
     """Steps in a row, the device idle before and after."""
@@ -2604,8 +2546,7 @@ class Run:
     """A run: arguments, trainer, results so far."""
 
     def __init__(self, args: argparse.Namespace, title: str = ""):
-        self.args = args
-        self.title = title
+        self.args, self.title = args, title
         self.device = prepare(args)
         self.model: dict = {"config": {}, "data": {}}
         self.turns: list[Turn] = []
@@ -2618,22 +2559,23 @@ class Run:
     def start(self) -> None:
         """Build the trainer, say what it is, warm up."""
         args, before = self.args, gpu_memory(self.device)
-        self.trainer = Trainer(args, self.device)
+        self.trainer = trainer = Trainer(args, self.device)
         self.model = {
-            "config": asdict(self.trainer.model.config),
-            "parameters": sum(p.numel() for p in self.trainer.model.parameters()),
-            "data": self.trainer.batches.source,
+            "config": asdict(trainer.model.config),
+            "parameters": sum(p.numel() for p in trainer.model.parameters()),
+            "data": trainer.batches.source,
         }
         progress()
         print(self.headline(), flush=True)
         if args.torch_compile:
             progress("compiling in the first step; this can take minutes")
-        elif not (self.trainer.gpu or args.under_profiler):
-            self.forecast(args.warmup_steps + args.num_steps)
+        elif not (trainer.gpu or args.under_profiler) and FORECAST.exists():
+            steps = args.warmup_steps + args.num_steps
+            beside("lab.forecast", "a CPU").forecast(sys.modules[__name__], trainer, steps)
         self.plan(args.warmup_steps, "warm-up step")
         self.take(args.warmup_steps - args.cuda_graph)
         if args.cuda_graph:
-            self.trainer.capture()
+            trainer.capture()
             self.take(1)
         gc.collect()  # compiling leaves cycles that keep tensors
         self.held = gpu_memory(self.device) - before
@@ -2652,29 +2594,6 @@ class Run:
         fused = ", ".join(on or ["nothing fused"]).replace("_", "-")
         model = f"{self.model['parameters']:,} parameters, batch_size {args.batch_size}, {sizes}"
         return f"{SCRIPT} on {device}: {model}; {precision}; {fused}"
-
-    def forecast(self, steps: int) -> None:
-        """Say how long steps take on a CPU if it is long, by the first layer for one sample."""
-        if TRITON_FUSIONS:
-            progress("measuring one layer, for how long the steps will take")
-        model, times = self.trainer.model, []
-        layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
-        batch = make_batches(self.args, self.device, self.args.seed).next_batch()
-
-        def stop(*_: object) -> NoReturn:
-            raise EOFError
-
-        hook = layers[0].register_forward_hook(stop)
-        while len(times) < 2 and sum(times) < 5:  # the first time does more
-            started = time.perf_counter()
-            with contextlib.suppress(EOFError), torch.no_grad(), self.trainer.autocast():
-                model(**{name: value[:1] for name, value in batch.items()})
-            times.append(time.perf_counter() - started)
-        hook.remove()
-        samples = steps * self.args.batch_size // WORLD_SIZE
-        whole = round(3 * times[-1] * len(layers) * samples)  # the backward pass takes twice that
-        if whole > 10:
-            progress(f"the steps will take about {timedelta(seconds=whole)} on this CPU")
 
     def plan(self, steps: int, label: str) -> None:
         """Reset the progress counter for `steps` steps."""
@@ -2738,10 +2657,7 @@ class Run:
             progress(text + (f"  {timedelta(seconds=math.ceil(left))} left" if left else ""))
 
     def count(self, off: int | None = None) -> None:
-        """Count in extra steps what the measured ones did, and profile as flags ask.
-
-        `off` is the number of kernels with all fusions off, where it is known.
-        """
+        """Count in extra steps, and profile as flags ask; `off`: kernels with all off, if known."""
         prepare(self.args)
         trainer, args = self.trainer, self.args
         if trainer.gpu or not args.torch_compile:  # a loop compiled for a CPU is no operator
@@ -2811,10 +2727,7 @@ class Run:
 
 @contextlib.contextmanager
 def recorded(*runs: Run) -> Iterator[None]:
-    """Write the results of runs into their JSON files, however the block ends.
-
-    An error that the user can mend goes no further than that, any other is raised again.
-    """
+    """Write results, however the block ends; an error that the user can mend ends here, too."""
     directory, end = runs[-1].args.profile_dir, (runs[0].status, runs[0].error)
     for run in runs:
         run.write()  # for a run that is killed
@@ -2939,7 +2852,7 @@ def main(argv: list[str] | None = None) -> int:
 NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # and views move no data
 
 
-class OperatorCounter(TorchDispatchMode):
+class OperatorCounter(torch.utils._python_dispatch.TorchDispatchMode):
     """Counts ATen operators inside that move data."""
 
     calls = 0
@@ -3008,13 +2921,10 @@ def memory_of_a_step(trainer: Trainer) -> float:
 
 
 def gpu_memory(device: torch.device, statistic: str = "memory_allocated") -> int:
-    """Return bytes by this statistic, with the pools that graphs keep; 0 on a CPU.
-
-    Without the workspaces of cuBLAS outside these pools, which any run may have made.
-    """
+    """Return bytes by this statistic, with the pools that graphs keep; 0 on a CPU."""
     if device.type == "cpu":
         return 0
-    torch._C._cuda_clearCublasWorkspaces()
+    torch._C._cuda_clearCublasWorkspaces()  # which any run may have made
     pools = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]
     used = getattr(torch.cuda, statistic)()
     return used + sum(s["total_size"] - s["allocated_size"] for s in pools)

@@ -76,8 +76,6 @@ try:
     from torch._subclasses import FakeTensor
     from torch.func import functional_call
     from torch.library import triton_op, wrap_triton
-    from torch.optim import AdamW
-    from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.checkpoint import checkpoint
     from torch.utils.flop_counter import FlopCounterMode
 except (ImportError, KeyboardInterrupt) as error:
@@ -154,14 +152,17 @@ def missing_kernels(args: argparse.Namespace) -> dict[str, str]:
     return missing
 
 
+def shared_memory() -> int:
+    """Return the bytes of shared memory, AMD's LDS, that a program can have on this GPU."""
+    if INTERPRETED or not torch.cuda.device_count():
+        return 2**31
+    utils, device = triton.runtime.driver.active.utils, torch.cuda.current_device()
+    return utils.get_device_properties(device)["max_shared_mem"]  # as Triton asks at a launch
+
+
 def too_wide(width: str, needed: int, most: int) -> str:
     """Say that a kernel needs more than the GPU has for a width, in bytes of shared memory."""
     return f"{width} needs {needed // 1024} KiB of shared memory, this GPU has {most // 1024}"
-
-
-def use_settings(args: argparse.Namespace) -> None:
-    """Apply this run's process-wide settings: block sizes."""
-    use_blocks(args.blocks)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -179,18 +180,15 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         text += " (default: %(default)s)"
         add(f"--{flag}", type=at_least(low), default=default, metavar=letter, help=text)
-    text = "keep only what goes into a block, and compute the block again in the backward pass"
-    add("--checkpoint-blocks", action="store_true", help=text)
+    add("--checkpoint-blocks", action="store_true", help="keep a block's input, compute it again")
     add = parser.add_argument_group("data").add_argument
     text = "real alignments, query first (with --structure), or prepared .npz; or folders of them"
     add("--msa", type=Path, action="append", metavar="FILE.a3m", help=text)
-    text = "their structures, PDB or mmCIF, in the same order (with --msa)"
-    add("--structure", type=Path, action="append", metavar="FILE", help=text)
+    add("--structure", type=Path, action="append", metavar="FILE", help="the PDB or mmCIF of each")
     add = parser.add_argument_group("kernels").add_argument
-    text = "other block sizes or warps for one kernel, powers of two"
-    text += " (an unknown name lists the kernels); can be repeated"
-    metavar = "KERNEL:NAME=NUMBER,..."
-    add("--blocks", type=read_blocks, action="append", metavar=metavar, help=text)
+    text = "other block sizes or warps, powers of two; a wrong kernel lists all; can be repeated"
+    form = "KERNEL:NAME=NUMBER,..."
+    add("--blocks", type=read_blocks, action="append", metavar=form, help=text)
 
 
 @cache
@@ -210,15 +208,13 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
         parser.error("--structure FILE needs its alignment: --msa FILE.a3m")
     if args.msa:
         proteins = read_proteins(args)
-        for protein in proteins:
-            if protein.note:
-                say("note", protein.note)
+        for note in filter(None, (protein.note for protein in proteins)):
+            say("note", note)
         sizes = zip(*(protein.tokens.shape for protein in proteins), strict=True)
         for name, most in zip(("num_seqs", "seq_len"), map(max, sizes), strict=True):
-            size = getattr(args, name)
-            if size > most:
-                flag, files = f"--{name.replace('_', '-')}", ", ".join(map(str, args.msa))
-                say("note", f"{flag} {size} lowered to {most}: {files} has no more")
+            if (size := getattr(args, name)) > most:
+                flag = f"--{name.replace('_', '-')}"
+                say("note", f"{flag} {size} lowered to {most}: no protein of --msa has more")
                 setattr(args, name, most)
     leave_to_pytorch(args, missing_kernels(args))
     args.blocks = " ".join(args.blocks or ()) or ModelConfig.blocks
@@ -298,20 +294,17 @@ OVERRIDES: dict[str, dict[str, int]] = {}  # what --blocks replaces, for this ru
 
 def read_blocks(text: str) -> str:
     """Check "kernel:NAME=number,..." of --blocks, and return it (an argparse type)."""
-    kernel, _, settings = text.partition(":")
-    pairs = [pair.partition("=")[::2] for pair in settings.split(",")]
+    wrong, (kernel, _, settings) = argparse.ArgumentTypeError, text.partition(":")
     kernels = [name for name in BLOCKS if " " not in name]
     if kernel not in kernels:
-        raise argparse.ArgumentTypeError(f"no kernel {kernel!r}; there are {', '.join(kernels)}")
+        raise wrong(f"no kernel {kernel!r}; there are {', '.join(kernels)}")
     names = block_sizes(BLOCKS[kernel])
-    if wrong := [name for name, _ in pairs if name not in {"num_stages", *names}]:
-        message = f"{kernel} has no {wrong[0]!r}; it has {', '.join(names)}"
-        raise argparse.ArgumentTypeError(message)
-    for name, value in pairs:
+    for name, _, value in (pair.partition("=") for pair in settings.split(",")):
+        if name not in {"num_stages", *names}:
+            raise wrong(f"{kernel} has no {name!r}; it has {', '.join(names)}")
         low = 16 if name.startswith("BLOCK") else 1
         if not value.isdecimal() or int(value).bit_count() != 1 or int(value) < low:
-            message = f"{kernel}: {name}={value} is not a power of two from {low}"
-            raise argparse.ArgumentTypeError(message)
+            raise wrong(f"{kernel}: {name}={value} is not a power of two from {low}")
     return text
 
 
@@ -322,10 +315,10 @@ def block_sizes(settings: str) -> dict[str, int]:
     return {name: int(value) for name, value in pairs}
 
 
-def use_blocks(text: str) -> None:
-    """Use ModelConfig.blocks, which --blocks fills, in this process; of a size the last one."""
+def use_settings(args: argparse.Namespace) -> None:
+    """Apply this run's process-wide settings: the block sizes of --blocks, of each the last one."""
     OVERRIDES.clear()
-    for part in text.split() if text != ModelConfig.blocks else ():
+    for part in args.blocks.split() if args.blocks != ModelConfig.blocks else ():
         kernel, _, settings = part.partition(":")
         OVERRIDES[kernel] = OVERRIDES.get(kernel, {}) | block_sizes(settings)
 
@@ -343,10 +336,7 @@ def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """Return how Triton multiplies float32 matrices; other types have no choice.
-
-    TF32 exists on NVIDIA's GPUs only.
-    """
+    """Return how Triton multiplies float32 matrices; TF32 exists on NVIDIA's GPUs only."""
     if BACKEND != "cuda" or dtype != torch.float32:
         return "ieee"
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
@@ -422,14 +412,6 @@ def row_launch(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, di
         most = max(chosen["PROGRAMS"], triton.cdiv(programs, 16))
         programs = chosen["PROGRAMS"] = min(programs, most)
     return rows, programs, {"C": dim, "BLOCK_C": width, "ROWS": tile_rows, **chosen}
-
-
-def shared_memory() -> int:
-    """Return the bytes of shared memory, AMD's LDS, that a program can have on this GPU."""
-    if INTERPRETED or not torch.cuda.device_count():
-        return 2**31
-    utils, device = triton.runtime.driver.active.utils, torch.cuda.current_device()
-    return utils.get_device_properties(device)["max_shared_mem"]  # as Triton asks at a launch
 
 
 def leave_to_pytorch(args: argparse.Namespace, reasons: dict[str, str]) -> None:
@@ -2029,10 +2011,7 @@ class Linear(nn.Linear):
 
 
 class InputEmbedder(nn.Module):
-    """Embed alignment and residue offsets as MSA and pair representation.
-
-    AF2 SI, algorithms 3 to 5.
-    """
+    """Embed an alignment as MSA and pair representation (AF2 SI, algorithms 3 to 5)."""
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
@@ -2097,17 +2076,13 @@ class QKVGLinear(nn.Module):
 def without_padding(bias: Tensor, present: Tensor) -> Tensor:
     """Set a bias [B or 1, H or 1, N or 1, N] where no key is present [B, N].
 
-    It is so low that the weight is 0, and a number in float16, too: where all keys are padding, and
-    so is the query, no NaN arises.
+    Its weight is then 0, and where all keys are padding no NaN arises, in float16 either.
     """
     return bias.masked_fill(~present[:, None, None], -1e4)
 
 
 class GatedAttention(nn.Module):
-    """Attend along one axis in several heads, with a sigmoid gate on the output.
-
-    The four attentions share it.
-    """
+    """Attend along one axis in several heads, with a sigmoid gate: the base of four attentions."""
 
     def __init__(self, dim: int, heads: int, fusions: Fusions):
         super().__init__()
@@ -2149,8 +2124,7 @@ class GatedAttention(nn.Module):
             return self.attend(x.transpose(1, 2), bias).transpose(1, 2)
         linears = (self.linear_q, self.linear_k, self.linear_v, self.linear_g)
         q, k, v, gate = (linear(x) for linear in linears)
-        # Samples and rows in one dimension: torch.compile's attention pattern (PyTorch 2.11) fails
-        # on five dimensions.
+        # Not in five dimensions, at which torch.compile's attention pattern fails (PyTorch 2.11).
         heads = (self.heads, self.head_dim)
         q, k, v = (t.flatten(0, 1).unflatten(-1, heads).transpose(1, 2) for t in (q, k, v))
         scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)  # [B x R, H, N, N]
@@ -2161,10 +2135,7 @@ class GatedAttention(nn.Module):
 
 
 class MSARowAttentionWithPairBias(GatedAttention):
-    """Let residues of a sequence attend to each other, biased by the pair representation.
-
-    AF2 SI, algorithm 7.
-    """
+    """Let residues attend to each other, biased by their pair (AF2 SI, algorithm 7)."""
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__(config.msa_dim, config.num_heads_msa, fusions)
@@ -2173,10 +2144,7 @@ class MSARowAttentionWithPairBias(GatedAttention):
         self.linear_z = nn.Linear(config.pair_dim, config.num_heads_msa, bias=False)
 
     def forward(self, msa: Tensor, pair: Tensor, residues: Tensor | None = None) -> Tensor:
-        """Compute the update of msa [B, S, N, c_m] from it and pair [B, N, N, c_z].
-
-        residues [B, N] are False for padding.
-        """
+        """Compute the update of msa [B, S, N, c_m] by pair [B, N, N, c_z] and residues [B, N]."""
         _, bias = self.layer_norm_z(pair, self.linear_z)
         return self.attend(self.layer_norm_m(msa), bias, residues)
 
@@ -2233,10 +2201,7 @@ class OuterProductMean(nn.Module):
         self.linear_out = Linear(hidden * hidden, config.pair_dim, fusions)
 
     def forward(self, msa: Tensor, sequences: Tensor | None = None) -> Tensor:
-        """Compute the update of pair [B, N, N, c_z] from msa [B, S, N, c_m].
-
-        sequences [B, S] are False for padding.
-        """
+        """Compute the update of pair [B, N, N, c_z] from msa [B, S, N, c_m], sequences [B, S]."""
         msa, depth = self.layer_norm(msa), msa.shape[1]
         if sequences is not None:
             dtype = torch.promote_types(msa.dtype, torch.float32)
@@ -2258,10 +2223,7 @@ class OuterProductMean(nn.Module):
 
 
 class TriangleMultiplication(nn.Module):
-    """Update each edge from the two others of its triangles.
-
-    The two triangle multiplications differ in which edges of a triangle they multiply.
-    """
+    """Update each edge from the two others of its triangles, multiplied by `equation`."""
 
     equation: str
     incoming: bool
@@ -2318,10 +2280,7 @@ class TriangleMultiplicationIncoming(TriangleMultiplication):
 
 
 class TriangleAttentionStartingNode(GatedAttention):
-    """Let edges ij and ik, which start at the same node, attend to each other, biased by edge jk.
-
-    AF2 SI, algorithm 13.
-    """
+    """Let edges ij and ik attend to each other, biased by edge jk (AF2 SI, algorithm 13)."""
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__(config.pair_dim, config.num_heads_pair, fusions)
@@ -2335,10 +2294,7 @@ class TriangleAttentionStartingNode(GatedAttention):
 
 
 class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
-    """Let edges ij and kj, which end at the same node, attend to each other, biased by edge ki.
-
-    AF2 SI, algorithm 14: attention around the starting node, on the transposed pairs.
-    """
+    """Let edges ij and kj attend to each other, biased by edge ki (AF2 SI, algorithm 14)."""
 
     def forward(self, pair: Tensor, residues: Tensor | None = None) -> Tensor:
         """Compute the update of pair [B, N, N, c_z]; residues [B, N] are False for padding."""
@@ -2434,10 +2390,7 @@ class EvoformerBlock(nn.Module):
 
 
 def mean_per_protein(error: Tensor, counted: Tensor) -> Tensor:
-    """Average over the counted positions of each protein, then over the batch.
-
-    error and counted are [B, ...], the result is a scalar.
-    """
+    """Average errors [B, ...] over the counted [B, ...] of each protein, then over the batch."""
     error, counted = (error * counted).flatten(1), counted.flatten(1)
     return (error.sum(1) / counted.sum(1).clamp(min=1)).mean()
 
@@ -2456,9 +2409,9 @@ class DistogramHead(nn.Module):
 
     @staticmethod
     def loss(logits: Tensor, coords: Tensor, observed: Tensor) -> Tensor:
-        """Average the cross-entropy over the pairs of observed residues -> scalar.
+        """Average cross-entropies of logits [B, N, N, 64] where both are observed [B, N] -> scalar.
 
-        logits are [B, N, N, 64], coords [B, N, 3] in Angstrom, observed [B, N].
+        coords are [B, N, 3], in Angstrom.
         """
         distance = (coords[:, :, None] - coords[:, None]).norm(dim=-1)
         first, last = FIRST_EDGE + BIN_WIDTH, LAST_EDGE - BIN_WIDTH
@@ -2481,10 +2434,7 @@ class MaskedMSAHead(nn.Module):
 
     @staticmethod
     def loss(logits: Tensor, true_tokens: Tensor, masked: Tensor) -> Tensor:
-        """Average the cross-entropy over the masked positions -> scalar.
-
-        logits are [B, S, N, 23], true_tokens and masked [B, S, N].
-        """
+        """Average cross-entropies of logits [B, S, N, 23] where masked [B, S, N] -> scalar."""
         logits = logits.flatten(0, 2).float()
         error = F.cross_entropy(logits, true_tokens.flatten(), reduction="none")
         return mean_per_protein(error.view(masked.shape), masked)
@@ -2536,15 +2486,11 @@ class TinyOpenFold(nn.Module):
 
 
 def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
-    """Build the model of these arguments.
-
-    The same seed gives the same weights in every version and fusion setting.
-    """
-    names = (name for name in ModelConfig.__dataclass_fields__ if hasattr(args, name))
-    fields = {name: getattr(args, name) for name in names}
+    """Build the model: a seed gives the same weights in every version and fusion setting."""
+    sizes = {n: v for n, v in vars(args).items() if n in ModelConfig.__dataclass_fields__}
     fusions = Fusions(**{attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS})
     with device:
-        model = TinyOpenFold(ModelConfig(**fields), fusions)
+        model = TinyOpenFold(ModelConfig(**sizes), fusions)
     if device.type != "meta":
         generator = torch.Generator().manual_seed(args.seed)
         # Canonical names, so the order of the draws does not depend on what is fused.
@@ -2553,11 +2499,9 @@ def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
             if name.endswith("bias"):
                 state[name] = torch.zeros(state[name].shape)
             elif "layer_norm" not in name:
-                shape = state[name].shape
-                std = shape[1] ** -0.5
-                if name.startswith(("distogram", "masked_msa")):
-                    std *= 0.1  # near-uniform predictions at first
-                state[name] = torch.empty(shape).normal_(std=std, generator=generator)
+                head = name.startswith(("distogram", "masked_msa"))  # near-uniform predictions
+                std = state[name].shape[1] ** -0.5 * (0.1 if head else 1)
+                state[name] = torch.empty(state[name].shape).normal_(std=std, generator=generator)
         model.load_state_dict(state)
     return model
 
@@ -2567,7 +2511,7 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.O
     rate = args.learning_rate
     if args.device == "cuda":  # a tensor, so that a captured step follows a scheduler
         rate = torch.tensor(rate, device=next(model.parameters()).device)
-    return AdamW(model.parameters(), rate, fused=True, capturable=args.cuda_graph)
+    return torch.optim.AdamW(model.parameters(), rate, fused=True, capturable=args.cuda_graph)
 
 
 # --- data
@@ -2593,21 +2537,15 @@ class ProteinBatches:
     """
 
     def __init__(
-        self,
-        proteins: list[Protein],
-        args: argparse.Namespace,
-        device: torch.device,
-        seed: int,
-    ):
-        self.proteins, self.device = proteins, device
-        self.batch_size, self.num_seqs, self.seq_len = args.batch_size, args.num_seqs, args.seq_len
-        crop = (args.num_seqs, args.seq_len)
+        self, proteins: list[Protein], args: argparse.Namespace, device: torch.device, seed: int
+    ):  # fmt: skip
+        self.proteins, self.batch_size, self.device = proteins, args.batch_size, device
+        self.num_seqs, self.seq_len = crop = args.num_seqs, args.seq_len
         self.padded = any((np.array(p.tokens.shape) < crop).any() for p in proteins)
         self.rng = np.random.default_rng(seed)
-        self.source = {}
-        if args.msa:
-            observed = np.concatenate([protein.observed for protein in proteins])
-            self.source = {"residues": len(observed), "observed": int(observed.sum())}
+        observed = np.concatenate([protein.observed for protein in proteins])
+        residues = {"residues": len(observed), "observed": int(observed.sum())}
+        self.source = residues if args.msa else {}
 
     def next_batch(self) -> dict[str, Tensor]:
         chosen = self.rng.integers(len(self.proteins), size=self.batch_size)
@@ -2617,13 +2555,8 @@ class ProteinBatches:
         masked = torch.from_numpy(self.rng.random(true_tokens.shape, dtype=np.float32) < 0.15)
         masked &= sequences[:, :, None] & residues[:, None]
         masked[:, 0, 0] = True  # so that there is always something to predict
-        batch = {
-            "tokens": torch.where(masked, MASK, true_tokens),
-            "true_tokens": true_tokens,
-            "masked": masked,
-            "coords": coords,
-            "observed": observed,
-        }
+        batch = {"tokens": torch.where(masked, MASK, true_tokens), "true_tokens": true_tokens}
+        batch |= {"masked": masked, "coords": coords, "observed": observed}
         if self.padded:
             batch |= {"sequences": sequences, "residues": residues}
         return {name: value.to(self.device) for name, value in batch.items()}
@@ -2655,14 +2588,10 @@ STEP_LENGTH = 3.8  # Angstrom between the C-alpha atoms of successive residues
 
 
 def synthetic_chains(kinds: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Build chains of residues of the given kinds [P, N] -> coordinates [P, N, 3].
-
-    Each residue is placed after the last three.
-    """
+    """Place residues of these kinds [P, N], each after the last three -> coordinates [P, N, 3]."""
     geometry = np.deg2rad(GEOMETRY[kinds]).transpose(2, 0, 1)
-    angle_mean, angle_spread, torsion_mean, torsion_spread = geometry
-    angle = angle_mean + angle_spread * rng.uniform(-1, 1, kinds.shape)
-    torsion = torsion_mean + torsion_spread * rng.uniform(-1, 1, kinds.shape)
+    mean, spread = geometry[::2], geometry[1::2]
+    angle, torsion = mean + spread * rng.uniform(-1, 1, mean.shape)
     coords = np.zeros((*kinds.shape, 3))
     # The last two steps, of unit length.
     before, last = np.array([[0.0, 1, 0], [1, 0, 0]])[:, None].repeat(len(kinds), 1)
@@ -2677,37 +2606,28 @@ def synthetic_chains(kinds: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def contact_partners(coords: np.ndarray) -> np.ndarray:
-    """Find for each residue [N] the one it touches, or itself.
-
-    Two that touch are nearest to each other, under 8 Angstrom, and 3 or more apart in the chain.
-    """
+    """Find for each residue [N] its nearest one, if that is mutual and < 8 Angstrom, or itself."""
     index = np.arange(len(coords))
     distance = np.linalg.norm(coords[:, None] - coords, axis=-1)
-    distance[np.abs(index[:, None] - index) < 3] = np.inf
+    distance[np.abs(index[:, None] - index) < 3] = np.inf  # neighbours in the chain
     nearest = distance.argmin(1)
     return np.where((nearest[nearest] == index) & (distance.min(1) < 8), nearest, index)
 
 
 def synthetic_proteins(count: int, depth: int, length: int, seed: int) -> list[Protein]:
-    """Make proteins with helices, strands and loops.
-
-    In their families residues that touch mutate together.
-    """
+    """Make proteins with helices, strands and loops; residues that touch mutate together."""
     rng = np.random.default_rng(seed)
     kinds = rng.integers(3, size=(count, length))
-    # So that a stretch of one kind is 15 residues long on average.
-    stays = rng.random((count, length)) < 0.9
+    stays = rng.random((count, length)) < 0.9  # a stretch has 15 residues on average
     for i in range(1, length):
         kinds[:, i] = np.where(stays[:, i], kinds[:, i - 1], kinds[:, i])
     proteins = []
     for kind, coords in zip(kinds, synthetic_chains(kinds, rng), strict=True):
-        partner = contact_partners(coords)
-        shape = (depth, length)
-        choices = RESIDUES.shape[1]
-        # 0: the residue stays what it is.
+        shape, choices = (depth, length), RESIDUES.shape[1]
         mutation = rng.integers(1, choices, shape) * (rng.random(shape) < 0.3)
-        mutation = mutation[:, np.minimum(np.arange(length), partner)]  # partners share theirs
-        mutation[0] = 0
+        mutation[0] = 0  # a residue that stays what it is
+        partner = np.minimum(np.arange(length), contact_partners(coords))
+        mutation = mutation[:, partner]  # partners share theirs
         tokens = RESIDUES[kind, (rng.integers(choices, size=length) + mutation) % choices]
         tokens[1:][rng.random((depth - 1, length)) < 0.03] = GAP
         observed = np.ones(length, dtype=bool)
@@ -2717,27 +2637,24 @@ def synthetic_proteins(count: int, depth: int, length: int, seed: int) -> list[P
 
 def prepared_protein(path: Path) -> Protein:
     """Read a protein that examples/proteins.py has prepared."""
-    if path.exists() and not path.is_file():
-        fail(f"--msa {path}: not a regular file")
+    if not path.is_file():
+        fail(f"--msa {path}: no such file, nor a folder with .npz")
     try:
         with np.load(path, allow_pickle=False) as file:
             tokens, coords, observed = (file[name] for name in ("tokens", "coords", "observed"))
-    except FileNotFoundError as error:
-        fail(f"--msa {path}: {error.strerror}")
     except Exception:  # damage has many names
         hint = "an alignment needs --structure with it"
         fail(f"--msa {path}: not a .npz that examples/proteins.py prepared; {hint}")
     length = tokens.shape[-1] if tokens.ndim == 2 else 0
-    if tokens.dtype.kind not in "iu" or not len(tokens) or length < 2:
-        fail(f"--msa {path}: tokens must be whole numbers [depth, length]")
-    if not ((tokens >= 0) & (tokens <= GAP)).all() or (tokens[0] == GAP).any():
-        fail(f"--msa {path}: tokens must be 0 to {GAP}, and below in the query")
+    whole = tokens.dtype.kind in "iu" and len(tokens) and length > 1
+    if not whole or tokens.min() < 0 or tokens.max() > GAP or GAP in tokens[0]:
+        must = f"whole numbers [depth, length], 0 to {GAP}, and below in the query"
+        fail(f"--msa {path}: tokens must be {must}")
     if observed.dtype != bool or observed.shape != (length,) or not observed.any():
         fail(f"--msa {path}: observed must be bool [{length}], not all False")
-    if coords.dtype.kind != "f" or coords.shape != (length, 3):
-        fail(f"--msa {path}: coords must be floats [{length}, 3]")
-    if not np.isfinite(coords[observed]).all():
-        fail(f"--msa {path}: coords of observed residues must be finite")
+    floats = coords.dtype.kind == "f" and coords.shape == (length, 3)
+    if not floats or not np.isfinite(coords[observed]).all():
+        fail(f"--msa {path}: coords must be floats [{length}, 3], finite where observed")
     missing = length - int(observed.sum())
     note = f"{path}: {missing} of {length} residues have no coordinates" if missing else ""
     coords = np.where(observed[:, None], coords, 0).astype(np.float32)
@@ -2747,8 +2664,7 @@ def prepared_protein(path: Path) -> Protein:
 def read_proteins(args: argparse.Namespace) -> list[Protein]:
     """Read the proteins of --msa and --structure, or prepared ones of --msa alone."""
     if not args.structure:
-        found = [sorted(p.glob("*.npz")) or [p] for p in args.msa]
-        return [prepared_protein(path) for path in itertools.chain(*found)]
+        return [prepared_protein(p) for msa in args.msa for p in sorted(msa.glob("*.npz")) or [msa]]
     reader = beside("examples.proteins", "--structure")
     try:
         found = reader.read_proteins(args.msa, args.structure)
@@ -2758,13 +2674,11 @@ def read_proteins(args: argparse.Namespace) -> list[Protein]:
 
 
 def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> ProteinBatches:
-    """Make the source of training batches.
-
-    They are crops of the proteins of --msa and --structure, or of 64 synthetic ones.
-    """
+    """Make the source of training batches: proteins of --msa, or 64 synthetic ones."""
     if args.msa:
-        return ProteinBatches(read_proteins(args), args, device, seed)
-    proteins = synthetic_proteins(64, args.num_seqs, args.seq_len, seed)
+        proteins = read_proteins(args)
+    else:
+        proteins = synthetic_proteins(64, args.num_seqs, args.seq_len, seed)
     return ProteinBatches(proteins, args, device, seed)
 
 
@@ -2789,14 +2703,12 @@ def check_environment() -> None:
     """Refuse what torchrun would not set: half of it, or what another launcher has left."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     texts = {name: os.environ[name] for name in names if name in os.environ}
-    text = ", ".join(f"{name} is {value!r}" for name, value in texts.items())
-    if any(launched(name, -1) < 0 for name in texts):
-        fail(f"not a whole number: {text}")
-    if texts and not {"RANK", "WORLD_SIZE"} <= texts.keys():
-        fail(f"RANK and WORLD_SIZE must both be set: {text}")
-    rank, size = launched("RANK"), launched("WORLD_SIZE", 1)
-    if not (rank < size >= launched("LOCAL_WORLD_SIZE", size) > launched("LOCAL_RANK")):
-        fail(f"what torchrun sets does not fit together: {text}")
+    numbers = all(launched(name, -1) >= 0 for name in {*names[:2], *texts})
+    rank, size = launched("RANK"), launched("WORLD_SIZE")
+    fit = rank < size >= launched("LOCAL_WORLD_SIZE", size) > launched("LOCAL_RANK")
+    if texts and not (numbers and fit):
+        text = ", ".join(f"{name} is {value!r}" for name, value in texts.items())
+        fail(f"RANK and WORLD_SIZE must be numbers that fit together: {text}")
 
 
 def choose_devices(args: argparse.Namespace) -> None:
@@ -2860,11 +2772,7 @@ def start_torchrun(processes: int, argv: list[str]) -> NoReturn:
 
 
 def answer_signals() -> None:
-    """Have SIGTERM, as from a time limit, end a run as Ctrl-C does: it keeps what was measured.
-
-    One of several processes waits for the others in C++, where Python hears no signal. So a thread
-    takes the signals, and ends a process that does not answer.
-    """
+    """Have SIGTERM, as from a time limit, end a run as Ctrl-C does: it keeps what was measured."""
 
     def interrupt(*_: object) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a process and its group may both get it
@@ -2878,7 +2786,7 @@ def answer_signals() -> None:
         signals.add(signal.SIGINT)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # or PyTorch's waiting would print a stack
 
-    def watch() -> None:
+    def watch() -> None:  # in C++, waiting for other processes, the main thread hears no signal
         signal.sigwait(signals)
         _thread.interrupt_main(signal.SIGTERM)
         time.sleep(1)
@@ -2905,14 +2813,12 @@ def join_processes(args: argparse.Namespace) -> None:
         fail(f"{WORLD_SIZE} processes cannot meet: {said}", 2 if type(error) is ValueError else 1)
     everyone = [{}] * WORLD_SIZE
     dist.all_gather_object(everyone, {"script": SCRIPT, **vars(args), "profile_dir": None})
-    for (rank, theirs), (name, value) in itertools.product(
-        enumerate(everyone), everyone[0].items()
-    ):
-        if theirs.get(name) != value:
+    for name in everyone[0]:
+        values = [theirs.get(name) for theirs in everyone]
+        if any(value != values[0] for value in values):
             if RANK:  # rank 0 says it
                 raise SystemExit(2)
-            option = f"{name.replace('_', '-')} {theirs.get(name)}"
-            fail(f"rank {rank} was started with {option}, rank 0 with {value}")
+            fail(f"the ranks were started with --{name.replace('_', '-')} {values}")
     if RANK:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
 
@@ -2928,6 +2834,7 @@ def join_processes(args: argparse.Namespace) -> None:
 SCRIPT = Path(__file__).stem
 # What runs in place of training: functions of these names, in modules beside this script.
 MODES = {"compare_fusion": "lab.modes", "verify_accuracy": "lab.modes"}
+FORECAST = Path(__file__).resolve().parent / "lab" / "forecast.py"  # of the time on a CPU
 PHASES = ("data", "forward", "backward", "optimizer")
 GRAPH_PHASES = ("data", "graph")  # with --enable-cuda-graph
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
@@ -2987,9 +2894,6 @@ def progress(text: str = "") -> None:
         print(f"\r{text[:width]}\033[K", end="", flush=True)
     elif text:
         print(text, flush=True)
-
-
-# The command line
 
 
 def at_least(low: int) -> Callable[[str], int]:
@@ -3144,15 +3048,11 @@ def all_off(args: argparse.Namespace, **changes) -> argparse.Namespace:
     return argparse.Namespace(**{**vars(args), **off, **changes})
 
 
-# One training step
-
-
 class Trainer:
     """Model, optimizer and data, and their training step."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device):
-        self.args = args
-        self.device = device
+        self.args, self.device = args, device
         self.gpu = device.type == "cuda"
         self.synchronize = torch.cuda.synchronize if self.gpu else lambda: None
         dtype = getattr(torch, args.amp_dtype)
@@ -3169,11 +3069,9 @@ class Trainer:
         self.average = getattr(self.optimizer, "average_gradients", None)  # in place of DDP
         if WORLD_SIZE > 1 and not self.average:
             with torch.cuda.stream(self.stream):  # where autograd adds gradients up
-                self.forward = nn.parallel.DistributedDataParallel(
-                    self.forward, broadcast_buffers=False, gradient_as_bucket_view=True
-                )
-        self.graph = None
-        self.phases = PHASES
+                options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+                self.forward = nn.parallel.DistributedDataParallel(self.forward, **options)
+        self.graph, self.phases = None, PHASES
         self.marks = []  # moments: a first one, and after each phase
         self.named = contextlib.nullcontext  # ranges of phases for a profiler
 
@@ -3278,9 +3176,6 @@ class Trainer:
             return profile, json.loads(path.read_text())
 
 
-# A run
-
-
 @dataclass(frozen=True)
 class Turn:
     """Steps in a row, the device idle before and after."""
@@ -3319,8 +3214,7 @@ class Run:
     """A run: arguments, trainer, results so far."""
 
     def __init__(self, args: argparse.Namespace, title: str = ""):
-        self.args = args
-        self.title = title
+        self.args, self.title = args, title
         self.device = prepare(args)
         self.model: dict = {"config": {}, "data": {}}
         self.turns: list[Turn] = []
@@ -3333,22 +3227,23 @@ class Run:
     def start(self) -> None:
         """Build the trainer, say what it is, warm up."""
         args, before = self.args, gpu_memory(self.device)
-        self.trainer = Trainer(args, self.device)
+        self.trainer = trainer = Trainer(args, self.device)
         self.model = {
-            "config": asdict(self.trainer.model.config),
-            "parameters": sum(p.numel() for p in self.trainer.model.parameters()),
-            "data": self.trainer.batches.source,
+            "config": asdict(trainer.model.config),
+            "parameters": sum(p.numel() for p in trainer.model.parameters()),
+            "data": trainer.batches.source,
         }
         progress()
         print(self.headline(), flush=True)
         if args.torch_compile:
             progress("compiling in the first step; this can take minutes")
-        elif not (self.trainer.gpu or args.under_profiler):
-            self.forecast(args.warmup_steps + args.num_steps)
+        elif not (trainer.gpu or args.under_profiler) and FORECAST.exists():
+            steps = args.warmup_steps + args.num_steps
+            beside("lab.forecast", "a CPU").forecast(sys.modules[__name__], trainer, steps)
         self.plan(args.warmup_steps, "warm-up step")
         self.take(args.warmup_steps - args.cuda_graph)
         if args.cuda_graph:
-            self.trainer.capture()
+            trainer.capture()
             self.take(1)
         gc.collect()  # compiling leaves cycles that keep tensors
         self.held = gpu_memory(self.device) - before
@@ -3367,29 +3262,6 @@ class Run:
         fused = ", ".join(on or ["nothing fused"]).replace("_", "-")
         model = f"{self.model['parameters']:,} parameters, batch_size {args.batch_size}, {sizes}"
         return f"{SCRIPT} on {device}: {model}; {precision}; {fused}"
-
-    def forecast(self, steps: int) -> None:
-        """Say how long steps take on a CPU if it is long, by the first layer for one sample."""
-        if TRITON_FUSIONS:
-            progress("measuring one layer, for how long the steps will take")
-        model, times = self.trainer.model, []
-        layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
-        batch = make_batches(self.args, self.device, self.args.seed).next_batch()
-
-        def stop(*_: object) -> NoReturn:
-            raise EOFError
-
-        hook = layers[0].register_forward_hook(stop)
-        while len(times) < 2 and sum(times) < 5:  # the first time does more
-            started = time.perf_counter()
-            with contextlib.suppress(EOFError), torch.no_grad(), self.trainer.autocast():
-                model(**{name: value[:1] for name, value in batch.items()})
-            times.append(time.perf_counter() - started)
-        hook.remove()
-        samples = steps * self.args.batch_size // WORLD_SIZE
-        whole = round(3 * times[-1] * len(layers) * samples)  # the backward pass takes twice that
-        if whole > 10:
-            progress(f"the steps will take about {timedelta(seconds=whole)} on this CPU")
 
     def plan(self, steps: int, label: str) -> None:
         """Reset the progress counter for `steps` steps."""
@@ -3453,10 +3325,7 @@ class Run:
             progress(text + (f"  {timedelta(seconds=math.ceil(left))} left" if left else ""))
 
     def count(self, off: int | None = None) -> None:
-        """Count in extra steps what the measured ones did, and profile as flags ask.
-
-        `off` is the number of kernels with all fusions off, where it is known.
-        """
+        """Count in extra steps, and profile as flags ask; `off`: kernels with all off, if known."""
         prepare(self.args)
         trainer, args = self.trainer, self.args
         if trainer.gpu or not args.torch_compile:  # a loop compiled for a CPU is no operator
@@ -3526,10 +3395,7 @@ class Run:
 
 @contextlib.contextmanager
 def recorded(*runs: Run) -> Iterator[None]:
-    """Write the results of runs into their JSON files, however the block ends.
-
-    An error that the user can mend goes no further than that, any other is raised again.
-    """
+    """Write results, however the block ends; an error that the user can mend ends here, too."""
     directory, end = runs[-1].args.profile_dir, (runs[0].status, runs[0].error)
     for run in runs:
         run.write()  # for a run that is killed
@@ -3654,7 +3520,7 @@ def main(argv: list[str] | None = None) -> int:
 NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # and views move no data
 
 
-class OperatorCounter(TorchDispatchMode):
+class OperatorCounter(torch.utils._python_dispatch.TorchDispatchMode):
     """Counts ATen operators inside that move data."""
 
     calls = 0
@@ -3723,13 +3589,10 @@ def memory_of_a_step(trainer: Trainer) -> float:
 
 
 def gpu_memory(device: torch.device, statistic: str = "memory_allocated") -> int:
-    """Return bytes by this statistic, with the pools that graphs keep; 0 on a CPU.
-
-    Without the workspaces of cuBLAS outside these pools, which any run may have made.
-    """
+    """Return bytes by this statistic, with the pools that graphs keep; 0 on a CPU."""
     if device.type == "cpu":
         return 0
-    torch._C._cuda_clearCublasWorkspaces()
+    torch._C._cuda_clearCublasWorkspaces()  # which any run may have made
     pools = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]
     used = getattr(torch.cuda, statistic)()
     return used + sum(s["total_size"] - s["allocated_size"] for s in pools)

@@ -77,8 +77,6 @@ try:
     import triton.language as tl
     from torch import Tensor, nn
     from torch._subclasses import FakeTensor
-    from torch.optim import AdamW
-    from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.checkpoint import checkpoint
     from torch.utils.flop_counter import FlopCounterMode
 except (ImportError, KeyboardInterrupt) as error:
@@ -175,14 +173,17 @@ def missing_kernels(args: argparse.Namespace) -> dict[str, str]:
     return missing
 
 
+def shared_memory() -> int:
+    """Return the bytes of shared memory, AMD's LDS, that a program can have on this GPU."""
+    if INTERPRETED or not torch.cuda.device_count():
+        return 2**31
+    utils, device = triton.runtime.driver.active.utils, torch.cuda.current_device()
+    return utils.get_device_properties(device)["max_shared_mem"]  # as Triton asks at a launch
+
+
 def too_wide(width: str, needed: int, most: int) -> str:
     """Say that a kernel needs more than the GPU has for a width, in bytes of shared memory."""
     return f"{width} needs {needed // 1024} KiB of shared memory, this GPU has {most // 1024}"
-
-
-def use_settings(args: argparse.Namespace) -> None:
-    """Apply this run's process-wide settings: block sizes."""
-    use_blocks(args.blocks)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -200,18 +201,15 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         text += " (default: %(default)s)"
         add(f"--{flag}", type=at_least(low), default=default, metavar=letter, help=text)
-    text = "keep only what goes into a block, and compute the block again in the backward pass"
-    add("--checkpoint-blocks", action="store_true", help=text)
+    add("--checkpoint-blocks", action="store_true", help="keep a block's input, compute it again")
     add = parser.add_argument_group("data").add_argument
     text = "real alignments, query first (with --structure), or prepared .npz; or folders of them"
     add("--msa", type=Path, action="append", metavar="FILE.a3m", help=text)
-    text = "their structures, PDB or mmCIF, in the same order (with --msa)"
-    add("--structure", type=Path, action="append", metavar="FILE", help=text)
+    add("--structure", type=Path, action="append", metavar="FILE", help="the PDB or mmCIF of each")
     add = parser.add_argument_group("kernels").add_argument
-    text = "other block sizes or warps for one kernel, powers of two"
-    text += " (an unknown name lists the kernels); can be repeated"
-    metavar = "KERNEL:NAME=NUMBER,..."
-    add("--blocks", type=read_blocks, action="append", metavar=metavar, help=text)
+    text = "other block sizes or warps, powers of two; a wrong kernel lists all; can be repeated"
+    form = "KERNEL:NAME=NUMBER,..."
+    add("--blocks", type=read_blocks, action="append", metavar=form, help=text)
 
 
 @cache
@@ -234,15 +232,13 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
         parser.error("--structure FILE needs its alignment: --msa FILE.a3m")
     if args.msa:
         proteins = read_proteins(args)
-        for protein in proteins:
-            if protein.note:
-                say("note", protein.note)
+        for note in filter(None, (protein.note for protein in proteins)):
+            say("note", note)
         sizes = zip(*(protein.tokens.shape for protein in proteins), strict=True)
         for name, most in zip(("num_seqs", "seq_len"), map(max, sizes), strict=True):
-            size = getattr(args, name)
-            if size > most:
-                flag, files = f"--{name.replace('_', '-')}", ", ".join(map(str, args.msa))
-                say("note", f"{flag} {size} lowered to {most}: {files} has no more")
+            if (size := getattr(args, name)) > most:
+                flag = f"--{name.replace('_', '-')}"
+                say("note", f"{flag} {size} lowered to {most}: no protein of --msa has more")
                 setattr(args, name, most)
     leave_to_pytorch(args, missing_kernels(args))
     args.blocks = " ".join(args.blocks or ()) or ModelConfig.blocks
@@ -365,20 +361,17 @@ OVERRIDES: dict[str, dict[str, int]] = {}  # what --blocks replaces, for this ru
 
 def read_blocks(text: str) -> str:
     """Check "kernel:NAME=number,..." of --blocks, and return it (an argparse type)."""
-    kernel, _, settings = text.partition(":")
-    pairs = [pair.partition("=")[::2] for pair in settings.split(",")]
+    wrong, (kernel, _, settings) = argparse.ArgumentTypeError, text.partition(":")
     kernels = [name for name in BLOCKS if " " not in name]
     if kernel not in kernels:
-        raise argparse.ArgumentTypeError(f"no kernel {kernel!r}; there are {', '.join(kernels)}")
+        raise wrong(f"no kernel {kernel!r}; there are {', '.join(kernels)}")
     names = block_sizes(BLOCKS[kernel])
-    if wrong := [name for name, _ in pairs if name not in {"num_stages", *names}]:
-        message = f"{kernel} has no {wrong[0]!r}; it has {', '.join(names)}"
-        raise argparse.ArgumentTypeError(message)
-    for name, value in pairs:
+    for name, _, value in (pair.partition("=") for pair in settings.split(",")):
+        if name not in {"num_stages", *names}:
+            raise wrong(f"{kernel} has no {name!r}; it has {', '.join(names)}")
         low = 16 if name.startswith("BLOCK") else 1
         if not value.isdecimal() or int(value).bit_count() != 1 or int(value) < low:
-            message = f"{kernel}: {name}={value} is not a power of two from {low}"
-            raise argparse.ArgumentTypeError(message)
+            raise wrong(f"{kernel}: {name}={value} is not a power of two from {low}")
     return text
 
 
@@ -389,10 +382,10 @@ def block_sizes(settings: str) -> dict[str, int]:
     return {name: int(value) for name, value in pairs}
 
 
-def use_blocks(text: str) -> None:
-    """Use ModelConfig.blocks, which --blocks fills, in this process; of a size the last one."""
+def use_settings(args: argparse.Namespace) -> None:
+    """Apply this run's process-wide settings: the block sizes of --blocks, of each the last one."""
     OVERRIDES.clear()
-    for part in text.split() if text != ModelConfig.blocks else ():
+    for part in args.blocks.split() if args.blocks != ModelConfig.blocks else ():
         kernel, _, settings = part.partition(":")
         OVERRIDES[kernel] = OVERRIDES.get(kernel, {}) | block_sizes(settings)
 
@@ -410,10 +403,7 @@ def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """Return how Triton multiplies float32 matrices; other types have no choice.
-
-    TF32 exists on NVIDIA's GPUs only.
-    """
+    """Return how Triton multiplies float32 matrices; TF32 exists on NVIDIA's GPUs only."""
     if BACKEND != "cuda" or dtype != torch.float32:
         return "ieee"
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
@@ -489,14 +479,6 @@ def row_launch(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, di
         most = max(chosen["PROGRAMS"], triton.cdiv(programs, 16))
         programs = chosen["PROGRAMS"] = min(programs, most)
     return rows, programs, {"C": dim, "BLOCK_C": width, "ROWS": tile_rows, **chosen}
-
-
-def shared_memory() -> int:
-    """Return the bytes of shared memory, AMD's LDS, that a program can have on this GPU."""
-    if INTERPRETED or not torch.cuda.device_count():
-        return 2**31
-    utils, device = triton.runtime.driver.active.utils, torch.cuda.current_device()
-    return utils.get_device_properties(device)["max_shared_mem"]  # as Triton asks at a launch
 
 
 def leave_to_pytorch(args: argparse.Namespace, reasons: dict[str, str]) -> None:
@@ -714,12 +696,6 @@ class SideStreams:
             buffer.average()
             if self.active:
                 self.record(buffer, self.stream(2))
-
-    def begin_updates(self, after_main: bool) -> None:
-        """Let the current stream wait for the start of this step, or for the main stream so far."""
-        if self.active:
-            begun = self.main.record_event() if after_main else self.begun
-            torch.cuda.current_stream().wait_event(begun)
 
     def main_waits_for(self, number: int) -> None:
         """Let the main stream wait for a side stream."""
@@ -1037,7 +1013,9 @@ class FusedAdamW(torch.optim.Optimizer):
         skipped = getattr(self, "found_inf", None)
         buffers = [buffer for buffer in reversed(self.gradients) if buffer.collect()]
         with torch.cuda.stream(self.side.stream(1)):
-            self.side.begin_updates(after_main=skipped is not None)
+            if self.side.active:
+                begun = self.side.begun if skipped is None else self.side.main.record_event()
+                torch.cuda.current_stream().wait_event(begun)
             advance = 1 if skipped is None else 1 - skipped
             self.steps += advance
             parameters = self.param_groups[0]["params"]
@@ -1068,9 +1046,8 @@ class FusedAdamW(torch.optim.Optimizer):
         constants = dict(zip(("BETA1", "BETA2"), options["betas"], strict=True))
         constants |= {"EPS": options["eps"], "DECAY": options["weight_decay"]}
         most = triton.next_power_of_2(triton.cdiv(end - begin, chosen["BLOCK"]))
-        chosen["PROGRAMS"] = min(chosen["PROGRAMS"], most)
-        grid = (chosen["PROGRAMS"],)
-        wrap_triton(adamw_kernel)[grid](*tensors, size=end - begin, **constants, **chosen)
+        programs = chosen["PROGRAMS"] = min(chosen["PROGRAMS"], most)
+        wrap_triton(adamw_kernel)[(programs,)](*tensors, size=end - begin, **constants, **chosen)
 
 
 # --- end of optimizer
@@ -1555,80 +1532,6 @@ def rows_per_program(programs: int, tiles: int, rows: int) -> int:
     return triton.cdiv(rows, min(range(1, min(rows, programs) + 1), key=cost))
 
 
-def attention_forward(
-    qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None, columns: bool
-) -> tuple[Tensor, Tensor]:
-    """Compute gated attention: the output [B, R, N, H x D], and log-sum-exp [B, R, H, N].
-
-    qkvg is [B, R, N, H, 4, D], gate_bias [H x D], bias [B, H, N, N]; with `columns` qkvg and the
-    output are [B, N, R, ...].
-    """
-    samples, rows, length, heads, dim = attention_sizes(qkvg, columns)
-    out = qkvg.new_empty(*qkvg.shape[:3], heads * dim)
-    log_sum_exp = qkvg.new_empty(samples, rows, heads, length, dtype=torch.float32)
-    options = attention_options("attention_forward", qkvg, columns)
-    programs = triton.cdiv(length, options["BLOCK_M"]) * heads * rows * samples
-    launch = wrap_triton(attention_forward_kernel)[(programs,)]
-    launch(qkvg, gate_bias, bias, out, log_sum_exp, **options)
-    return out, log_sum_exp
-
-
-def attention_backward(
-    grad_out: Tensor,
-    qkvg: Tensor,
-    gate_bias: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    log_sum_exp: Tensor,
-    columns: bool,
-    needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Compute the gradients of qkvg (in its layout), gate_bias and, if `needs_bias`, of bias.
-
-    That of gate_bias is in parts [parts, H x D].
-    """
-    samples, rows, length, heads, dim = attention_sizes(qkvg, columns)
-    heads_of_all, grad_bias, grad_qkvg = heads * samples, None, torch.empty_like(qkvg)
-
-    def new_sums(*shape: int) -> Tensor:
-        return qkvg.new_empty(shape, dtype=torch.float32)
-
-    short = attention_options("attention_backward_short", qkvg, columns)
-    if short["BLOCK_N"] >= length:
-        group = rows_per_program(short.pop("PROGRAMS"), heads_of_all, rows)
-        parts = triton.cdiv(rows, group)
-        if needs_bias:
-            grad_bias = new_sums(parts, *bias.shape)
-        grad_gate_bias = new_sums(samples * parts, heads * dim)
-        inputs = grad_out, qkvg, gate_bias, bias, out
-        launch = wrap_triton(attention_backward_short_kernel)[(parts * heads_of_all,)]
-        launch(*inputs, grad_qkvg, grad_gate_bias, grad_bias, B=samples, group=group, **short)
-    else:
-        grad, delta = torch.empty_like(out), torch.empty_like(log_sum_exp)
-        options = attention_options("attention_backward_query", qkvg, columns)
-        options["ROUNDED"] = qkvg.dtype != torch.float32 or options["PRECISION"] == "tf32"
-        tiles = triton.cdiv(length, options["BLOCK_M"])
-        grad_gate_bias = new_sums(samples * rows * tiles, heads * dim)
-        inputs = grad_out, qkvg, gate_bias, bias, out, log_sum_exp
-        launch = wrap_triton(attention_backward_query_kernel)[(tiles * rows * heads_of_all,)]
-        launch(*inputs, grad_qkvg, grad, delta, grad_gate_bias, **options)
-        options = attention_options("attention_backward_key", qkvg, columns)
-        tiles = triton.cdiv(length, options["BLOCK_N"])
-        bias_t = None if bias is None else bias.mT.contiguous()
-        launch = wrap_triton(attention_backward_key_kernel)[(tiles * rows * heads_of_all,)]
-        launch(qkvg, bias_t, log_sum_exp, grad, delta, grad_qkvg, **options)
-        if needs_bias:
-            options = attention_options("attention_backward_bias", qkvg, columns)
-            tiles = math.prod(triton.cdiv(length, options[size]) for size in ("BLOCK_M", "BLOCK_N"))
-            group = rows_per_program(options.pop("PROGRAMS"), tiles * heads_of_all, rows)
-            parts = triton.cdiv(rows, group)
-            grad_bias, options = new_sums(parts, *bias.shape), options | {"group": group}
-            launch = wrap_triton(attention_backward_bias_kernel)[(tiles * parts * heads_of_all,)]
-            launch(qkvg, bias, log_sum_exp, grad, delta, grad_bias, B=samples, **options)
-    grad_bias = sum_parts(grad_bias, dtype=bias.dtype) if needs_bias else None
-    return grad_qkvg, grad_gate_bias, grad_bias
-
-
 class GatedAttentionFunction(torch.autograd.Function):
     """Compute sigmoid(gate + gate_bias) * softmax(q k^T / sqrt(D) + bias) v.
 
@@ -1641,21 +1544,66 @@ class GatedAttentionFunction(torch.autograd.Function):
     def forward(
         ctx, qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None, columns: bool = False
     ) -> Tensor:
-        samples, _, length, heads, dim = attention_sizes(qkvg, columns)
+        samples, rows, length, heads, dim = attention_sizes(qkvg, columns)
         check_shape("qkvg", qkvg, *qkvg.shape[:4], 4, dim)
         check_shape("the gate's bias", gate_bias, heads * dim)
         check_shape("the pair bias", bias, samples, heads, length, length)
         qkvg, bias = qkvg.contiguous(), None if bias is None else bias.contiguous()
-        out, log_sum_exp = attention_forward(qkvg, gate_bias, bias, columns)
+        out = qkvg.new_empty(*qkvg.shape[:3], heads * dim)
+        log_sum_exp = qkvg.new_empty(samples, rows, heads, length, dtype=torch.float32)
+        options = attention_options("attention_forward", qkvg, columns)
+        programs = triton.cdiv(length, options["BLOCK_M"]) * heads * rows * samples
+        launch = wrap_triton(attention_forward_kernel)[(programs,)]
+        launch(qkvg, gate_bias, bias, out, log_sum_exp, **options)
         ctx.save_for_backward(qkvg, gate_bias, bias, out, log_sum_exp)
         ctx.columns, ctx.parameters = columns, (gate_bias,)
         return out
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
+        (qkvg, _, bias, out, log_sum_exp), columns = ctx.saved_tensors, ctx.columns
+        samples, rows, length, heads, dim = attention_sizes(qkvg, columns)
+        heads_of_all, grad_bias, grad_qkvg = heads * samples, None, torch.empty_like(qkvg)
         inputs, needs_bias = (grad_out.contiguous(), *ctx.saved_tensors), ctx.needs_input_grad[2]
-        grad_qkvg, parts, grad_bias = attention_backward(*inputs, ctx.columns, needs_bias)
-        grads = parameter_gradients(ctx, (ctx.parameters,), partial(sum_parts, parts), parts)
+
+        def new_sums(*shape: int) -> Tensor:
+            return qkvg.new_empty(shape, dtype=torch.float32)
+
+        short = attention_options("attention_backward_short", qkvg, columns)
+        if short["BLOCK_N"] >= length:
+            group = rows_per_program(short.pop("PROGRAMS"), heads_of_all, rows)
+            parts = triton.cdiv(rows, group)
+            if needs_bias:
+                grad_bias = new_sums(parts, *bias.shape)
+            grad_gate_bias = new_sums(samples * parts, heads * dim)
+            results = grad_qkvg, grad_gate_bias, grad_bias
+            launch = wrap_triton(attention_backward_short_kernel)[(parts * heads_of_all,)]
+            launch(*inputs[:-1], *results, B=samples, group=group, **short)
+        else:
+            grad, delta = torch.empty_like(out), torch.empty_like(log_sum_exp)
+            options = attention_options("attention_backward_query", qkvg, columns)
+            options["ROUNDED"] = qkvg.dtype != torch.float32 or options["PRECISION"] == "tf32"
+            tiles = triton.cdiv(length, options["BLOCK_M"])
+            grad_gate_bias = new_sums(samples * rows * tiles, heads * dim)
+            launch = wrap_triton(attention_backward_query_kernel)[(tiles * rows * heads_of_all,)]
+            launch(*inputs, grad_qkvg, grad, delta, grad_gate_bias, **options)
+            options = attention_options("attention_backward_key", qkvg, columns)
+            tiles = triton.cdiv(length, options["BLOCK_N"])
+            bias_t = None if bias is None else bias.mT.contiguous()
+            launch = wrap_triton(attention_backward_key_kernel)[(tiles * rows * heads_of_all,)]
+            launch(qkvg, bias_t, log_sum_exp, grad, delta, grad_qkvg, **options)
+            if needs_bias:
+                options = attention_options("attention_backward_bias", qkvg, columns)
+                tiles = [triton.cdiv(length, options[size]) for size in ("BLOCK_M", "BLOCK_N")]
+                programs = math.prod(tiles) * heads_of_all
+                group = rows_per_program(options.pop("PROGRAMS"), programs, rows)
+                parts = triton.cdiv(rows, group)
+                grad_bias, options = new_sums(parts, *bias.shape), options | {"group": group}
+                launch = wrap_triton(attention_backward_bias_kernel)[(parts * programs,)]
+                launch(qkvg, bias, log_sum_exp, grad, delta, grad_bias, B=samples, **options)
+        grad_bias = sum_parts(grad_bias, dtype=bias.dtype) if needs_bias else None
+        compute = partial(sum_parts, grad_gate_bias)
+        grads = parameter_gradients(ctx, (ctx.parameters,), compute, grad_gate_bias)
         return grad_qkvg, *grads, grad_bias, None
 
 
@@ -2011,114 +1959,6 @@ def multiply_triangles(kernel: Callable, *tensors: Tensor, incoming: bool) -> bo
     return fits
 
 
-def triangle_forward(
-    x: Tensor,
-    present: Tensor | None,
-    in_weight: Tensor,
-    in_bias: Tensor,
-    out_weight: Tensor,
-    out_bias: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    incoming: bool,
-    eps: float,
-    residual: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Multiply triangles: the update of x [B, N, N, C], a and b [2 C, M], their product [C, M].
-
-    Then mean and rstd of the norm before the product [2, M], and of that after it. The update is in
-    the weight's type; with `residual` it is x + update. present [B, N, N] is False for padding,
-    where a becomes 0.
-    """
-    positions, dim = x.numel() // x.shape[-1], x.shape[-1]
-    dtype = torch.promote_types(x.dtype, weight.dtype) if residual else weight.dtype
-    ab, out = weight.new_empty(2 * dim, positions), torch.empty_like(x, dtype=dtype)
-    in_statistics = x.new_empty(2, positions, dtype=torch.float32)
-    out_statistics = torch.empty_like(in_statistics)
-    inputs = x, in_weight, in_bias, out_weight, out_bias, weight, bias
-    programs, options = triangle_options("triangle_project", x, weight)
-    launch = wrap_triton(triangle_project_kernel)[(programs,)]
-    launch(*inputs, in_statistics, ab, eps=eps, **options)
-    a, b = (half.view(dim * len(x), *x.shape[1:3]) for half in ab.chunk(2))
-    if present is not None:
-        a.view(dim, *present.shape).mul_(present)
-    product = torch.empty_like(a)
-    if not multiply_triangles(triangle_product_kernel, a, b, product, incoming=incoming):
-        torch.bmm(*((a.mT, b) if incoming else (a, b.mT)), out=product)
-    product = product.view(dim, positions)
-    programs, options = triangle_options("triangle_output", x, weight)
-    launch = wrap_triton(triangle_output_kernel)[(programs,)]
-    statistics = in_statistics, out_statistics
-    launch(*inputs, *statistics, product, out, eps=eps, RESIDUAL=residual, **options)
-    return out, ab, product, *statistics
-
-
-def triangle_backward(
-    grad_out: Tensor,
-    x: Tensor,
-    present: Tensor | None,
-    in_weight: Tensor,
-    in_bias: Tensor,
-    out_weight: Tensor,
-    out_bias: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    ab: Tensor,
-    product: Tensor,
-    in_statistics: Tensor,
-    out_statistics: Tensor,
-    incoming: bool,
-    residual: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradient of x, and what those of the parameters are made of.
-
-    That is, for the projections before the product the gradient of their results [M, 5 C] and their
-    input with ones beside it [M, C + ONES], and for that after it likewise. Then parts of the
-    gradients of the norms' parameters, [programs, 2, C] each.
-    """
-    positions, dim = x.numel() // x.shape[-1], x.shape[-1]
-    parameters = in_weight, in_bias, out_weight, out_bias, weight, bias
-    inputs = x, *parameters, in_statistics, out_statistics
-    normed = weight.new_empty(positions, dim + ONES.value)
-    out_normed = torch.empty_like(normed)
-    grad_z, grad_linear = weight.new_empty(positions, dim), weight.new_empty(positions, 5 * dim)
-    transposed = weight.dtype == torch.float32
-    weight_t = weight.t().contiguous() if transposed else weight
-    inputs = *inputs, weight_t, normed, grad_linear, grad_out
-
-    programs, options = triangle_options("triangle_output_backward", x, weight)
-    options["TRANSPOSED"] = transposed
-    grad_norm_out = x.new_empty(programs, 2, dim, dtype=torch.float32)
-    grad_product = torch.empty_like(product)
-    launch = wrap_triton(triangle_output_backward_kernel)[(programs,)]
-    launch(*inputs, grad_norm_out, product, grad_product, out_normed, grad_z, **options)
-
-    grad_ab = torch.empty_like(ab)
-    matrices = (dim * len(x), *x.shape[1:3])
-    a, b, grad_a, grad_b = (half.view(matrices) for both in (ab, grad_ab) for half in both.chunk(2))
-    grad_product = grad_product.view(matrices)
-    grads = grad_product, grad_a, grad_b
-    if multiply_triangles(triangle_product_backward_kernel, a, b, *grads, incoming=incoming):
-        pass
-    elif incoming:  # X = a^T b
-        torch.bmm(b, grad_product.mT, out=grad_a)
-        torch.bmm(a, grad_product, out=grad_b)
-    else:  # X = a b^T
-        torch.bmm(grad_product, b, out=grad_a)
-        torch.bmm(grad_product.mT, a, out=grad_b)
-    if present is not None:
-        grad_a.view(dim, *present.shape).mul_(present)
-
-    programs, options = triangle_options("triangle_project_backward", x, weight)
-    options |= {"TRANSPOSED": transposed, "RESIDUAL": residual}
-    grad_norm_in = x.new_empty(programs, 2, dim, dtype=torch.float32)
-    grad_x = torch.empty_like(x)
-    launch = wrap_triton(triangle_project_backward_kernel)[(programs,)]
-    launch(*inputs, grad_norm_in, grad_ab, grad_x, **options)
-
-    return grad_x, grad_linear, normed, grad_z, out_normed, grad_norm_in, grad_norm_out
-
-
 def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> tuple[int, dict[str, int | str]]:
     """Return how many programs a kernel of the triangle multiplication has, and its settings."""
     check_not_empty(kernel, x)
@@ -2131,22 +1971,15 @@ def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> tuple[int, dict[
     return triton.cdiv(rows, chosen["BLOCK_M"]), {**chosen, "PRECISION": precision}
 
 
-def triangle_weight_gradients(
-    grad_linear: Tensor,
-    normed: Tensor,
-    grad_z: Tensor,
-    out_normed: Tensor,
-    grad_weight: Tensor,
-    grad_bias: Tensor,
-) -> None:
-    """Fill grad_weight [6 C, C] and grad_bias [6 C].
+def triangle_weight_gradients(products: Iterable[tuple[Tensor, Tensor]], out: Tensor) -> None:
+    """Write the gradients of the packed weight [6 C, C] and bias [6 C] into `out`.
 
-    grad_linear [M, 5 C] is the gradient of the projections of normed [M, C + ONES], grad_z [M, C]
-    that of the projection of out_normed [M, C + ONES].
+    They are made of pairs: the gradient of projections [M, n C], and what they projected, with ones
+    beside it [M, C + ONES].
     """
-    dim, first = grad_weight.shape[1], 0
-    for grad, rows in ((grad_linear, normed), (grad_z, out_normed)):
-        positions, width = grad.shape
+    first = 0
+    for grad, rows in products:
+        (positions, width), dim = grad.shape, rows.shape[1] - ONES.value
         # One GEMM over all positions has too few tiles to occupy the device; parts of them are
         # added up. In 16 bits few parts are as fast where there is much to read, and less is to
         # add up.
@@ -2154,59 +1987,107 @@ def triangle_weight_gradients(
         parts = 8 if wide else 32
         while parts > 1 and (positions % parts or positions < 512 * parts):
             parts //= 2
-        products = torch.bmm(grad.view(parts, -1, width).mT, rows.view(parts, -1, rows.shape[1]))
+        sums = torch.bmm(grad.view(parts, -1, width).mT, rows.view(parts, -1, rows.shape[1]))
         launch = wrap_triton(triangle_weights_kernel)[(width,)]
         sizes = {"K": width, "FIRST": first, "C": dim, "PARTS": parts}
-        launch(products, grad_weight, grad_bias, **sizes, **blocks("triangle_weights"))
+        grads = out.tensor_split([6 * dim * dim])
+        launch(sums, *grads, **sizes, **blocks("triangle_weights"))
         first += width
 
 
 class TriangleMultiplicationFunction(torch.autograd.Function):
     """Multiply the triangles of x [B, N, N, C] -> x + update.
 
-    present [B, N, N] is False for padding. The parameters: weight and bias of the norm before the
-    product and of that after it, then the weights of a_p, b_p, a_g, b_g, g and z in one piece, and
-    their biases.
+    present [B, N, N] is False for padding, where a becomes 0. The parameters: weight and bias of
+    the norm before the product and of that after it, then the weights of a_p, b_p, a_g, b_g, g and
+    z in one piece, and their biases.
 
-    Kept for later: x, a, b and their product.
+    Kept for later: x, a, b and their product, and mean and rstd of both norms.
     """
 
     @staticmethod
     def forward(
         ctx, x: Tensor, present: Tensor | None, incoming: bool, eps: float, *parameters: Tensor
     ) -> Tensor:
-        x, (*norms, weight, bias) = x.contiguous(), parameters
-        check_triangle(x, *parameters)
-        inputs = x, present, *norms, cached_cast(weight, gemm_dtype(x)), bias
-        out, *saved = triangle_forward(*inputs, incoming, eps, residual=True)
-        ctx.save_for_backward(*inputs, *saved)
+        x, dim, (*norms, weight, bias) = x.contiguous(), x.shape[-1], parameters
+        check_shape("pair", x, len(x), x.shape[1], x.shape[1], dim)
+        for norm in norms:
+            check_shape("a norm's parameter", norm, dim)
+        check_shape("the projections' weight", weight, 6 * dim, dim)
+        check_shape("the projections' bias", bias, 6 * dim)
+        positions, weight = x.numel() // dim, cached_cast(weight, gemm_dtype(x))
+        ab = weight.new_empty(2 * dim, positions)
+        out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
+        statistics = [x.new_empty(2, positions, dtype=torch.float32) for _ in range(2)]
+        inputs = x, *norms, weight, bias
+        programs, options = triangle_options("triangle_project", x, weight)
+        launch = wrap_triton(triangle_project_kernel)[(programs,)]
+        launch(*inputs, statistics[0], ab, eps=eps, **options)
+        a, b = (half.view(dim * len(x), *x.shape[1:3]) for half in ab.chunk(2))
+        if present is not None:
+            a.view(dim, *present.shape).mul_(present)
+        product = torch.empty_like(a)
+        if not multiply_triangles(triangle_product_kernel, a, b, product, incoming=incoming):
+            torch.bmm(*((a.mT, b) if incoming else (a, b.mT)), out=product)
+        product = product.view(dim, positions)
+        programs, options = triangle_options("triangle_output", x, weight)
+        launch = wrap_triton(triangle_output_kernel)[(programs,)]
+        launch(*inputs, *statistics, product, out, eps=eps, RESIDUAL=True, **options)
+        ctx.save_for_backward(present, ab, product, *inputs, *statistics)
         ctx.incoming, ctx.parameters = incoming, parameters
         return out
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        inputs, dim = (grad_out.contiguous(), *ctx.saved_tensors), grad_out.shape[-1]
-        grad_x, *read = triangle_backward(*inputs, ctx.incoming, residual=True)
-        *linears, sums_in, sums_out = read
+        present, ab, product, *inputs = ctx.saved_tensors
+        x, weight, incoming = inputs[0], inputs[5], ctx.incoming
+        positions, dim = x.numel() // x.shape[-1], x.shape[-1]
+        normed = weight.new_empty(positions, dim + ONES.value)
+        out_normed = torch.empty_like(normed)
+        grad_z, grad_linear = weight.new_empty(positions, dim), weight.new_empty(positions, 5 * dim)
+        transposed = weight.dtype == torch.float32
+        weight_t = weight.t().contiguous() if transposed else weight
+        inputs += weight_t, normed, grad_linear, grad_out.contiguous()
+
+        programs, options = triangle_options("triangle_output_backward", x, weight)
+        options["TRANSPOSED"] = transposed
+        sums_out = x.new_empty(programs, 2, dim, dtype=torch.float32)
+        grad_product = torch.empty_like(product)
+        launch = wrap_triton(triangle_output_backward_kernel)[(programs,)]
+        launch(*inputs, sums_out, product, grad_product, out_normed, grad_z, **options)
+
+        grad_ab, matrices = torch.empty_like(ab), (dim * len(x), *x.shape[1:3])
+        a, b, grad_a, grad_b = (part.view(matrices) for t in (ab, grad_ab) for part in t.chunk(2))
+        grad_product = grad_product.view(matrices)
+        grads = grad_product, grad_a, grad_b
+        if multiply_triangles(triangle_product_backward_kernel, a, b, *grads, incoming=incoming):
+            pass
+        elif incoming:  # X = a^T b
+            torch.bmm(b, grad_product.mT, out=grad_a)
+            torch.bmm(a, grad_product, out=grad_b)
+        else:  # X = a b^T
+            torch.bmm(grad_product, b, out=grad_a)
+            torch.bmm(grad_product.mT, a, out=grad_b)
+        if present is not None:
+            grad_a.view(dim, *present.shape).mul_(present)
+
+        programs, options = triangle_options("triangle_project_backward", x, weight)
+        options |= {"TRANSPOSED": transposed, "RESIDUAL": True}
+        sums_in = x.new_empty(programs, 2, dim, dtype=torch.float32)
+        grad_x = torch.empty_like(x)
+        launch = wrap_triton(triangle_project_backward_kernel)[(programs,)]
+        launch(*inputs, sums_in, grad_ab, grad_x, **options)
+        del a, b, grads, grad_a, grad_b, grad_ab, grad_product  # before the next GEMMs take memory
 
         def compute(grad_norm_in: Tensor, grad_norm_out: Tensor, grad_linears: Tensor) -> None:
-            weight, bias = grad_linears.tensor_split([6 * dim * dim])
-            triangle_weight_gradients(*linears, weight.view(-1, dim), bias)
+            products = (grad_linear, normed), (grad_z, out_normed)
+            triangle_weight_gradients(products, grad_linears)
             sum_parts(sums_in, grad_norm_in)
             sum_parts(sums_out, grad_norm_out)
 
         groups = ctx.parameters[:2], ctx.parameters[2:4], ctx.parameters[4:]
+        read = grad_linear, normed, grad_z, out_normed, sums_in, sums_out
         return grad_x, None, None, None, *parameter_gradients(ctx, groups, compute, *read)
-
-
-def check_triangle(x: Tensor, *parameters: Tensor) -> None:
-    """Raise ValueError unless x is [B, N, N, C] and the parameters fit it."""
-    dim, (*norms, weight, bias) = x.shape[-1], parameters
-    check_shape("pair", x, len(x), x.shape[1], x.shape[1], dim)
-    for norm in norms:
-        check_shape("a norm's parameter", norm, dim)
-    check_shape("the projections' weight", weight, 6 * dim, dim)
-    check_shape("the projections' bias", bias, 6 * dim)
 
 
 # Outer product mean: out_ij = (1 / S) sum_s a_si (x) b_sj. Of matrices [S, N x H] the products of
@@ -2268,41 +2149,17 @@ def outer_product_gradient_kernel(
         tl.store(at, wide.to(GRAD_WIDE.dtype.element_ty), mask=inside)
 
 
-def outer_product_options(kernel: str, a: Tensor, factor: float) -> dict[str, int | float | str]:
-    """Return what a kernel of the outer product is told."""
-    check_not_empty(kernel, a)
-    chosen, (_, depth, length, dim) = blocks(kernel, a.dtype), a.shape
-    chosen["BLOCK_S"] = min(chosen["BLOCK_S"], max(16, triton.next_power_of_2(depth)))
-    chosen |= {"S": depth, "N": length, "H": dim, "factor": factor}
-    return {**chosen, "PRECISION": dot_precision(a.dtype)}
-
-
-def outer_product_forward(a: Tensor, b: Tensor, factor: float) -> Tensor:
+def outer_product(a: Tensor, b: Tensor, factor: float) -> Tensor:
     """Multiply a and b [B, S, N, H] -> factor * sum over S of outer products [B, N, N, H x H]."""
-    samples, _, length, dim = a.shape
-    options = outer_product_options("outer_product_forward", a, factor)
+    check_not_empty("outer_product_forward", a)
+    chosen, (samples, depth, length, dim) = blocks("outer_product_forward", a.dtype), a.shape
+    chosen["BLOCK_S"] = min(chosen["BLOCK_S"], max(16, triton.next_power_of_2(depth)))
+    chosen |= {"S": depth, "N": length, "H": dim, "PRECISION": dot_precision(a.dtype)}
     out = a.new_empty(samples, length, length, dim * dim)
-    left, right = (triton.cdiv(length * dim, options[size]) for size in ("BLOCK_M", "BLOCK_N"))
-    wrap_triton(outer_product_forward_kernel)[(left, right, samples)](a, b, out, **options)
+    left, right = (triton.cdiv(length * dim, chosen[size]) for size in ("BLOCK_M", "BLOCK_N"))
+    launch = wrap_triton(outer_product_forward_kernel)[(left, right, samples)]
+    launch(a, b, out, factor=factor, **chosen)
     return out
-
-
-def outer_product_backward(grad: Tensor, weight: Tensor, ab: Tensor, factor: float) -> Tensor:
-    """Compute the gradients of ab [2, B, S, N, H] from that of the result [B, N, N, C]."""
-    _, samples, _, length, dim = ab.shape
-    chosen, width = blocks("outer_product_gradient", ab.dtype), length * dim
-    chosen["BLOCK_M"] = min(chosen["BLOCK_M"], max(16, triton.next_power_of_2(length)))
-    chosen |= {"N": length, "C": len(weight), "H": dim, "PRECISION": dot_precision(ab.dtype)}
-    chosen["TRANSPOSED"] = ab.dtype == torch.float32
-    weight_t = weight.t().contiguous() if chosen["TRANSPOSED"] else weight
-    wide, grad_ab = ab.new_empty(samples, width, width), torch.empty_like(ab)
-    grid = (length, triton.cdiv(length, chosen["BLOCK_M"]), samples)
-    launch = wrap_triton(outer_product_gradient_kernel)[grid]
-    launch(grad, weight_t, wide, factor=factor, **chosen)
-    (a, b), (grad_a, grad_b) = ab.flatten(3), grad_ab.flatten(3)
-    torch.bmm(b, wide.mT, out=grad_a)
-    torch.bmm(a, wide, out=grad_b)
-    return grad_ab
 
 
 class OuterProductWithResidual(torch.autograd.Function):
@@ -2320,8 +2177,7 @@ class OuterProductWithResidual(torch.autograd.Function):
         check_shape("pair", pair, samples, length, length, pair.shape[-1])
         ctx.save_for_backward(ab, cast)
         ctx.factor, ctx.parameters = factor, (weight, bias)
-        outer = outer_product_forward(*ab, factor)
-        return project_residual(outer, cast, bias, pair, factor)
+        return project_residual(outer_product(*ab, factor), cast, bias, pair, factor)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -2329,12 +2185,24 @@ class OuterProductWithResidual(torch.autograd.Function):
         residual, grad = grad, grad.contiguous().to(ab.dtype)
 
         def compute(out: Tensor) -> None:
-            linear_gradients_out(grad, outer_product_forward(*ab, ctx.factor), out)
+            linear_gradients_out(grad, outer_product(*ab, ctx.factor), out)
             out[cast.numel() :].mul_(ctx.factor)  # the bias's gradient
 
         groups = ([p for p in ctx.parameters if p is not None],)
         grads = parameter_gradients(ctx, groups, compute, grad, ab)
-        grad_ab = outer_product_backward(grad, cast, ab, ctx.factor)
+        _, samples, _, length, dim = ab.shape
+        chosen, width = blocks("outer_product_gradient", ab.dtype), length * dim
+        chosen["BLOCK_M"] = min(chosen["BLOCK_M"], max(16, triton.next_power_of_2(length)))
+        chosen |= {"N": length, "C": len(cast), "H": dim, "PRECISION": dot_precision(ab.dtype)}
+        chosen["TRANSPOSED"] = ab.dtype == torch.float32
+        weight_t = cast.t().contiguous() if chosen["TRANSPOSED"] else cast
+        wide, grad_ab = ab.new_empty(samples, width, width), torch.empty_like(ab)
+        grid = (length, triton.cdiv(length, chosen["BLOCK_M"]), samples)
+        launch = wrap_triton(outer_product_gradient_kernel)[grid]
+        launch(grad, weight_t, wide, factor=ctx.factor, **chosen)
+        (a, b), (grad_a, grad_b) = ab.flatten(3), grad_ab.flatten(3)
+        torch.bmm(b, wide.mT, out=grad_a)
+        torch.bmm(a, wide, out=grad_b)
         return grad_ab, residual, None, *grads
 
 
@@ -2921,9 +2789,9 @@ class WideTransitionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, eps: float, *parameters: Tensor) -> Tensor:
         x, casts = x.contiguous(), TransitionParameters(*parameters).checked_casts(x)
-        norm_weight, norm_bias, weight_1, bias_1, weight_2, bias_2 = casts
+        *norm, weight_1, bias_1, weight_2, bias_2 = casts
         dtype = weight_1.dtype
-        y = layer_norm(x, norm_weight, norm_bias, eps, dtype)
+        y = layer_norm(x, *norm, eps, dtype)
         # The library's product adds the bias, and ends with the ReLU.
         bias_1, bias_2 = cached_cast(bias_1, dtype), cached_cast(bias_2, dtype)
         relu = torch._addmm_activation(bias_1, y.flatten(0, -2), weight_1.t())
@@ -3384,10 +3252,7 @@ def gemm_dtype(x: Tensor) -> torch.dtype:
 
 
 class InputEmbedder(nn.Module):
-    """Embed alignment and residue offsets as MSA and pair representation.
-
-    AF2 SI, algorithms 3 to 5.
-    """
+    """Embed an alignment as MSA and pair representation (AF2 SI, algorithms 3 to 5)."""
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
@@ -3465,17 +3330,13 @@ class QKVGLinear(nn.Module):
 def without_padding(bias: Tensor, present: Tensor) -> Tensor:
     """Set a bias [B or 1, H or 1, N or 1, N] where no key is present [B, N].
 
-    It is so low that the weight is 0, and a number in float16, too: where all keys are padding, and
-    so is the query, no NaN arises.
+    Its weight is then 0, and where all keys are padding no NaN arises, in float16 either.
     """
     return bias.masked_fill(~present[:, None, None], -1e4)
 
 
 class GatedAttention(nn.Module):
-    """Attend along one axis in several heads, with a sigmoid gate on the output.
-
-    The four attentions share it.
-    """
+    """Attend along one axis in several heads, with a sigmoid gate: the base of four attentions."""
 
     def __init__(self, dim: int, heads: int, fusions: Fusions):
         super().__init__()
@@ -3557,10 +3418,7 @@ def normed_projection(
 
 
 class MSARowAttentionWithPairBias(GatedAttention):
-    """Let residues of a sequence attend to each other, biased by the pair representation.
-
-    AF2 SI, algorithm 7.
-    """
+    """Let residues attend to each other, biased by their pair (AF2 SI, algorithm 7)."""
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__(config.msa_dim, config.num_heads_msa, fusions)
@@ -3571,10 +3429,7 @@ class MSARowAttentionWithPairBias(GatedAttention):
     def forward(
         self, msa: Tensor, pair: Tensor, residues: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Update msa [B, S, N, c_m] from it and pair [B, N, N, c_z]; return both.
-
-        residues [B, N] are False for padding.
-        """
+        """Update msa [B, S, N, c_m] from it, pair [B, N, N, c_z], residues [B, N]; return both."""
         if self.fused:
             norm, heads = self.layer_norm_z, self.linear_z
             pair, _, bias = normed_projection(norm, pair, None, None, heads)
@@ -3645,10 +3500,7 @@ class OuterProductMean(nn.Module):
     def forward(
         self, msa: Tensor, pair: Tensor, sequences: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Update pair [B, N, N, c_z] from msa [B, S, N, c_m]; return both.
-
-        sequences [B, S] are False for padding.
-        """
+        """Update pair [B, N, N, c_z] from msa [B, S, N, c_m], sequences [B, S]; return both."""
         depth = msa.shape[1]
         if sequences is not None:
             dtype = torch.promote_types(msa.dtype, torch.float32)
@@ -3672,10 +3524,7 @@ class OuterProductMean(nn.Module):
 
 
 class TriangleMultiplication(nn.Module):
-    """Update each edge from the two others of its triangles.
-
-    The two triangle multiplications differ in which edges of a triangle they multiply.
-    """
+    """Update each edge from the two others of its triangles, multiplied by `equation`."""
 
     equation: str
     incoming: bool
@@ -3726,10 +3575,7 @@ class TriangleMultiplicationIncoming(TriangleMultiplication):
 
 
 class TriangleAttentionStartingNode(GatedAttention):
-    """Let edges ij and ik, which start at the same node, attend to each other, biased by edge jk.
-
-    AF2 SI, algorithm 13.
-    """
+    """Let edges ij and ik attend to each other, biased by edge jk (AF2 SI, algorithm 13)."""
 
     ending = False
 
@@ -3749,10 +3595,7 @@ class TriangleAttentionStartingNode(GatedAttention):
 
 
 class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
-    """Let edges ij and kj, which end at the same node, attend to each other, biased by edge ki.
-
-    AF2 SI, algorithm 14: attention around the starting node, on the transposed pairs.
-    """
+    """Let edges ij and kj attend to each other, biased by edge ki (AF2 SI, algorithm 14)."""
 
     ending = True
 
@@ -3797,10 +3640,7 @@ class EvoformerBlock(nn.Module):
 
 
 def mean_per_protein(error: Tensor, counted: Tensor) -> Tensor:
-    """Average over the counted positions of each protein, then over the batch.
-
-    error and counted are [B, ...], the result is a scalar.
-    """
+    """Average errors [B, ...] over the counted [B, ...] of each protein, then over the batch."""
     error, counted = (error * counted).flatten(1), counted.flatten(1)
     return (error.sum(1) / counted.sum(1).clamp(min=1)).mean()
 
@@ -3819,9 +3659,9 @@ class DistogramHead(nn.Module):
 
     @staticmethod
     def loss(logits: Tensor, coords: Tensor, observed: Tensor) -> Tensor:
-        """Average the cross-entropy over the pairs of observed residues -> scalar.
+        """Average cross-entropies of logits [B, N, N, 64] where both are observed [B, N] -> scalar.
 
-        logits are [B, N, N, 64], coords [B, N, 3] in Angstrom, observed [B, N].
+        coords are [B, N, 3], in Angstrom.
         """
         distance = (coords[:, :, None] - coords[:, None]).norm(dim=-1)
         first, last = FIRST_EDGE + BIN_WIDTH, LAST_EDGE - BIN_WIDTH
@@ -3844,10 +3684,7 @@ class MaskedMSAHead(nn.Module):
 
     @staticmethod
     def loss(logits: Tensor, true_tokens: Tensor, masked: Tensor) -> Tensor:
-        """Average the cross-entropy over the masked positions -> scalar.
-
-        logits are [B, S, N, 23], true_tokens and masked [B, S, N].
-        """
+        """Average cross-entropies of logits [B, S, N, 23] where masked [B, S, N] -> scalar."""
         logits = logits.flatten(0, 2).float()
         error = F.cross_entropy(logits, true_tokens.flatten(), reduction="none")
         return mean_per_protein(error.view(masked.shape), masked)
@@ -3911,15 +3748,11 @@ class TinyOpenFold(nn.Module):
 
 
 def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
-    """Build the model of these arguments.
-
-    The same seed gives the same weights in every version and fusion setting.
-    """
-    names = (name for name in ModelConfig.__dataclass_fields__ if hasattr(args, name))
-    fields = {name: getattr(args, name) for name in names}
+    """Build the model: a seed gives the same weights in every version and fusion setting."""
+    sizes = {n: v for n, v in vars(args).items() if n in ModelConfig.__dataclass_fields__}
     fusions = Fusions(**{attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS})
     with device:
-        model = TinyOpenFold(ModelConfig(**fields), fusions)
+        model = TinyOpenFold(ModelConfig(**sizes), fusions)
     if device.type != "meta":
         generator = torch.Generator().manual_seed(args.seed)
         # Canonical names, so the order of the draws does not depend on what is fused.
@@ -3928,11 +3761,9 @@ def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
             if name.endswith("bias"):
                 state[name] = torch.zeros(state[name].shape)
             elif "layer_norm" not in name:
-                shape = state[name].shape
-                std = shape[1] ** -0.5
-                if name.startswith(("distogram", "masked_msa")):
-                    std *= 0.1  # near-uniform predictions at first
-                state[name] = torch.empty(shape).normal_(std=std, generator=generator)
+                head = name.startswith(("distogram", "masked_msa"))  # near-uniform predictions
+                std = state[name].shape[1] ** -0.5 * (0.1 if head else 1)
+                state[name] = torch.empty(state[name].shape).normal_(std=std, generator=generator)
         model.load_state_dict(state)
     return model
 
@@ -3946,7 +3777,7 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.O
     rate = args.learning_rate
     if args.device == "cuda":  # a tensor, so that a captured step follows a scheduler
         rate = torch.tensor(rate, device=next(model.parameters()).device)
-    return AdamW(model.parameters(), rate, fused=True, capturable=args.cuda_graph)
+    return torch.optim.AdamW(model.parameters(), rate, fused=True, capturable=args.cuda_graph)
 
 
 # --- data
@@ -3972,21 +3803,15 @@ class ProteinBatches:
     """
 
     def __init__(
-        self,
-        proteins: list[Protein],
-        args: argparse.Namespace,
-        device: torch.device,
-        seed: int,
-    ):
-        self.proteins, self.device = proteins, device
-        self.batch_size, self.num_seqs, self.seq_len = args.batch_size, args.num_seqs, args.seq_len
-        crop = (args.num_seqs, args.seq_len)
+        self, proteins: list[Protein], args: argparse.Namespace, device: torch.device, seed: int
+    ):  # fmt: skip
+        self.proteins, self.batch_size, self.device = proteins, args.batch_size, device
+        self.num_seqs, self.seq_len = crop = args.num_seqs, args.seq_len
         self.padded = any((np.array(p.tokens.shape) < crop).any() for p in proteins)
         self.rng = np.random.default_rng(seed)
-        self.source = {}
-        if args.msa:
-            observed = np.concatenate([protein.observed for protein in proteins])
-            self.source = {"residues": len(observed), "observed": int(observed.sum())}
+        observed = np.concatenate([protein.observed for protein in proteins])
+        residues = {"residues": len(observed), "observed": int(observed.sum())}
+        self.source = residues if args.msa else {}
 
     def next_batch(self) -> dict[str, Tensor]:
         chosen = self.rng.integers(len(self.proteins), size=self.batch_size)
@@ -3996,13 +3821,8 @@ class ProteinBatches:
         masked = torch.from_numpy(self.rng.random(true_tokens.shape, dtype=np.float32) < 0.15)
         masked &= sequences[:, :, None] & residues[:, None]
         masked[:, 0, 0] = True  # so that there is always something to predict
-        batch = {
-            "tokens": torch.where(masked, MASK, true_tokens),
-            "true_tokens": true_tokens,
-            "masked": masked,
-            "coords": coords,
-            "observed": observed,
-        }
+        batch = {"tokens": torch.where(masked, MASK, true_tokens), "true_tokens": true_tokens}
+        batch |= {"masked": masked, "coords": coords, "observed": observed}
         if self.padded:
             batch |= {"sequences": sequences, "residues": residues}
         return {name: value.to(self.device) for name, value in batch.items()}
@@ -4034,14 +3854,10 @@ STEP_LENGTH = 3.8  # Angstrom between the C-alpha atoms of successive residues
 
 
 def synthetic_chains(kinds: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Build chains of residues of the given kinds [P, N] -> coordinates [P, N, 3].
-
-    Each residue is placed after the last three.
-    """
+    """Place residues of these kinds [P, N], each after the last three -> coordinates [P, N, 3]."""
     geometry = np.deg2rad(GEOMETRY[kinds]).transpose(2, 0, 1)
-    angle_mean, angle_spread, torsion_mean, torsion_spread = geometry
-    angle = angle_mean + angle_spread * rng.uniform(-1, 1, kinds.shape)
-    torsion = torsion_mean + torsion_spread * rng.uniform(-1, 1, kinds.shape)
+    mean, spread = geometry[::2], geometry[1::2]
+    angle, torsion = mean + spread * rng.uniform(-1, 1, mean.shape)
     coords = np.zeros((*kinds.shape, 3))
     # The last two steps, of unit length.
     before, last = np.array([[0.0, 1, 0], [1, 0, 0]])[:, None].repeat(len(kinds), 1)
@@ -4056,37 +3872,28 @@ def synthetic_chains(kinds: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def contact_partners(coords: np.ndarray) -> np.ndarray:
-    """Find for each residue [N] the one it touches, or itself.
-
-    Two that touch are nearest to each other, under 8 Angstrom, and 3 or more apart in the chain.
-    """
+    """Find for each residue [N] its nearest one, if that is mutual and < 8 Angstrom, or itself."""
     index = np.arange(len(coords))
     distance = np.linalg.norm(coords[:, None] - coords, axis=-1)
-    distance[np.abs(index[:, None] - index) < 3] = np.inf
+    distance[np.abs(index[:, None] - index) < 3] = np.inf  # neighbours in the chain
     nearest = distance.argmin(1)
     return np.where((nearest[nearest] == index) & (distance.min(1) < 8), nearest, index)
 
 
 def synthetic_proteins(count: int, depth: int, length: int, seed: int) -> list[Protein]:
-    """Make proteins with helices, strands and loops.
-
-    In their families residues that touch mutate together.
-    """
+    """Make proteins with helices, strands and loops; residues that touch mutate together."""
     rng = np.random.default_rng(seed)
     kinds = rng.integers(3, size=(count, length))
-    # So that a stretch of one kind is 15 residues long on average.
-    stays = rng.random((count, length)) < 0.9
+    stays = rng.random((count, length)) < 0.9  # a stretch has 15 residues on average
     for i in range(1, length):
         kinds[:, i] = np.where(stays[:, i], kinds[:, i - 1], kinds[:, i])
     proteins = []
     for kind, coords in zip(kinds, synthetic_chains(kinds, rng), strict=True):
-        partner = contact_partners(coords)
-        shape = (depth, length)
-        choices = RESIDUES.shape[1]
-        # 0: the residue stays what it is.
+        shape, choices = (depth, length), RESIDUES.shape[1]
         mutation = rng.integers(1, choices, shape) * (rng.random(shape) < 0.3)
-        mutation = mutation[:, np.minimum(np.arange(length), partner)]  # partners share theirs
-        mutation[0] = 0
+        mutation[0] = 0  # a residue that stays what it is
+        partner = np.minimum(np.arange(length), contact_partners(coords))
+        mutation = mutation[:, partner]  # partners share theirs
         tokens = RESIDUES[kind, (rng.integers(choices, size=length) + mutation) % choices]
         tokens[1:][rng.random((depth - 1, length)) < 0.03] = GAP
         observed = np.ones(length, dtype=bool)
@@ -4096,27 +3903,24 @@ def synthetic_proteins(count: int, depth: int, length: int, seed: int) -> list[P
 
 def prepared_protein(path: Path) -> Protein:
     """Read a protein that examples/proteins.py has prepared."""
-    if path.exists() and not path.is_file():
-        fail(f"--msa {path}: not a regular file")
+    if not path.is_file():
+        fail(f"--msa {path}: no such file, nor a folder with .npz")
     try:
         with np.load(path, allow_pickle=False) as file:
             tokens, coords, observed = (file[name] for name in ("tokens", "coords", "observed"))
-    except FileNotFoundError as error:
-        fail(f"--msa {path}: {error.strerror}")
     except Exception:  # damage has many names
         hint = "an alignment needs --structure with it"
         fail(f"--msa {path}: not a .npz that examples/proteins.py prepared; {hint}")
     length = tokens.shape[-1] if tokens.ndim == 2 else 0
-    if tokens.dtype.kind not in "iu" or not len(tokens) or length < 2:
-        fail(f"--msa {path}: tokens must be whole numbers [depth, length]")
-    if not ((tokens >= 0) & (tokens <= GAP)).all() or (tokens[0] == GAP).any():
-        fail(f"--msa {path}: tokens must be 0 to {GAP}, and below in the query")
+    whole = tokens.dtype.kind in "iu" and len(tokens) and length > 1
+    if not whole or tokens.min() < 0 or tokens.max() > GAP or GAP in tokens[0]:
+        must = f"whole numbers [depth, length], 0 to {GAP}, and below in the query"
+        fail(f"--msa {path}: tokens must be {must}")
     if observed.dtype != bool or observed.shape != (length,) or not observed.any():
         fail(f"--msa {path}: observed must be bool [{length}], not all False")
-    if coords.dtype.kind != "f" or coords.shape != (length, 3):
-        fail(f"--msa {path}: coords must be floats [{length}, 3]")
-    if not np.isfinite(coords[observed]).all():
-        fail(f"--msa {path}: coords of observed residues must be finite")
+    floats = coords.dtype.kind == "f" and coords.shape == (length, 3)
+    if not floats or not np.isfinite(coords[observed]).all():
+        fail(f"--msa {path}: coords must be floats [{length}, 3], finite where observed")
     missing = length - int(observed.sum())
     note = f"{path}: {missing} of {length} residues have no coordinates" if missing else ""
     coords = np.where(observed[:, None], coords, 0).astype(np.float32)
@@ -4126,8 +3930,7 @@ def prepared_protein(path: Path) -> Protein:
 def read_proteins(args: argparse.Namespace) -> list[Protein]:
     """Read the proteins of --msa and --structure, or prepared ones of --msa alone."""
     if not args.structure:
-        found = [sorted(p.glob("*.npz")) or [p] for p in args.msa]
-        return [prepared_protein(path) for path in itertools.chain(*found)]
+        return [prepared_protein(p) for msa in args.msa for p in sorted(msa.glob("*.npz")) or [msa]]
     reader = beside("examples.proteins", "--structure")
     try:
         found = reader.read_proteins(args.msa, args.structure)
@@ -4137,13 +3940,11 @@ def read_proteins(args: argparse.Namespace) -> list[Protein]:
 
 
 def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> ProteinBatches:
-    """Make the source of training batches.
-
-    They are crops of the proteins of --msa and --structure, or of 64 synthetic ones.
-    """
+    """Make the source of training batches: proteins of --msa, or 64 synthetic ones."""
     if args.msa:
-        return ProteinBatches(read_proteins(args), args, device, seed)
-    proteins = synthetic_proteins(64, args.num_seqs, args.seq_len, seed)
+        proteins = read_proteins(args)
+    else:
+        proteins = synthetic_proteins(64, args.num_seqs, args.seq_len, seed)
     return ProteinBatches(proteins, args, device, seed)
 
 
@@ -4168,14 +3969,12 @@ def check_environment() -> None:
     """Refuse what torchrun would not set: half of it, or what another launcher has left."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     texts = {name: os.environ[name] for name in names if name in os.environ}
-    text = ", ".join(f"{name} is {value!r}" for name, value in texts.items())
-    if any(launched(name, -1) < 0 for name in texts):
-        fail(f"not a whole number: {text}")
-    if texts and not {"RANK", "WORLD_SIZE"} <= texts.keys():
-        fail(f"RANK and WORLD_SIZE must both be set: {text}")
-    rank, size = launched("RANK"), launched("WORLD_SIZE", 1)
-    if not (rank < size >= launched("LOCAL_WORLD_SIZE", size) > launched("LOCAL_RANK")):
-        fail(f"what torchrun sets does not fit together: {text}")
+    numbers = all(launched(name, -1) >= 0 for name in {*names[:2], *texts})
+    rank, size = launched("RANK"), launched("WORLD_SIZE")
+    fit = rank < size >= launched("LOCAL_WORLD_SIZE", size) > launched("LOCAL_RANK")
+    if texts and not (numbers and fit):
+        text = ", ".join(f"{name} is {value!r}" for name, value in texts.items())
+        fail(f"RANK and WORLD_SIZE must be numbers that fit together: {text}")
 
 
 def choose_devices(args: argparse.Namespace) -> None:
@@ -4239,11 +4038,7 @@ def start_torchrun(processes: int, argv: list[str]) -> NoReturn:
 
 
 def answer_signals() -> None:
-    """Have SIGTERM, as from a time limit, end a run as Ctrl-C does: it keeps what was measured.
-
-    One of several processes waits for the others in C++, where Python hears no signal. So a thread
-    takes the signals, and ends a process that does not answer.
-    """
+    """Have SIGTERM, as from a time limit, end a run as Ctrl-C does: it keeps what was measured."""
 
     def interrupt(*_: object) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a process and its group may both get it
@@ -4257,7 +4052,7 @@ def answer_signals() -> None:
         signals.add(signal.SIGINT)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # or PyTorch's waiting would print a stack
 
-    def watch() -> None:
+    def watch() -> None:  # in C++, waiting for other processes, the main thread hears no signal
         signal.sigwait(signals)
         _thread.interrupt_main(signal.SIGTERM)
         time.sleep(1)
@@ -4284,14 +4079,12 @@ def join_processes(args: argparse.Namespace) -> None:
         fail(f"{WORLD_SIZE} processes cannot meet: {said}", 2 if type(error) is ValueError else 1)
     everyone = [{}] * WORLD_SIZE
     dist.all_gather_object(everyone, {"script": SCRIPT, **vars(args), "profile_dir": None})
-    for (rank, theirs), (name, value) in itertools.product(
-        enumerate(everyone), everyone[0].items()
-    ):
-        if theirs.get(name) != value:
+    for name in everyone[0]:
+        values = [theirs.get(name) for theirs in everyone]
+        if any(value != values[0] for value in values):
             if RANK:  # rank 0 says it
                 raise SystemExit(2)
-            option = f"{name.replace('_', '-')} {theirs.get(name)}"
-            fail(f"rank {rank} was started with {option}, rank 0 with {value}")
+            fail(f"the ranks were started with --{name.replace('_', '-')} {values}")
     if RANK:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
 
@@ -4307,6 +4100,7 @@ def join_processes(args: argparse.Namespace) -> None:
 SCRIPT = Path(__file__).stem
 # What runs in place of training: functions of these names, in modules beside this script.
 MODES = {"compare_fusion": "lab.modes", "verify_accuracy": "lab.modes"}
+FORECAST = Path(__file__).resolve().parent / "lab" / "forecast.py"  # of the time on a CPU
 PHASES = ("data", "forward", "backward", "optimizer")
 GRAPH_PHASES = ("data", "graph")  # with --enable-cuda-graph
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
@@ -4366,9 +4160,6 @@ def progress(text: str = "") -> None:
         print(f"\r{text[:width]}\033[K", end="", flush=True)
     elif text:
         print(text, flush=True)
-
-
-# The command line
 
 
 def at_least(low: int) -> Callable[[str], int]:
@@ -4523,15 +4314,11 @@ def all_off(args: argparse.Namespace, **changes) -> argparse.Namespace:
     return argparse.Namespace(**{**vars(args), **off, **changes})
 
 
-# One training step
-
-
 class Trainer:
     """Model, optimizer and data, and their training step."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device):
-        self.args = args
-        self.device = device
+        self.args, self.device = args, device
         self.gpu = device.type == "cuda"
         self.synchronize = torch.cuda.synchronize if self.gpu else lambda: None
         dtype = getattr(torch, args.amp_dtype)
@@ -4548,11 +4335,9 @@ class Trainer:
         self.average = getattr(self.optimizer, "average_gradients", None)  # in place of DDP
         if WORLD_SIZE > 1 and not self.average:
             with torch.cuda.stream(self.stream):  # where autograd adds gradients up
-                self.forward = nn.parallel.DistributedDataParallel(
-                    self.forward, broadcast_buffers=False, gradient_as_bucket_view=True
-                )
-        self.graph = None
-        self.phases = PHASES
+                options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+                self.forward = nn.parallel.DistributedDataParallel(self.forward, **options)
+        self.graph, self.phases = None, PHASES
         self.marks = []  # moments: a first one, and after each phase
         self.named = contextlib.nullcontext  # ranges of phases for a profiler
 
@@ -4657,9 +4442,6 @@ class Trainer:
             return profile, json.loads(path.read_text())
 
 
-# A run
-
-
 @dataclass(frozen=True)
 class Turn:
     """Steps in a row, the device idle before and after."""
@@ -4698,8 +4480,7 @@ class Run:
     """A run: arguments, trainer, results so far."""
 
     def __init__(self, args: argparse.Namespace, title: str = ""):
-        self.args = args
-        self.title = title
+        self.args, self.title = args, title
         self.device = prepare(args)
         self.model: dict = {"config": {}, "data": {}}
         self.turns: list[Turn] = []
@@ -4712,22 +4493,23 @@ class Run:
     def start(self) -> None:
         """Build the trainer, say what it is, warm up."""
         args, before = self.args, gpu_memory(self.device)
-        self.trainer = Trainer(args, self.device)
+        self.trainer = trainer = Trainer(args, self.device)
         self.model = {
-            "config": asdict(self.trainer.model.config),
-            "parameters": sum(p.numel() for p in self.trainer.model.parameters()),
-            "data": self.trainer.batches.source,
+            "config": asdict(trainer.model.config),
+            "parameters": sum(p.numel() for p in trainer.model.parameters()),
+            "data": trainer.batches.source,
         }
         progress()
         print(self.headline(), flush=True)
         if args.torch_compile:
             progress("compiling in the first step; this can take minutes")
-        elif not (self.trainer.gpu or args.under_profiler):
-            self.forecast(args.warmup_steps + args.num_steps)
+        elif not (trainer.gpu or args.under_profiler) and FORECAST.exists():
+            steps = args.warmup_steps + args.num_steps
+            beside("lab.forecast", "a CPU").forecast(sys.modules[__name__], trainer, steps)
         self.plan(args.warmup_steps, "warm-up step")
         self.take(args.warmup_steps - args.cuda_graph)
         if args.cuda_graph:
-            self.trainer.capture()
+            trainer.capture()
             self.take(1)
         gc.collect()  # compiling leaves cycles that keep tensors
         self.held = gpu_memory(self.device) - before
@@ -4746,29 +4528,6 @@ class Run:
         fused = ", ".join(on or ["nothing fused"]).replace("_", "-")
         model = f"{self.model['parameters']:,} parameters, batch_size {args.batch_size}, {sizes}"
         return f"{SCRIPT} on {device}: {model}; {precision}; {fused}"
-
-    def forecast(self, steps: int) -> None:
-        """Say how long steps take on a CPU if it is long, by the first layer for one sample."""
-        if TRITON_FUSIONS:
-            progress("measuring one layer, for how long the steps will take")
-        model, times = self.trainer.model, []
-        layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
-        batch = make_batches(self.args, self.device, self.args.seed).next_batch()
-
-        def stop(*_: object) -> NoReturn:
-            raise EOFError
-
-        hook = layers[0].register_forward_hook(stop)
-        while len(times) < 2 and sum(times) < 5:  # the first time does more
-            started = time.perf_counter()
-            with contextlib.suppress(EOFError), torch.no_grad(), self.trainer.autocast():
-                model(**{name: value[:1] for name, value in batch.items()})
-            times.append(time.perf_counter() - started)
-        hook.remove()
-        samples = steps * self.args.batch_size // WORLD_SIZE
-        whole = round(3 * times[-1] * len(layers) * samples)  # the backward pass takes twice that
-        if whole > 10:
-            progress(f"the steps will take about {timedelta(seconds=whole)} on this CPU")
 
     def plan(self, steps: int, label: str) -> None:
         """Reset the progress counter for `steps` steps."""
@@ -4832,10 +4591,7 @@ class Run:
             progress(text + (f"  {timedelta(seconds=math.ceil(left))} left" if left else ""))
 
     def count(self, off: int | None = None) -> None:
-        """Count in extra steps what the measured ones did, and profile as flags ask.
-
-        `off` is the number of kernels with all fusions off, where it is known.
-        """
+        """Count in extra steps, and profile as flags ask; `off`: kernels with all off, if known."""
         prepare(self.args)
         trainer, args = self.trainer, self.args
         if trainer.gpu or not args.torch_compile:  # a loop compiled for a CPU is no operator
@@ -4905,10 +4661,7 @@ class Run:
 
 @contextlib.contextmanager
 def recorded(*runs: Run) -> Iterator[None]:
-    """Write the results of runs into their JSON files, however the block ends.
-
-    An error that the user can mend goes no further than that, any other is raised again.
-    """
+    """Write results, however the block ends; an error that the user can mend ends here, too."""
     directory, end = runs[-1].args.profile_dir, (runs[0].status, runs[0].error)
     for run in runs:
         run.write()  # for a run that is killed
@@ -5033,7 +4786,7 @@ def main(argv: list[str] | None = None) -> int:
 NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # and views move no data
 
 
-class OperatorCounter(TorchDispatchMode):
+class OperatorCounter(torch.utils._python_dispatch.TorchDispatchMode):
     """Counts ATen operators inside that move data."""
 
     calls = 0
@@ -5102,13 +4855,10 @@ def memory_of_a_step(trainer: Trainer) -> float:
 
 
 def gpu_memory(device: torch.device, statistic: str = "memory_allocated") -> int:
-    """Return bytes by this statistic, with the pools that graphs keep; 0 on a CPU.
-
-    Without the workspaces of cuBLAS outside these pools, which any run may have made.
-    """
+    """Return bytes by this statistic, with the pools that graphs keep; 0 on a CPU."""
     if device.type == "cpu":
         return 0
-    torch._C._cuda_clearCublasWorkspaces()
+    torch._C._cuda_clearCublasWorkspaces()  # which any run may have made
     pools = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]
     used = getattr(torch.cuda, statistic)()
     return used + sum(s["total_size"] - s["allocated_size"] for s in pools)

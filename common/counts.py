@@ -3,7 +3,7 @@
 NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # and views move no data
 
 
-class OperatorCounter(TorchDispatchMode):
+class OperatorCounter(torch.utils._python_dispatch.TorchDispatchMode):
     """Counts ATen operators inside that move data."""
 
     calls = 0
@@ -72,13 +72,10 @@ def memory_of_a_step(trainer: Trainer) -> float:
 
 
 def gpu_memory(device: torch.device, statistic: str = "memory_allocated") -> int:
-    """Return bytes by this statistic, with the pools that graphs keep; 0 on a CPU.
-
-    Without the workspaces of cuBLAS outside these pools, which any run may have made.
-    """
+    """Return bytes by this statistic, with the pools that graphs keep; 0 on a CPU."""
     if device.type == "cpu":
         return 0
-    torch._C._cuda_clearCublasWorkspaces()
+    torch._C._cuda_clearCublasWorkspaces()  # which any run may have made
     pools = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]
     used = getattr(torch.cuda, statistic)()
     return used + sum(s["total_size"] - s["allocated_size"] for s in pools)

@@ -20,21 +20,15 @@ class ProteinBatches:
     """
 
     def __init__(
-        self,
-        proteins: list[Protein],
-        args: argparse.Namespace,
-        device: torch.device,
-        seed: int,
-    ):
-        self.proteins, self.device = proteins, device
-        self.batch_size, self.num_seqs, self.seq_len = args.batch_size, args.num_seqs, args.seq_len
-        crop = (args.num_seqs, args.seq_len)
+        self, proteins: list[Protein], args: argparse.Namespace, device: torch.device, seed: int
+    ):  # fmt: skip
+        self.proteins, self.batch_size, self.device = proteins, args.batch_size, device
+        self.num_seqs, self.seq_len = crop = args.num_seqs, args.seq_len
         self.padded = any((np.array(p.tokens.shape) < crop).any() for p in proteins)
         self.rng = np.random.default_rng(seed)
-        self.source = {}
-        if args.msa:
-            observed = np.concatenate([protein.observed for protein in proteins])
-            self.source = {"residues": len(observed), "observed": int(observed.sum())}
+        observed = np.concatenate([protein.observed for protein in proteins])
+        residues = {"residues": len(observed), "observed": int(observed.sum())}
+        self.source = residues if args.msa else {}
 
     def next_batch(self) -> dict[str, Tensor]:
         chosen = self.rng.integers(len(self.proteins), size=self.batch_size)
@@ -44,13 +38,8 @@ class ProteinBatches:
         masked = torch.from_numpy(self.rng.random(true_tokens.shape, dtype=np.float32) < 0.15)
         masked &= sequences[:, :, None] & residues[:, None]
         masked[:, 0, 0] = True  # so that there is always something to predict
-        batch = {
-            "tokens": torch.where(masked, MASK, true_tokens),
-            "true_tokens": true_tokens,
-            "masked": masked,
-            "coords": coords,
-            "observed": observed,
-        }
+        batch = {"tokens": torch.where(masked, MASK, true_tokens), "true_tokens": true_tokens}
+        batch |= {"masked": masked, "coords": coords, "observed": observed}
         if self.padded:
             batch |= {"sequences": sequences, "residues": residues}
         return {name: value.to(self.device) for name, value in batch.items()}
@@ -82,14 +71,10 @@ STEP_LENGTH = 3.8  # Angstrom between the C-alpha atoms of successive residues
 
 
 def synthetic_chains(kinds: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Build chains of residues of the given kinds [P, N] -> coordinates [P, N, 3].
-
-    Each residue is placed after the last three.
-    """
+    """Place residues of these kinds [P, N], each after the last three -> coordinates [P, N, 3]."""
     geometry = np.deg2rad(GEOMETRY[kinds]).transpose(2, 0, 1)
-    angle_mean, angle_spread, torsion_mean, torsion_spread = geometry
-    angle = angle_mean + angle_spread * rng.uniform(-1, 1, kinds.shape)
-    torsion = torsion_mean + torsion_spread * rng.uniform(-1, 1, kinds.shape)
+    mean, spread = geometry[::2], geometry[1::2]
+    angle, torsion = mean + spread * rng.uniform(-1, 1, mean.shape)
     coords = np.zeros((*kinds.shape, 3))
     # The last two steps, of unit length.
     before, last = np.array([[0.0, 1, 0], [1, 0, 0]])[:, None].repeat(len(kinds), 1)
@@ -104,37 +89,28 @@ def synthetic_chains(kinds: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def contact_partners(coords: np.ndarray) -> np.ndarray:
-    """Find for each residue [N] the one it touches, or itself.
-
-    Two that touch are nearest to each other, under 8 Angstrom, and 3 or more apart in the chain.
-    """
+    """Find for each residue [N] its nearest one, if that is mutual and < 8 Angstrom, or itself."""
     index = np.arange(len(coords))
     distance = np.linalg.norm(coords[:, None] - coords, axis=-1)
-    distance[np.abs(index[:, None] - index) < 3] = np.inf
+    distance[np.abs(index[:, None] - index) < 3] = np.inf  # neighbours in the chain
     nearest = distance.argmin(1)
     return np.where((nearest[nearest] == index) & (distance.min(1) < 8), nearest, index)
 
 
 def synthetic_proteins(count: int, depth: int, length: int, seed: int) -> list[Protein]:
-    """Make proteins with helices, strands and loops.
-
-    In their families residues that touch mutate together.
-    """
+    """Make proteins with helices, strands and loops; residues that touch mutate together."""
     rng = np.random.default_rng(seed)
     kinds = rng.integers(3, size=(count, length))
-    # So that a stretch of one kind is 15 residues long on average.
-    stays = rng.random((count, length)) < 0.9
+    stays = rng.random((count, length)) < 0.9  # a stretch has 15 residues on average
     for i in range(1, length):
         kinds[:, i] = np.where(stays[:, i], kinds[:, i - 1], kinds[:, i])
     proteins = []
     for kind, coords in zip(kinds, synthetic_chains(kinds, rng), strict=True):
-        partner = contact_partners(coords)
-        shape = (depth, length)
-        choices = RESIDUES.shape[1]
-        # 0: the residue stays what it is.
+        shape, choices = (depth, length), RESIDUES.shape[1]
         mutation = rng.integers(1, choices, shape) * (rng.random(shape) < 0.3)
-        mutation = mutation[:, np.minimum(np.arange(length), partner)]  # partners share theirs
-        mutation[0] = 0
+        mutation[0] = 0  # a residue that stays what it is
+        partner = np.minimum(np.arange(length), contact_partners(coords))
+        mutation = mutation[:, partner]  # partners share theirs
         tokens = RESIDUES[kind, (rng.integers(choices, size=length) + mutation) % choices]
         tokens[1:][rng.random((depth - 1, length)) < 0.03] = GAP
         observed = np.ones(length, dtype=bool)
@@ -144,27 +120,24 @@ def synthetic_proteins(count: int, depth: int, length: int, seed: int) -> list[P
 
 def prepared_protein(path: Path) -> Protein:
     """Read a protein that examples/proteins.py has prepared."""
-    if path.exists() and not path.is_file():
-        fail(f"--msa {path}: not a regular file")
+    if not path.is_file():
+        fail(f"--msa {path}: no such file, nor a folder with .npz")
     try:
         with np.load(path, allow_pickle=False) as file:
             tokens, coords, observed = (file[name] for name in ("tokens", "coords", "observed"))
-    except FileNotFoundError as error:
-        fail(f"--msa {path}: {error.strerror}")
     except Exception:  # damage has many names
         hint = "an alignment needs --structure with it"
         fail(f"--msa {path}: not a .npz that examples/proteins.py prepared; {hint}")
     length = tokens.shape[-1] if tokens.ndim == 2 else 0
-    if tokens.dtype.kind not in "iu" or not len(tokens) or length < 2:
-        fail(f"--msa {path}: tokens must be whole numbers [depth, length]")
-    if not ((tokens >= 0) & (tokens <= GAP)).all() or (tokens[0] == GAP).any():
-        fail(f"--msa {path}: tokens must be 0 to {GAP}, and below in the query")
+    whole = tokens.dtype.kind in "iu" and len(tokens) and length > 1
+    if not whole or tokens.min() < 0 or tokens.max() > GAP or GAP in tokens[0]:
+        must = f"whole numbers [depth, length], 0 to {GAP}, and below in the query"
+        fail(f"--msa {path}: tokens must be {must}")
     if observed.dtype != bool or observed.shape != (length,) or not observed.any():
         fail(f"--msa {path}: observed must be bool [{length}], not all False")
-    if coords.dtype.kind != "f" or coords.shape != (length, 3):
-        fail(f"--msa {path}: coords must be floats [{length}, 3]")
-    if not np.isfinite(coords[observed]).all():
-        fail(f"--msa {path}: coords of observed residues must be finite")
+    floats = coords.dtype.kind == "f" and coords.shape == (length, 3)
+    if not floats or not np.isfinite(coords[observed]).all():
+        fail(f"--msa {path}: coords must be floats [{length}, 3], finite where observed")
     missing = length - int(observed.sum())
     note = f"{path}: {missing} of {length} residues have no coordinates" if missing else ""
     coords = np.where(observed[:, None], coords, 0).astype(np.float32)
@@ -174,8 +147,7 @@ def prepared_protein(path: Path) -> Protein:
 def read_proteins(args: argparse.Namespace) -> list[Protein]:
     """Read the proteins of --msa and --structure, or prepared ones of --msa alone."""
     if not args.structure:
-        found = [sorted(p.glob("*.npz")) or [p] for p in args.msa]
-        return [prepared_protein(path) for path in itertools.chain(*found)]
+        return [prepared_protein(p) for msa in args.msa for p in sorted(msa.glob("*.npz")) or [msa]]
     reader = beside("examples.proteins", "--structure")
     try:
         found = reader.read_proteins(args.msa, args.structure)
@@ -185,11 +157,9 @@ def read_proteins(args: argparse.Namespace) -> list[Protein]:
 
 
 def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> ProteinBatches:
-    """Make the source of training batches.
-
-    They are crops of the proteins of --msa and --structure, or of 64 synthetic ones.
-    """
+    """Make the source of training batches: proteins of --msa, or 64 synthetic ones."""
     if args.msa:
-        return ProteinBatches(read_proteins(args), args, device, seed)
-    proteins = synthetic_proteins(64, args.num_seqs, args.seq_len, seed)
+        proteins = read_proteins(args)
+    else:
+        proteins = synthetic_proteins(64, args.num_seqs, args.seq_len, seed)
     return ProteinBatches(proteins, args, device, seed)

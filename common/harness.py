@@ -6,6 +6,7 @@
 SCRIPT = Path(__file__).stem
 # What runs in place of training: functions of these names, in modules beside this script.
 MODES = {"compare_fusion": "lab.modes", "verify_accuracy": "lab.modes"}
+FORECAST = Path(__file__).resolve().parent / "lab" / "forecast.py"  # of the time on a CPU
 PHASES = ("data", "forward", "backward", "optimizer")
 GRAPH_PHASES = ("data", "graph")  # with --enable-cuda-graph
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
@@ -65,9 +66,6 @@ def progress(text: str = "") -> None:
         print(f"\r{text[:width]}\033[K", end="", flush=True)
     elif text:
         print(text, flush=True)
-
-
-# The command line
 
 
 def at_least(low: int) -> Callable[[str], int]:
@@ -222,15 +220,11 @@ def all_off(args: argparse.Namespace, **changes) -> argparse.Namespace:
     return argparse.Namespace(**{**vars(args), **off, **changes})
 
 
-# One training step
-
-
 class Trainer:
     """Model, optimizer and data, and their training step."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device):
-        self.args = args
-        self.device = device
+        self.args, self.device = args, device
         self.gpu = device.type == "cuda"
         self.synchronize = torch.cuda.synchronize if self.gpu else lambda: None
         dtype = getattr(torch, args.amp_dtype)
@@ -247,11 +241,9 @@ class Trainer:
         self.average = getattr(self.optimizer, "average_gradients", None)  # in place of DDP
         if WORLD_SIZE > 1 and not self.average:
             with torch.cuda.stream(self.stream):  # where autograd adds gradients up
-                self.forward = nn.parallel.DistributedDataParallel(
-                    self.forward, broadcast_buffers=False, gradient_as_bucket_view=True
-                )
-        self.graph = None
-        self.phases = PHASES
+                options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+                self.forward = nn.parallel.DistributedDataParallel(self.forward, **options)
+        self.graph, self.phases = None, PHASES
         self.marks = []  # moments: a first one, and after each phase
         self.named = contextlib.nullcontext  # ranges of phases for a profiler
 
@@ -356,9 +348,6 @@ class Trainer:
             return profile, json.loads(path.read_text())
 
 
-# A run
-
-
 @dataclass(frozen=True)
 class Turn:
     """Steps in a row, the device idle before and after."""
@@ -397,8 +386,7 @@ class Run:
     """A run: arguments, trainer, results so far."""
 
     def __init__(self, args: argparse.Namespace, title: str = ""):
-        self.args = args
-        self.title = title
+        self.args, self.title = args, title
         self.device = prepare(args)
         self.model: dict = {"config": {}, "data": {}}
         self.turns: list[Turn] = []
@@ -411,22 +399,23 @@ class Run:
     def start(self) -> None:
         """Build the trainer, say what it is, warm up."""
         args, before = self.args, gpu_memory(self.device)
-        self.trainer = Trainer(args, self.device)
+        self.trainer = trainer = Trainer(args, self.device)
         self.model = {
-            "config": asdict(self.trainer.model.config),
-            "parameters": sum(p.numel() for p in self.trainer.model.parameters()),
-            "data": self.trainer.batches.source,
+            "config": asdict(trainer.model.config),
+            "parameters": sum(p.numel() for p in trainer.model.parameters()),
+            "data": trainer.batches.source,
         }
         progress()
         print(self.headline(), flush=True)
         if args.torch_compile:
             progress("compiling in the first step; this can take minutes")
-        elif not (self.trainer.gpu or args.under_profiler):
-            self.forecast(args.warmup_steps + args.num_steps)
+        elif not (trainer.gpu or args.under_profiler) and FORECAST.exists():
+            steps = args.warmup_steps + args.num_steps
+            beside("lab.forecast", "a CPU").forecast(sys.modules[__name__], trainer, steps)
         self.plan(args.warmup_steps, "warm-up step")
         self.take(args.warmup_steps - args.cuda_graph)
         if args.cuda_graph:
-            self.trainer.capture()
+            trainer.capture()
             self.take(1)
         gc.collect()  # compiling leaves cycles that keep tensors
         self.held = gpu_memory(self.device) - before
@@ -445,29 +434,6 @@ class Run:
         fused = ", ".join(on or ["nothing fused"]).replace("_", "-")
         model = f"{self.model['parameters']:,} parameters, batch_size {args.batch_size}, {sizes}"
         return f"{SCRIPT} on {device}: {model}; {precision}; {fused}"
-
-    def forecast(self, steps: int) -> None:
-        """Say how long steps take on a CPU if it is long, by the first layer for one sample."""
-        if TRITON_FUSIONS:
-            progress("measuring one layer, for how long the steps will take")
-        model, times = self.trainer.model, []
-        layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
-        batch = make_batches(self.args, self.device, self.args.seed).next_batch()
-
-        def stop(*_: object) -> NoReturn:
-            raise EOFError
-
-        hook = layers[0].register_forward_hook(stop)
-        while len(times) < 2 and sum(times) < 5:  # the first time does more
-            started = time.perf_counter()
-            with contextlib.suppress(EOFError), torch.no_grad(), self.trainer.autocast():
-                model(**{name: value[:1] for name, value in batch.items()})
-            times.append(time.perf_counter() - started)
-        hook.remove()
-        samples = steps * self.args.batch_size // WORLD_SIZE
-        whole = round(3 * times[-1] * len(layers) * samples)  # the backward pass takes twice that
-        if whole > 10:
-            progress(f"the steps will take about {timedelta(seconds=whole)} on this CPU")
 
     def plan(self, steps: int, label: str) -> None:
         """Reset the progress counter for `steps` steps."""
@@ -531,10 +497,7 @@ class Run:
             progress(text + (f"  {timedelta(seconds=math.ceil(left))} left" if left else ""))
 
     def count(self, off: int | None = None) -> None:
-        """Count in extra steps what the measured ones did, and profile as flags ask.
-
-        `off` is the number of kernels with all fusions off, where it is known.
-        """
+        """Count in extra steps, and profile as flags ask; `off`: kernels with all off, if known."""
         prepare(self.args)
         trainer, args = self.trainer, self.args
         if trainer.gpu or not args.torch_compile:  # a loop compiled for a CPU is no operator
@@ -604,10 +567,7 @@ class Run:
 
 @contextlib.contextmanager
 def recorded(*runs: Run) -> Iterator[None]:
-    """Write the results of runs into their JSON files, however the block ends.
-
-    An error that the user can mend goes no further than that, any other is raised again.
-    """
+    """Write results, however the block ends; an error that the user can mend ends here, too."""
     directory, end = runs[-1].args.profile_dir, (runs[0].status, runs[0].error)
     for run in runs:
         run.write()  # for a run that is killed

@@ -4,20 +4,17 @@ OVERRIDES: dict[str, dict[str, int]] = {}  # what --blocks replaces, for this ru
 
 def read_blocks(text: str) -> str:
     """Check "kernel:NAME=number,..." of --blocks, and return it (an argparse type)."""
-    kernel, _, settings = text.partition(":")
-    pairs = [pair.partition("=")[::2] for pair in settings.split(",")]
+    wrong, (kernel, _, settings) = argparse.ArgumentTypeError, text.partition(":")
     kernels = [name for name in BLOCKS if " " not in name]
     if kernel not in kernels:
-        raise argparse.ArgumentTypeError(f"no kernel {kernel!r}; there are {', '.join(kernels)}")
+        raise wrong(f"no kernel {kernel!r}; there are {', '.join(kernels)}")
     names = block_sizes(BLOCKS[kernel])
-    if wrong := [name for name, _ in pairs if name not in {"num_stages", *names}]:
-        message = f"{kernel} has no {wrong[0]!r}; it has {', '.join(names)}"
-        raise argparse.ArgumentTypeError(message)
-    for name, value in pairs:
+    for name, _, value in (pair.partition("=") for pair in settings.split(",")):
+        if name not in {"num_stages", *names}:
+            raise wrong(f"{kernel} has no {name!r}; it has {', '.join(names)}")
         low = 16 if name.startswith("BLOCK") else 1
         if not value.isdecimal() or int(value).bit_count() != 1 or int(value) < low:
-            message = f"{kernel}: {name}={value} is not a power of two from {low}"
-            raise argparse.ArgumentTypeError(message)
+            raise wrong(f"{kernel}: {name}={value} is not a power of two from {low}")
     return text
 
 
@@ -28,10 +25,10 @@ def block_sizes(settings: str) -> dict[str, int]:
     return {name: int(value) for name, value in pairs}
 
 
-def use_blocks(text: str) -> None:
-    """Use ModelConfig.blocks, which --blocks fills, in this process; of a size the last one."""
+def use_settings(args: argparse.Namespace) -> None:
+    """Apply this run's process-wide settings: the block sizes of --blocks, of each the last one."""
     OVERRIDES.clear()
-    for part in text.split() if text != ModelConfig.blocks else ():
+    for part in args.blocks.split() if args.blocks != ModelConfig.blocks else ():
         kernel, _, settings = part.partition(":")
         OVERRIDES[kernel] = OVERRIDES.get(kernel, {}) | block_sizes(settings)
 
@@ -49,10 +46,7 @@ def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """Return how Triton multiplies float32 matrices; other types have no choice.
-
-    TF32 exists on NVIDIA's GPUs only.
-    """
+    """Return how Triton multiplies float32 matrices; TF32 exists on NVIDIA's GPUs only."""
     if BACKEND != "cuda" or dtype != torch.float32:
         return "ieee"
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
@@ -128,14 +122,6 @@ def row_launch(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, di
         most = max(chosen["PROGRAMS"], triton.cdiv(programs, 16))
         programs = chosen["PROGRAMS"] = min(programs, most)
     return rows, programs, {"C": dim, "BLOCK_C": width, "ROWS": tile_rows, **chosen}
-
-
-def shared_memory() -> int:
-    """Return the bytes of shared memory, AMD's LDS, that a program can have on this GPU."""
-    if INTERPRETED or not torch.cuda.device_count():
-        return 2**31
-    utils, device = triton.runtime.driver.active.utils, torch.cuda.current_device()
-    return utils.get_device_properties(device)["max_shared_mem"]  # as Triton asks at a launch
 
 
 def leave_to_pytorch(args: argparse.Namespace, reasons: dict[str, str]) -> None:

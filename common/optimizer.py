@@ -170,12 +170,6 @@ class SideStreams:
             if self.active:
                 self.record(buffer, self.stream(2))
 
-    def begin_updates(self, after_main: bool) -> None:
-        """Let the current stream wait for the start of this step, or for the main stream so far."""
-        if self.active:
-            begun = self.main.record_event() if after_main else self.begun
-            torch.cuda.current_stream().wait_event(begun)
-
     def main_waits_for(self, number: int) -> None:
         """Let the main stream wait for a side stream."""
         if self.active:
@@ -492,7 +486,9 @@ class FusedAdamW(torch.optim.Optimizer):
         skipped = getattr(self, "found_inf", None)
         buffers = [buffer for buffer in reversed(self.gradients) if buffer.collect()]
         with torch.cuda.stream(self.side.stream(1)):
-            self.side.begin_updates(after_main=skipped is not None)
+            if self.side.active:
+                begun = self.side.begun if skipped is None else self.side.main.record_event()
+                torch.cuda.current_stream().wait_event(begun)
             advance = 1 if skipped is None else 1 - skipped
             self.steps += advance
             parameters = self.param_groups[0]["params"]
@@ -523,6 +519,5 @@ class FusedAdamW(torch.optim.Optimizer):
         constants = dict(zip(("BETA1", "BETA2"), options["betas"], strict=True))
         constants |= {"EPS": options["eps"], "DECAY": options["weight_decay"]}
         most = triton.next_power_of_2(triton.cdiv(end - begin, chosen["BLOCK"]))
-        chosen["PROGRAMS"] = min(chosen["PROGRAMS"], most)
-        grid = (chosen["PROGRAMS"],)
-        wrap_triton(adamw_kernel)[grid](*tensors, size=end - begin, **constants, **chosen)
+        programs = chosen["PROGRAMS"] = min(chosen["PROGRAMS"], most)
+        wrap_triton(adamw_kernel)[(programs,)](*tensors, size=end - begin, **constants, **chosen)

@@ -16,14 +16,12 @@ def check_environment() -> None:
     """Refuse what torchrun would not set: half of it, or what another launcher has left."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     texts = {name: os.environ[name] for name in names if name in os.environ}
-    text = ", ".join(f"{name} is {value!r}" for name, value in texts.items())
-    if any(launched(name, -1) < 0 for name in texts):
-        fail(f"not a whole number: {text}")
-    if texts and not {"RANK", "WORLD_SIZE"} <= texts.keys():
-        fail(f"RANK and WORLD_SIZE must both be set: {text}")
-    rank, size = launched("RANK"), launched("WORLD_SIZE", 1)
-    if not (rank < size >= launched("LOCAL_WORLD_SIZE", size) > launched("LOCAL_RANK")):
-        fail(f"what torchrun sets does not fit together: {text}")
+    numbers = all(launched(name, -1) >= 0 for name in {*names[:2], *texts})
+    rank, size = launched("RANK"), launched("WORLD_SIZE")
+    fit = rank < size >= launched("LOCAL_WORLD_SIZE", size) > launched("LOCAL_RANK")
+    if texts and not (numbers and fit):
+        text = ", ".join(f"{name} is {value!r}" for name, value in texts.items())
+        fail(f"RANK and WORLD_SIZE must be numbers that fit together: {text}")
 
 
 def choose_devices(args: argparse.Namespace) -> None:
@@ -87,11 +85,7 @@ def start_torchrun(processes: int, argv: list[str]) -> NoReturn:
 
 
 def answer_signals() -> None:
-    """Have SIGTERM, as from a time limit, end a run as Ctrl-C does: it keeps what was measured.
-
-    One of several processes waits for the others in C++, where Python hears no signal. So a thread
-    takes the signals, and ends a process that does not answer.
-    """
+    """Have SIGTERM, as from a time limit, end a run as Ctrl-C does: it keeps what was measured."""
 
     def interrupt(*_: object) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a process and its group may both get it
@@ -105,7 +99,7 @@ def answer_signals() -> None:
         signals.add(signal.SIGINT)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # or PyTorch's waiting would print a stack
 
-    def watch() -> None:
+    def watch() -> None:  # in C++, waiting for other processes, the main thread hears no signal
         signal.sigwait(signals)
         _thread.interrupt_main(signal.SIGTERM)
         time.sleep(1)
@@ -132,13 +126,11 @@ def join_processes(args: argparse.Namespace) -> None:
         fail(f"{WORLD_SIZE} processes cannot meet: {said}", 2 if type(error) is ValueError else 1)
     everyone = [{}] * WORLD_SIZE
     dist.all_gather_object(everyone, {"script": SCRIPT, **vars(args), "profile_dir": None})
-    for (rank, theirs), (name, value) in itertools.product(
-        enumerate(everyone), everyone[0].items()
-    ):
-        if theirs.get(name) != value:
+    for name in everyone[0]:
+        values = [theirs.get(name) for theirs in everyone]
+        if any(value != values[0] for value in values):
             if RANK:  # rank 0 says it
                 raise SystemExit(2)
-            option = f"{name.replace('_', '-')} {theirs.get(name)}"
-            fail(f"rank {rank} was started with {option}, rank 0 with {value}")
+            fail(f"the ranks were started with --{name.replace('_', '-')} {values}")
     if RANK:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends

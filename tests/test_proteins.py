@@ -429,10 +429,10 @@ def prepared(**changes: object) -> dict:
     ("changes", "fault"),
     [
         ({"coords": None}, "not a .npz that examples/proteins.py prepared"),
-        ({"tokens": np.zeros((2, 4))}, "tokens must be whole numbers"),
-        ({"tokens": np.full((2, 4), 21)}, "tokens must be 0 to 21"),
+        ({"tokens": np.zeros((2, 4))}, "tokens must be whole numbers [depth, length]"),
+        ({"tokens": np.full((2, 4), 21)}, "tokens must be whole numbers [depth, length], 0 to 21"),
         ({"coords": np.ones((4, 2))}, "coords must be floats [4, 3]"),
-        ({"coords": np.full((4, 3), np.nan)}, "coords of observed residues must be finite"),
+        ({"coords": np.full((4, 3), np.nan)}, "coords must be floats [4, 3], finite"),
         ({"observed": np.zeros(4) > 0}, "observed must be bool [4], not all False"),
     ],
 )

@@ -43,6 +43,7 @@ from conftest import (
 )
 
 from lab import records
+from lab.forecast import forecast
 
 both_models = pytest.mark.parametrize("script", [f"tiny_{model}_v2" for model in MODELS])
 QUICK_SCRIPTS = tuple(script for script in SCRIPTS if script not in TRITON)
@@ -138,16 +139,19 @@ def test_progress_shows_the_loss_of_warmup_and_measured_steps(plain: Run):
     assert after[:4] == [counts[0], "recording the memory of a step", *counts[1:]]
 
 
-def test_how_long_the_steps_of_a_cpu_take_is_said_before_them(capsys):
+def test_how_long_the_steps_of_a_cpu_take_is_said_before_them(capsys, monkeypatch):
     module = load("tiny_openfold_v2")  # which draws masks as well as proteins
-    run = module.Run(parse("tiny_openfold_v2", "--seq-len", "8"))
-    run.trainer = module.Trainer(run.args, CPU)
-    run.forecast(10_000_000)
+    trainer = module.Trainer(parse("tiny_openfold_v2", "--seq-len", "8"), CPU)
+    forecast(module, trainer, 10_000_000)
     said = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(r"the steps will take about \d.*:\d\d on this CPU", said)
-    before = [float(run.trainer.step()) for _ in range(2)]
-    other = module.Trainer(run.args, CPU)
+    before = [float(trainer.step()) for _ in range(2)]
+    other = module.Trainer(trainer.args, CPU)
     assert before == [float(other.step()) for _ in range(2)], "and nothing else changes"
+    asked = []
+    monkeypatch.setattr("lab.forecast.forecast", lambda *given: asked.append(given[2]))
+    module.Run(trainer.args).start()
+    assert asked == [trainer.args.warmup_steps + trainer.args.num_steps]
 
 
 def test_progress_on_a_terminal_is_one_line_that_is_rewritten(plain: Run, tmp_path: Path):

@@ -94,7 +94,7 @@ def measured(kernel: str, name: str, values: dict[int, dict[str, str]]) -> Itera
         )
     function = getattr(v3, kernel)
     for value, columns in values.items():
-        v3.use_blocks(f"{kernel}:{name}={value}")
+        v3.use_settings(argparse.Namespace(blocks=f"{kernel}:{name}={value}"))
         try:
             results = function(*inputs)
             results = (results,) if isinstance(results, torch.Tensor) else results
