@@ -1561,10 +1561,11 @@ class GatedAttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        (qkvg, _, bias, out, log_sum_exp), columns = ctx.saved_tensors, ctx.columns
+        saved, columns = ctx.saved_tensors, ctx.columns  # with checkpoints they are read once
+        qkvg, _, bias, out, log_sum_exp = saved
         samples, rows, length, heads, dim = attention_sizes(qkvg, columns)
         heads_of_all, grad_bias, grad_qkvg = heads * samples, None, torch.empty_like(qkvg)
-        inputs, needs_bias = (grad_out.contiguous(), *ctx.saved_tensors), ctx.needs_input_grad[2]
+        inputs, needs_bias = (grad_out.contiguous(), *saved), ctx.needs_input_grad[2]
 
         def new_sums(*shape: int) -> Tensor:
             return qkvg.new_empty(shape, dtype=torch.float32)
