@@ -63,10 +63,10 @@ def needs_fresh_process(argv: list[str], server: dict[str, str]) -> bool:
         return True
     with open(words[0], "rb") as file:  # Triton is imported already, with another setting
         text = file.read()
-    interpreted = server.get("TRITON_INTERPRET") == "1"
-    return b'os.environ["TRITON_INTERPRET"] =' in text or (
-        b"exercises.puzzles" in text and not interpreted
-    )
+    if re.search(rb'\["TRITON_INTERPRET"\] = "0"(?! if)', text):
+        return True
+    chooses = b'["TRITON_INTERPRET"] =' in text or b"exercises.puzzles" in text
+    return chooses and server.get("TRITON_INTERPRET") != "1"
 
 
 def ask(directory: str, argv: list[str]) -> int:
