@@ -5,11 +5,9 @@ would save: of a version script, or of a model of your own.
 Every operator of a step is recorded with the memory that it reads and writes, and the profiler
 times its kernels. Streaming operators, which do little but read and write, are joined to those that
 make what they read. A chain is then predicted to take as long as a copy of the bytes that must
-still cross memory. Copies, a matrix product and the least time of a kernel are measured in the same
-run. Matrix products keep their time, as do operators that are not understood, which are named.
-
-The lines are those outside of PyTorch that call the operators. Those of a backward pass are the
-lines of the forward pass that it belongs to.
+still cross memory; rates are measured in the same run. Matrix products keep their time, as do
+operators that are not understood, which are named. Lines are those outside of PyTorch that call the
+operators, in a backward pass those of its forward pass.
 
 --model FILE.py:FUNCTION names a function without arguments. It returns (model, batch), and
 model(**batch) is the loss, a scalar or with a .loss: the step is forward, backward and AdamW. Or it
@@ -106,7 +104,6 @@ def examine(args: argparse.Namespace, argv: Sequence[str]) -> dict:
     else:
         step, recorded = count(build)
     found = Finding(recorded, rates)
-    keys = ("us", "bytes", "kernels")
     result = {
         "schema_version": 1,
         "name": step.name,
@@ -115,7 +112,7 @@ def examine(args: argparse.Namespace, argv: Sequence[str]) -> dict:
         "rates": rates and asdict(rates),
         "operators": len({operator.call for operator in recorded.operators}),
         "flop": sum(operator.flop for operator in recorded.operators),
-        "levels": {k: dict(zip(keys, v, strict=True)) for k, v in found.levels.items()},
+        "levels": found.levels,
         "untouched_us": rates and sum(g.now("us") for g in found.groups if g.kind != "stream"),
         "chains": found.rows(),
         "not_understood": found.unknown(),
@@ -144,12 +141,13 @@ def add_versions(result: dict, script: Path, argv: Sequence[str]) -> None:
         left = {(row["chain"], row["pass"]): row["places"] for row in found.rows()}
         for row in result["chains"]:
             row[f"V{number}"] = left.get((row["chain"], row["pass"]), 0)
-        _, moved, kernels = found.levels["now"]
-        result["versions"][f"V{number}"] = {"bytes": moved, "kernels": kernels}
+        result["versions"][f"V{number}"] = found.levels["now"]
 
 
 def report(result: dict, top: int) -> str:
     """What a person reads."""
+    from lab.fusions.groups import LEVELS
+
     levels, rates, rows = result["levels"], result["rates"], result["chains"]
     now = levels["now"]["us"]
     where = "nothing was run" if rates is None else f"measured on {rates['device_name']}"
@@ -177,8 +175,8 @@ def report(result: dict, top: int) -> str:
     if rows:
         lines += [render(columns[0 if rates else 3 :], rows[:top], "text")]
         lines += [f"and {len(rows) - top} more (--top {len(rows)})"] * (len(rows) > top)
-    whole = [{"what": text, **levels[level]} for level, text in words_of_levels().items()]
-    whole += [{"what": f"{k} now", "us": None, **v} for k, v in result.get("versions", {}).items()]
+    whole = [{"what": text, **levels[level]} for level, text in LEVELS.items()]
+    whole += [{"what": f"{k} now", **v} for k, v in result.get("versions", {}).items()]
     columns = [
         Column("", "what"),
         Column("ms", part("us", 1e3), ".3f"),
@@ -199,9 +197,11 @@ def report(result: dict, top: int) -> str:
         lines += [f"Not understood: {len(unwritten)} {what} is {unwritten[0]}"]
     if check := result.get("check"):
         fused = levels["chains"]["us"]
-        pairs = ("ms now, as a graph", now / 1e3, check["now_ms"]), (
-            "ms fused, compiled by inductor", fused / 1e3, check["compiled_ms"]
-        ), ("speed-up", now / fused, check["speedup"])  # fmt: skip
+        pairs = (
+            ("ms now, as a graph", now / 1e3, check["now_ms"]),
+            ("ms fused, compiled by inductor", fused / 1e3, check["compiled_ms"]),
+            ("speed-up", now / fused, check["speedup"]),
+        )
         columns = [
             Column("", lambda row: row[0]),
             Column("predicted (a)", lambda row: row[1], ".3f"),
@@ -210,13 +210,6 @@ def report(result: dict, top: int) -> str:
         ]
         lines += ["", render(columns, pairs, "text")]
     return "\n".join(lines)
-
-
-def words_of_levels() -> dict[str, str]:
-    """The levels of fusion in words; they are where torch is needed."""
-    from lab.fusions.groups import LEVELS
-
-    return LEVELS
 
 
 def draw(path: Path, result: dict, top: int) -> None:

@@ -129,12 +129,16 @@ def profiled_seconds(step: steps.Step) -> float:
 def summary(recorded: Recorded, rates: Rates | None, in_v3: tuple) -> dict:
     """The whole step by level of fusion, as V3 fuses it, and its best chains."""
     found = Finding(recorded, rates)
-    us, moved, launched = ({k: v[i] for k, v in found.levels.items()} for i in range(3))
+    levels = dict(found.levels)
     if in_v3:
-        us["V3"], moved["V3"], launched["V3"] = Finding(recorded, rates, in_v3).levels[in_v3[-1]]
-    result = {"moved": moved, "launched": launched, "chains": found.rows()[:BEST]}
+        levels["V3"] = Finding(recorded, rates, in_v3).levels[in_v3[-1]]
+    result = {
+        "moved": {level: sums["bytes"] for level, sums in levels.items()},
+        "launched": {level: sums["kernels"] for level, sums in levels.items()},
+        "chains": found.rows()[:BEST],
+    }
     if rates:
-        result["predicted_ms"] = {level: value / 1e3 for level, value in us.items()}
+        result["predicted_ms"] = {level: sums["us"] / 1e3 for level, sums in levels.items()}
     return result
 
 

@@ -212,12 +212,14 @@ class Finding:
                 or (unseen and key not in taken)  # somebody must read it
             }
         self.remake()
-        self.levels: dict[str, tuple[float | None, int, int]] = {}
+        self.levels: dict[str, dict] = {}
         for level in levels:
             getattr(self, level)()
-            us = sum(group.us for group in self.groups) if rates else None
-            moved = sum(group.moved for group in self.groups)
-            self.levels[level] = us, moved, sum(group.launches for group in self.groups)
+            self.levels[level] = {
+                "us": sum(group.us for group in self.groups) if rates else None,
+                "bytes": sum(group.moved for group in self.groups),
+                "kernels": sum(group.launches for group in self.groups),
+            }
 
     def memory_of(self, number: int, group: Group) -> None:
         """What a group reads from memory and what it makes. What is written in part is what was
