@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SCRIPTS, assert_refused, call, forking_python, load
+from conftest import ROOT, assert_refused, call, forking_python
 
 from tools import run_sheet, tables
 from tools.run_sheet import parse_sheet
@@ -176,26 +176,6 @@ def test_files_that_pages_and_comments_name_are_there():
                 missing[file, name] = {name, str(Path(file).parent / name)}
     written = ignored(path for places in missing.values() for path in places)
     assert not [where for where, places in missing.items() if not places & written]
-
-
-# What the commands of the workshop's other editions write, and of ROCm's tools called by hand.
-WRITTEN = """fusion_analysis/ flash_attention_seq128/ complete_rocm_analysis/ complete_analysis/
-optimization_analysis/ fusion_comparison_report.md fused_performance.log pytorch_profiles_v2/
-rocprofv3_results_baseline/ rocprof_sys_results/ rocprof_compute_results/ workloads/ stats.txt
-dispatch_1538.txt node7/1234_kernel_stats.csv rocprofsys-python3-output/ rocprof-sys-output/
-exercises/results/baseline/ exercises/tiny_llama_v4/traces/ exercises/tiny_llama_v4/kernel_stats.csv
-exercises/performance_debugging/results/"""
-
-
-def test_what_commands_write_is_no_change_to_git():
-    options = re.compile(r"(?:--profile-dir|--output-dir|--output|--csv|--save) +(?:\./)?([\w/.]+)")
-    names = set(WRITTEN.split())
-    for page in tracked("README.md", "docs/*.md", "setup/*.md"):
-        blocks = re.findall(r"(?ms)^```bash$(.*?)^```$", (ROOT / page).read_text())
-        names |= {name for block in blocks for name in options.findall(block)}
-    places = {name: {name, f"{name.rstrip('/')}/"} for name in names}  # a file, or a folder
-    written = ignored(path for either in places.values() for path in either)
-    assert not [name for name, either in places.items() if not either & written]
 
 
 # --- tools/run_sheet.py
@@ -390,14 +370,6 @@ def test_an_interrupt_ends_all_that_was_started(tmp_path: Path, number: int, arg
 
 
 # --- tools/small_runs.py
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_small_runs_are_small(script: str):
-    args = vars(load(script).parse_args(shrink([f"../{script}.py", "--seed", "3"])[1:]))
-    width, depth = ("hidden_dim", "num_layers") if "llama" in script else ("pair_dim", "num_blocks")
-    assert (args["num_steps"], args["warmup_steps"], args["seed"], args[depth]) == (1, 1, 3, 1)
-    assert args["seq_len"] <= 14 and args[width] <= 64
 
 
 @pytest.mark.parametrize("flag", ["--seq-len", "--batch-size"])

@@ -146,14 +146,10 @@ def test_all_stages_one_of_which_fails(tmp_path: Path):
         command = [str(word) for word in (program, *argv)]
         return subprocess.run(command, capture_output=True, text=True, env=environment)
 
-    for argv in (
-        ["--result-dir", results, "--num-stpes", "2"],
-        [f"--result-dir={results}", "--num-steps", "0"],
-    ):
-        done = run(*argv)
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-        assert "--num-st" in done.stderr
-        assert sorted(results.rglob("*.*")) == [own, earlier]
+    done = run("--result-dir", results, "--num-stpes", "2")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert "--num-stpes" in done.stderr
+    assert sorted(results.rglob("*.*")) == [own, earlier]
     second = folder / path_of(2).name
     second.write_text(second.read_text().replace("if __name__", "raise MemoryError\nif __name__"))
     smaller = "--hidden-dim 16 --num-heads 1 --intermediate-dim 16 --vocab-size 20 --seq-len 2"

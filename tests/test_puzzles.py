@@ -84,11 +84,9 @@ OUTSIDE, ODD = "out of bounds", "wrong at odd sizes only"
 FAULTS = [
     (1, "OUT + at", "OUT + at + 1", f"writes {OUTSIDE}", "line 11: program 1 goes to out + 16"),
     (1, "X + at", "X + at - 1", f"reads {OUTSIDE}", "line 11: program 0 goes to x - 1, but x [16]"),
-    (2, "inside = at < n", "inside = at <= n", f"writes {OUTSIDE}", "the mask is true there"),
     (2, "OUT + at", "X + at", "writes to an input", "line 14: x is only to be read"),
     (3, ", other=0.0", "", "mask", "line 11 loads without `other`"),
     (5, "/ C + eps", "/ BLOCK + eps", ODD, "right with rows = 4, C = 16: out[0, 0]"),
-    (5, "other=0.0).to(tl.float32)", "other=0.0)", "dtype, right in float32", "out[0, 0]"),
     (8, "tl.dot(a, b, total)", "tl.dot(a, b, total).to(tl.float16)", "dtype, the errors", "c[0, "),
     (2, "inside = at < n", "inside = at < n - 1", "never written", "out[15], 1 of 16 elements"),
     (6, "PARTS + program * C", "PARTS", "race", "program 1 writes parts[0, 0], and so did"),
@@ -168,9 +166,9 @@ def test_an_output_is_not_right_by_what_lay_in_its_memory(swiglu, monkeypatch):
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-@pytest.mark.parametrize("line", ["grad * gate * s", "(s + gate * s * (1 - s))"])
-def test_a_wrong_gradient_is_noticed(swiglu, checker, line, tmp_path):
+def test_a_wrong_gradient_is_noticed(swiglu, checker, tmp_path):
     text = checker.solution_of(swiglu.swiglu_backward.PUZZLE).read_text()
+    line = "(s + gate * s * (1 - s))"
     assert line in text
     (tmp_path / "wrong.py").write_text(text.replace(line, "s"))
     checker.use_kernels_of(swiglu.swiglu_backward.PUZZLE, tmp_path / "wrong.py")
