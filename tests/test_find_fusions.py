@@ -24,7 +24,7 @@ from lab.fusions.rates import Rates
 from lab.fusions.record import Recorder
 from lab.fusions.step import Step, attribute, count, from_model, record
 
-RATES = Rates("a GPU", 2500.0, 1.0, 0.3, 700.0, [300.0, 200.0])
+RATES = Rates("a GPU", 2500.0, 1.0, 0.3, 700.0)
 N, D = 64, 32  # rows, and numbers in a row
 ROW = 4 * N * D  # bytes of a float32 tensor of that size
 

@@ -16,6 +16,7 @@ MOVED = 2  # times that an element goes elsewhere, before it must lie in memory
 MIXED = 2**22  # elements from which a compiler sums rows and columns in one kernel
 LONGEST = 4096  # a row that the registers of a block hold
 RAGGED = 1.5  # how much longer rows take that no vector load fits, of elements of two bytes
+ATTENTION = 0.5  # of the rate of a large product, which one kernel reaches on an H100
 LEVELS = {
     "now": "the step now",
     "chains": "(a) chains of streaming operators, each as one kernel",
@@ -131,15 +132,8 @@ class Joiner:
             made |= {use.key: (moves, use.bytes, operator.closed) for use in operator.writes}
         return not self.between(a, b)
 
-    def join(self, i: int, j: int) -> None:
-        """Make one group of those of two operators if they fit."""
-        a, b = self.root[i], self.root[j]
-        if a != b and self.fits(a, b):
-            self.merge(a, b)
-
     def merge(self, a: int, b: int) -> None:
-        """Make these groups one."""
-        a, b = sorted((self.root[a], self.root[b]))
+        """Make these groups one; `a` is the earlier one."""
         self.mask[a] |= self.mask[b]
         self.members[a] = sorted(self.members[a] + self.members.pop(b))
         for i in self.members[a]:
@@ -153,14 +147,19 @@ class Joiner:
     def groups(self) -> list[Group]:
         """Join each operator to those that make what it reads; then such as read the same and go
         over as many elements."""
-        for i, operator in enumerate(self.operators):
-            for use in operator.reads:
-                if use.key in self.writer and use.key not in operator.source:
-                    self.join(i, self.writer[use.key])
+        pairs = [
+            (i, self.writer[use.key])
+            for i, operator in enumerate(self.operators)
+            for use in operator.reads
+            if use.key in self.writer and use.key not in operator.source
+        ]
+        numel = [operator.numel for operator in self.operators]
         for readers in self.readers.values():
-            for i, j in pairwise(readers):
-                if self.operators[i].numel == self.operators[j].numel:
-                    self.join(i, j)
+            pairs += [(i, j) for i, j in pairwise(readers) if numel[i] == numel[j]]
+        for i, j in pairs:
+            a, b = sorted((self.root[i], self.root[j]))
+            if a != b and self.fits(a, b):
+                self.merge(a, b)
         return [Group([self.operators[i] for i in m], root) for root, m in self.members.items()]
 
 
@@ -251,8 +250,11 @@ class Finding:
         for count, key, number in sorted(order, reverse=True):
             others = {n: self.groups[n] for n in self.users[key] - {number}}
             leaves = None if key in certain else self.leaves(self.groups[number], key)
-            if leaves is None or not others or self.too_late(leaves, others.values()):
+            if leaves is None or not others:
                 continue
+            last = max(g.members[-1].call for g in others.values())
+            if any(self.gone.get(leaf, last) < last for leaf in leaves):
+                continue  # something of it has changed in place by then
             # of a tensor of which a group takes a part, it computes that part
             extra = {
                 n: {k: c * g.reads[key] // count for k, c in leaves.items() if k not in g.reads}
@@ -268,11 +270,6 @@ class Finding:
                     for leaf in leaves:
                         self.users[leaf].add(n)
                 self.users[key] -= others.keys()
-
-    def too_late(self, keys: Iterable[Key], groups: Iterable[Group]) -> bool:
-        """Has any of this changed in place before one of these groups runs?"""
-        last = max(group.members[-1].call for group in groups)
-        return any(self.gone.get(key, last) < last for key in keys)
 
     def leaves(self, group: Group, key: Key) -> dict[Key, int] | None:
         """What of that which a group reads a tensor of it is computed from; None where it cannot be
@@ -370,10 +367,8 @@ class Finding:
         for block in blocks:
             moved, us = self.needed(block, inside), None
             if self.rates:
-                backward = self.groups[min(block)].phase == "backward"
                 flop = sum(o.flop for n in block for o in self.groups[n].members)
-                flop *= 1.25 if backward else 1
-                us = max(self.rates.us(moved), flop / self.rates.attention_tflops[backward] / 1e6)
+                us = max(self.rates.us(moved), flop / ATTENTION / self.rates.gemm_tflops / 1e6)
             self.replace(block, moved, us)
 
     def optimizer(self) -> None:

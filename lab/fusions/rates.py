@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +30,6 @@ class Rates:
     least_us: float  # of the smallest copy, in a graph
     gap_us: float  # what a kernel takes in a graph beyond what the profiler says
     gemm_tflops: float  # of a large product
-    attention_tflops: list[float]  # of scaled_dot_product_attention: forward, backward
 
     def us(self, moved: float) -> float:
         """The time of a kernel that moves so many bytes."""
@@ -44,9 +43,10 @@ def read_rates(folder: Path) -> Rates:
         raise ToolError(f"{path}: no such file; a run on a GPU writes one by --json")
     content = read_json(path)
     try:
-        rates = Rates(**(content.get("rates") or content["rows"][0]["rates"]))
-        name, copy, least, gap, gemm, (forward, backward) = astuple(rates)
-        positive = all(0 < rate < math.inf for rate in (copy, least, gemm, forward, backward))
+        found = content.get("rates") or content["rows"][0]["rates"]
+        rates = Rates(**{rate.name: found[rate.name] for rate in fields(Rates)})
+        name, copy, least, gap, gemm = astuple(rates)
+        positive = all(0 < rate < math.inf for rate in (copy, least, gemm))
         if not (isinstance(name, str) and positive and 0 <= gap < math.inf):
             raise ValueError("no rates")
     except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -65,15 +65,11 @@ def measure_rates(dtype: torch.dtype) -> Rates:
     # negated, as the driver does a copy_ in a way of its own
     small = partial(torch.neg, source[:1024], out=target[:1024])
     a, b = torch.randn(2, 8192, 8192, device="cuda").to(dtype)
-    q = torch.randn(4, 16, 2048, 64, device="cuda").to(dtype).requires_grad_()
-    attend = partial(torch.nn.functional.scaled_dot_product_attention, q, q, q)
     turns = compare_in_turns(
         {
             "copy": partial(torch.neg, source, out=target),
             "least": small,
             "product": lambda: torch.mm(a, b),
-            "forward": torch.no_grad()(attend),
-            "both": lambda: attend().sum().backward(),
         },
         turns=5,
     )
@@ -85,7 +81,4 @@ def measure_rates(dtype: torch.dtype) -> Rates:
     shown = [event.device_time_total for event in profile.events() if event.device_time_total]
     gap = max(0.0, us["least"] - statistics.median(shown)) if shown else 0.0
     gb_per_s, gemm = source.nbytes * 2 / us["copy"] / 1e3, 2 * 8192**3 / us["product"] / 1e6
-    flop = 4 * 4 * 16 * 2048**2 * 64 / 1e6  # of both products
-    attention = [flop / us["forward"], 2.5 * flop / (us["both"] - us["forward"])]
-    least = us["least"]
-    return Rates(torch.cuda.get_device_name(), gb_per_s, least, gap, gemm, attention)
+    return Rates(torch.cuda.get_device_name(), gb_per_s, us["least"], gap, gemm)
