@@ -1,4 +1,5 @@
-"""Files of other tools: what is in them, and what is wrong with them, is found by every reader.
+"""Names of kernels, and files of profilers: what is in them, and what is wrong with them, is found
+by every reader.
 
 The inputs are small and written here, in the form of the real ones. The readers were also tried on
 files that the tools themselves wrote, in public repositories (none of them is copied here):
@@ -12,12 +13,16 @@ traces of kernels, which are refused.
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 import sqlite3
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from conftest import ROOT, TRITON
 
 import run_pytorch_profiler
 from lab.cli import ToolError
@@ -70,8 +75,8 @@ def ns_of_counters(folder: Path) -> dict[str, int]:
     return found
 
 
-def event(cat: str, name: str, ts: object, dur: object, **args: object) -> dict:
-    place = {"pid": 0, "tid": 7} if cat == "kernel" else {"pid": 1, "tid": 1}
+def event(cat: str, name: str, ts: object, dur: object, tid: int = 1, **args: object) -> dict:
+    place = {"pid": 0, "tid": 7} if cat in ("kernel", "gpu_memcpy") else {"pid": 1, "tid": tid}
     return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": args, **place}
 
 
@@ -150,7 +155,84 @@ def test_a_kernel_lies_within_its_trace(tmp_path: Path):
     assert kernels.check_events(plausible, "x") == plausible
 
 
+# --- names
+
+# Real names, shortened inside their template arguments; "at::" stands for "void
+# at::native::(anonymous namespace)::".
+NAMES = {
+    "GEMM": """
+        sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize64x64x8_stage3_execute_kernel__5x_cublas
+        nvjet_sm90_tst_64x64_64x13_2x1_v_bz_NNT
+        void gemv2T_kernel_val<int, int, float, float, float, float, 128, 16, 4, 4, false>()
+        Cijk_Ailk_Bljk_SB_MT128x128x16_MI32x32x1x2_SN_1LDSB0
+        void ck::kernel_gemm_xdl_cshuffle_v1<ck::GridwiseGemm_k0mk1_k0nk1_mn_xdl>(float const*)
+        aten::baddbmm""",
+    "attention": """
+        attn_fwd.kd
+        void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, cutlass::bfloat16_t>>()
+        cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16
+        void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, false, false>()
+        at::cunn_SoftMaxForward<4, float, float, at::SoftMaxForwardEpilogue>(float*)
+        aten::_softmax_backward_data""",
+    "normalisation": """
+        at::vectorized_layer_norm_kernel<float, float, false>(int)
+        at::GammaBetaBackwardCUDAKernelTemplate<float, float, 32u>(l)
+        aten::native_layer_norm_backward""",
+    "element-wise": """
+        at::vectorized_elementwise_kernel<4, at::CUDAFunctor_add<float>, std::array<char*, 3>>(int)
+        tiny_llama_v3::rotary
+        aten::__and__""",
+    "copies": """
+        at::vectorized_elementwise_kernel<4, at::FillFunctor<float>, std::array<char*, 1ul> >()
+        at::CatArrayBatchedCopy<at::OpaqueType<4u>, unsigned int, 4, 64, 64>()
+        __amd_rocclr_fillBufferAligned.kd
+        Memcpy HtoD (Pinned -> Device)
+        aten::cat""",
+    "reductions": """
+        at::reduce_kernel<512, 1, at::ReduceOp<float, at::MeanOps<float, float, float> > >()
+        aten::mean""",
+    "optimizer": """
+        at::multi_tensor_apply_kernel<at::FusedOptimizerTensorListMetadata<4>>()
+        aten::_fused_adamw_""",
+    "generated": "triton_poi_fused__unsafe_view_mul_silu_split_9",
+    "communication": """
+        ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)
+        rcclKernel""",
+    "other": """
+        void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, true, false>()
+        at::cunn_SoftMaxForward<4, float, float, at::LogSoftMaxForwardEpilogue>(float*)
+        at::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>()
+        aten::_log_softmax_backward_data
+        aten::view""",
+}
+
+
+@pytest.mark.parametrize("kind", kernels.CATEGORIES)
+def test_category(kind: str):
+    for line in NAMES[kind].strip().splitlines():
+        name = re.sub("^at::", "void at::native::(anonymous namespace)::", line.strip())
+        assert kernels.category(name) == kind, name
+
+
+@pytest.mark.parametrize("script", TRITON)
+def test_every_triton_kernel_has_a_category(script: str):
+    """By the name of its function; losses and embeddings are something else."""
+    text = (ROOT / f"{script}.py").read_text()
+    names = re.findall(r"^@triton\.jit.*\ndef (\w+_kernel)\(", text, re.MULTILINE)
+    assert len(names) >= 10
+    assert {name for name in names if kernels.category(name) == "other"} <= {
+        *("cross_entropy_forward_kernel", "cross_entropy_backward_kernel", "mean_loss_kernel"),
+        *("head_loss_kernel", "head_loss_backward_kernel", "mean_losses_kernel"),
+        *("embedding_forward_kernel", "embedding_backward_kernel"),
+    }
+
+
 # --- numbers, tables
+
+STATISTICS = """"Name","Calls","TotalDurationNs","AverageNs","Percentage","MinNs","MaxNs","StdDev"
+"Cijk_Ailk, MT64",2,600,300.000000,60.000000,200,400,141.421356
+"copy",1,400,400.000000,4.000000e+01,400,400,0.00000000e+00
+"""
 
 
 @pytest.mark.parametrize(
@@ -165,26 +247,15 @@ def test_numbers_in_any_form(text: str, value: object):
     assert found == value if value is None or isinstance(value, int) else float(found) == value
 
 
-STATISTICS = (
-    '"Name", "Calls" ,"TotalDurationNs","AverageNs","Percentage","MinNs","MaxNs","StdDev"\r\n'
-    '"copy ""x"", y",2, "1,000",5.0E+02,100.0,400,600, 141.4 \r\n'
-)
-
-
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
 def test_a_table_as_editors_and_spreadsheets_leave_it(encoding: str, tmp_path: Path):
-    path = tmp_path / "7_kernel_stats.csv"
-    path.write_bytes(STATISTICS.encode(encoding))
-    (row,) = kernels.read_statistics(path)
-    assert (row.name, row.calls, row.total_ns, row.average_ns) == ('copy "x", y', 2, 1000, 500)
-
-
-def test_a_header_without_rows_is_a_process_without_kernels(tmp_path: Path):
-    header = STATISTICS.splitlines()[0] + "\n"
-    (tmp_path / "2_kernel_stats.csv").write_text(header)
+    """Beside it a process without kernels."""
+    (tmp_path / "2_kernel_stats.csv").write_text(STATISTICS.splitlines()[0] + "\n")
     with pytest.raises(ToolError, match="no process has launched a kernel"):
         files.statistics(tmp_path, tmp_path / "stats.csv")
-    (tmp_path / "1_kernel_stats.csv").write_text(STATISTICS)
+    header = STATISTICS.splitlines()[0].replace("Calls", " Calls ")
+    row = '"copy ""x"", y",2, "1,000",5.0E+02,100.0,400,600, 141.4 \r\n'
+    (tmp_path / "7_kernel_stats.csv").write_bytes(f"{header}\r\n{row}".encode(encoding))
     assert ns_of_rocprofv3(tmp_path) == {'copy "x", y': 1000}
 
 
@@ -199,7 +270,129 @@ def test_rounded_times_and_a_wrong_cell_are_named_with_their_row(tmp_path: Path)
     assert ns_of_counters(counters(tmp_path, [exact])) == {"b": 5001}
 
 
+def test_statistics_survive_a_file_and_have_the_header_of_rocprofv3(tmp_path: Path):
+    rows = kernels.statistics_of({'void f<int, 2>("x")': [100, 300], "b": [1000]})
+    path = tmp_path / "kernels.csv"
+    kernels.write_statistics(path, rows)
+    assert kernels.read_statistics(path) == rows
+    assert path.read_text().splitlines()[0] == STATISTICS.splitlines()[0]
+    found = asdict(rows[1])
+    assert found.pop("name") == 'void f<int, 2>("x")'
+    assert [*found.values()] == pytest.approx([2, 400, 200, 40000 / 1400, 100, 300, 20000**0.5])
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "empty"),
+        (STATISTICS.replace("Calls", "Count"), "lacks Calls"),
+        (STATISTICS[:-30], "row 3 has"),
+        (STATISTICS.replace("600", "inf"), "no number"),
+        ("\n".join(STATISTICS.splitlines()[:2]) + "\n", "add up to 60.0"),
+        (STATISTICS.replace("60.000000", "nan"), "row 2: Percentage: 'nan' is no number"),
+        (STATISTICS.replace(",400,400,0.0", ",-400,400,0.0"), "row 3: .*no kernel runs like that"),
+        (STATISTICS.replace(",400,400,0.0", ",400,18446744073709551615,0.0"), "row 3: 1 calls of"),
+    ],
+)
+def test_a_broken_statistics_file_is_one_sentence_with_its_name(
+    tmp_path: Path, content: str, words: str
+):
+    path = tmp_path / "x_kernel_stats.csv"
+    path.write_text(STATISTICS)
+    assert [row.total_ns for row in kernels.read_statistics(path)] == [600, 400]
+    path.write_text(content)
+    with pytest.raises(ToolError, match=words) as error:
+        kernels.read_statistics(path)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
 # --- traces
+
+
+def of(operator: int) -> dict[str, int]:
+    """The number of the operator that launched something."""
+    return {"External id": operator}
+
+
+# Two phases; a copy, a kernel launched by the thread of the autograd engine, and a graph of two
+# kernels.
+GPU_TRACE = [
+    event("user_annotation", "forward", 0, 100),
+    event("user_annotation", "backward", 100, 100),
+    event("user_annotation", "Optimizer.step#AdamW.step", 10, 20),
+    event("cpu_op", "aten::mm", 5, 20, **of(1)),
+    event("cpu_op", "aten::copy_", 30, 10, **of(2)),
+    event("cpu_op", "aten::mul", 110, 10, tid=2, **of(3)),
+    event("cuda_runtime", "cudaLaunchKernel", 10, 1, correlation=11),
+    event("cuda_runtime", "cudaMemcpyAsync", 35, 1, correlation=12),
+    event("cuda_driver", "cuLaunchKernelEx", 115, 1, tid=2, correlation=13),
+    event("cuda_runtime", "cudaGraphLaunch", 150, 1, correlation=14),
+    event("kernel", "Cijk_Ailk", 300, 8, correlation=11, **of(1)),
+    event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 320, 2, correlation=12, **of(2)),
+    event("kernel", "void elementwise_kernel<4>()", 330, 3, correlation=13, **of(3)),
+    event("kernel", "triton_poi_fused_0", 400, 5, correlation=14),
+    event("kernel", "triton_poi_fused_1", 410, 1.5, correlation=14),
+    event("kernel", "attn_fwd", 450, 0.5, correlation=999),  # its launch is not in the trace
+]
+
+
+def test_a_kernel_belongs_to_the_phase_that_launched_it():
+    profile = run_pytorch_profiler.analyse(GPU_TRACE, ("data", "forward", "backward", "optimizer"))
+    assert profile.unit == "kernels"
+    found = {
+        name: (part.kernels_per_step, part.copies_per_step, part.ms_per_step)
+        for name, part in profile.phases.items()
+    }
+    assert found == {"forward": (1, 1, 0.01), "backward": (3, 0, 0.0095), "outside": (1, 0, 0.0005)}
+    assert profile.categories["generated"].percent == pytest.approx(100 * 6.5 / 20)
+    assert {row.name: row.device_ns for row in profile.operators} == {
+        "aten::mm": 8000, "aten::copy_": 2000, "aten::mul": 3000,
+    }  # fmt: skip
+    with pytest.raises(ToolError, match="no ranges named graph"):  # of a step that is one graph
+        run_pytorch_profiler.analyse(GPU_TRACE, ("data", "graph"))
+
+
+def test_without_a_gpu_an_operator_counts_without_those_it_calls():
+    events = [
+        event("cpu_op", "aten::linear", 0, 10),
+        event("cpu_op", "aten::t", 1, 2),
+        event("cpu_op", "aten::transpose", 1, 2),  # starts and ends with the one that calls it
+        event("cpu_op", "aten::mm", 4, 5.5),
+        event("cpu_op", "aten::mul", 2, 3, tid=2),  # another thread
+        event("cpu_op", "aten::add", 10, 1),  # starts where the first ends
+    ]
+    found = {kernel.name: kernel.duration_ns for kernel in kernels.kernels_of(events)}
+    assert found == {
+        "aten::linear": 2500,
+        "aten::t": 0,
+        "aten::transpose": 2000,
+        "aten::mm": 5500,
+        "aten::mul": 3000,
+        "aten::add": 1000,
+    }
+
+
+def test_the_innermost_of_nested_ranges_counts():
+    ranges = [
+        kernels.Range(*r)
+        for r in (("block", 0, 10), ("mlp", 2, 4), ("attention", 5, 8), ("next", 10, 12))
+    ]
+    times = [9, 0, 3, 6, 4.5, 11, 13, None]
+    launched = [kernels.Kernel("k", 1, time, "other") for time in times]
+    names = ["block", "block", "mlp", "attention", "block", "next", None, None]
+    assert kernels.range_of_each(launched, ranges) == names
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[1]", b'{"traceEvents": [', gzip.compress(b"{" * 999, mtime=0)[:20]]
+)
+def test_a_broken_trace_is_one_line_with_its_name(tmp_path: Path, content: bytes):
+    path = tmp_path / "x_trace.json.gz"
+    path.write_bytes(content)
+    with pytest.raises(ToolError, match="not a trace") as error:
+        kernels.load_trace(path)
+    assert str(path) in str(error.value)
 
 
 def test_events_that_lack_something_are_counted(capsys):
