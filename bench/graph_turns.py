@@ -9,7 +9,6 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -29,15 +28,6 @@ PRECISIONS = {  # type of the tensors, and torch's precision of float32 products
     "fp32": (torch.float32, "highest"),
 }
 ENOUGH_MS = 50  # a graph of so long is measured well
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What a study is to measure: all its `shapes` if none is named."""
-
-    rounds: int = 15
-    precisions: Sequence[str] = ("bf16",)
-    shapes: Sequence[str] = ()
 
 
 @contextlib.contextmanager

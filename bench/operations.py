@@ -41,7 +41,6 @@ with needed():
         DEVICE,
         GPU,
         PRECISIONS,
-        Wanted,
         as_tuple,
         gradient_step,
         matmul_precision,
@@ -73,18 +72,18 @@ CAUSAL = {"S=512": (16, 512, 16, 8, 64), "S=2048": (4, 2048, 16, 8, 64)}
 ROWS = 65536  # of the tensors that move bytes
 
 
-# Studies of one operation: each builds its sides for a shape, a type of the tensors and what is
-# wanted of it. The libraries' sides, and what each of them is given, are in bench/peers.py.
+# Studies of one operation: each builds its sides for a shape and a type of the tensors. The
+# libraries' sides, and what each of them is given, are in bench/peers.py.
 
 
-def wanted_parts(study: str, wanted: Wanted) -> Iterator[Part]:
+def parts_of(study: str, args: argparse.Namespace) -> Iterator[Part]:
     """Rows of a study. Large shapes are measured in bf16 only, unless they are named."""
     shapes, sides_of = STUDIES[study]
-    for precision, name in itertools.product(wanted.precisions, shapes):
-        asked = name in wanted.shapes if wanted.shapes else precision == "bf16" or name not in LARGE
+    for precision, name in itertools.product(args.precisions, shapes):
+        asked = name in args.shapes if args.shapes else precision == "bf16" or name not in LARGE
         if asked:
             names = {"shape": name, "precision": precision}
-            yield names, partial(measure_shape, sides_of, shapes[name], precision, wanted.rounds)
+            yield names, partial(measure_shape, sides_of, shapes[name], precision, args.rounds)
 
 
 def measure_shape(sides_of: Callable, sizes: tuple, precision: str, rounds: int) -> list[dict]:
@@ -286,20 +285,18 @@ def run_study(args: argparse.Namespace) -> int:
         print(table(args.directory))
         return 0
     args.directory.mkdir(parents=True, exist_ok=True)
-    shapes = args.shapes or ()
+    args.shapes = args.shapes or ()
     known = STUDIES.get(args.what, (LLAMAS if args.what == "llama" else SHAPES,))[0]
-    if unknown := [name for name in shapes if name not in known]:
+    if unknown := [name for name in args.shapes if name not in known]:
         there = ", ".join(map(repr, known))
         raise ToolError(f"{args.what} has no shape {unknown[0]!r}; it has {there}")
-    usual = ["bf16"] if args.what in STEPS else list(PRECISIONS)
-    precisions = args.precisions or usual
-    wanted = Wanted(args.rounds, precisions, shapes)
+    args.precisions = args.precisions or (["bf16"] if args.what in STEPS else list(PRECISIONS))
     if args.what == "rows":
         measured = rows(args.rounds, ROWS)
     elif args.what in STEPS:
-        measured = STEPS[args.what](wanted)
+        measured = STEPS[args.what](args)
     else:
-        measured = wanted_parts(args.what, wanted)
+        measured = parts_of(args.what, args)
     path = args.directory / f"{args.what}.json"
     more = {"keep": args.keep, "renew": args.renew, "rounds": args.rounds}
     found = measure_study(path, list(measured), **more)

@@ -4,6 +4,7 @@ moves, and how long it is beside that of Hugging Face's Llama.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import itertools
 import statistics
@@ -15,11 +16,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bench.graph_turns import DEVICE, GPU, PRECISIONS, Wanted, matmul_precision, steps_in_turns
-from bench.peers import Step, hugging_face, with_liger
+from bench.graph_turns import DEVICE, GPU, PRECISIONS, matmul_precision, steps_in_turns
+from bench.peers import Step, absent, hugging_face, with_liger
 from bench.sizes import ALL_VERSIONS, MEDIUM, SHAPES, Shape, script_of
 from bench.sizes import PRECISIONS as ARGUMENTS
-from lab.cli import print_notes
 from lab.profile.ceilings import measure_ceilings
 from lab.profile.kernels import kernels_of, short_name
 from lab.profile.roofline import group_bytes
@@ -31,20 +31,20 @@ LLAMAS["tiny_llama, medium, vocabulary 32000"] = [*MEDIUM.split(), "--vocab-size
 PROFILED = 3  # steps
 
 
-def of_models(wanted: Wanted) -> Iterator[tuple[str, tuple[str, Shape]]]:
+def of_models(args: argparse.Namespace) -> Iterator[tuple[str, tuple[str, Shape]]]:
     """Precisions, and sizes of whole models with their names: all if none is named."""
-    chosen = {name: SHAPES[name] for name in wanted.shapes or SHAPES}
-    return itertools.product(wanted.precisions, chosen.items())
+    chosen = {name: SHAPES[name] for name in args.shapes or SHAPES}
+    return itertools.product(args.precisions, chosen.items())
 
 
-def whole_step(wanted: Wanted) -> Iterator[Part]:
+def whole_step(args: argparse.Namespace) -> Iterator[Part]:
     """Rows of the study: the newest version's step, as a graph where there is a GPU, its kernels,
     and a reference."""
-    for precision, (name, shape) in of_models(wanted):
+    for precision, (name, shape) in of_models(args):
         script = script_of(shape.model, ALL_VERSIONS[-1])
         argv = graph_of([*shape.argv, *ARGUMENTS[precision]])
         names = {"shape": name, "precision": precision, "script": script}
-        yield names, partial(kernels_and_reference, script, argv, wanted.rounds)
+        yield names, partial(kernels_and_reference, script, argv, args.rounds)
 
 
 def kernels_and_reference(script: str, argv: list[str], rounds: int) -> dict:
@@ -84,9 +84,9 @@ def kernels_and_reference(script: str, argv: list[str], rounds: int) -> dict:
     }
 
 
-def traffic(wanted: Wanted) -> Iterator[Part]:
+def traffic(args: argparse.Namespace) -> Iterator[Part]:
     """Rows of the study: what the operators of a step read and write, of each version."""
-    for precision, (name, shape) in of_models(wanted):
+    for precision, (name, shape) in of_models(args):
         argv = [*shape.argv, *ARGUMENTS[precision]]
         yield {"shape": name, "precision": precision}, partial(gigabytes, shape.model, argv)
 
@@ -132,12 +132,12 @@ def one_step(trainer, batch: dict[str, Tensor]) -> Sequence[Tensor]:
     return (trainer.compute(batch),)
 
 
-def llama(wanted: Wanted) -> Iterator[Part]:
+def llama(args: argparse.Namespace) -> Iterator[Part]:
     """Rows of the study: whole steps of V2 to V4, of Hugging Face's Llama, and that with Liger."""
-    for precision, (name, sizes) in itertools.product(wanted.precisions, LLAMAS.items()):
-        if not wanted.shapes or name in wanted.shapes:
+    for precision, (name, sizes) in itertools.product(args.precisions, LLAMAS.items()):
+        if not args.shapes or name in args.shapes:
             names = {"shape": name, "precision": precision}
-            yield names, partial(llamas_in_turns, sizes, precision, wanted.rounds)
+            yield names, partial(llamas_in_turns, sizes, precision, args.rounds)
 
 
 def llamas_in_turns(sizes: list[str], precision: str, rounds: int) -> list[dict]:
@@ -160,9 +160,12 @@ def llamas_in_turns(sizes: list[str], precision: str, rounds: int) -> list[dict]
             batch = module.make_batches(args, DEVICE, args.seed).next_batch()
             sides[version] = training_step(ours, ours, batch, dtype)
         for side, made_fast in libraries_llamas().items():
-            model = hugging_face(ours)
-            sides[side] = training_step(made_fast(model), model, batch, dtype)
-            sides[side].eager = side == EAGER
+            try:
+                model = hugging_face(ours)
+                sides[side] = training_step(made_fast(model), model, batch, dtype)
+                sides[side].eager = side == EAGER
+            except ImportError as error:
+                sides[side] = partial(absent, error)
         return as_rows(steps_in_turns(sides, rounds))
 
 
@@ -170,24 +173,13 @@ EAGER = "Liger, eager"
 
 
 def libraries_llamas() -> dict[str, Callable]:
-    """What is made of Hugging Face's Llama: all that is installed."""
-    if not optional("transformers"):
-        return {}
-    theirs = {"Hugging Face": lambda model: model, "Hugging Face compiled": torch.compile}
-    if optional("liger_kernel"):
-        without = partial(with_liger, fused_linear_cross_entropy=False)
-        theirs |= {EAGER: with_liger, "Liger but its loss": without}
-    return theirs
-
-
-def optional(package: str) -> bool:
-    """Is a library installed that a comparison can do without?"""
-    try:
-        importlib.import_module(package)
-    except ImportError as error:
-        print_notes("operations.py", f"{package} is left out ({error})")
-        return False
-    return True
+    """What is made of Hugging Face's Llama."""
+    return {
+        "Hugging Face": lambda model: model,
+        "Hugging Face compiled": torch.compile,
+        EAGER: with_liger,
+        "Liger but its loss": partial(with_liger, fused_linear_cross_entropy=False),
+    }
 
 
 # in bf16 if nothing else is asked for

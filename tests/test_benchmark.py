@@ -294,9 +294,10 @@ def test_all_sides_of_a_study_compute_the_same(study: str, tiny_studies, install
         return {}
 
     monkeypatch.setattr(kernels, "steps_in_turns", in_turns)
+    asked = SimpleNamespace(rounds=1, precisions=["fp32"], shapes=())
     # the same gradient on all sides
     monkeypatch.setattr(torch, "randn_like", lambda t, **_: torch.ones_like(t))
-    for _, measure in kernels.wanted_parts(study, kernels.Wanted(1, ["fp32"])):
+    for _, measure in kernels.parts_of(study, asked):
         measure()
     ours = found.pop("triton")
     assert sorted(found) == sorted(SAME[study])
@@ -468,7 +469,6 @@ def test_llamas_that_are_compared_train_alike(tmp_path, monkeypatch, capsys):
         return {name: {"us": 3e3, "turns_us": [3e3], "extra_mb": None} for name in sides}
 
     monkeypatch.setattr(whole_steps, "steps_in_turns", in_turns)
-    monkeypatch.setattr(whole_steps, "optional", lambda package: True)
     monkeypatch.setattr(torch, "compile", lambda model: model)
     monkeypatch.setattr(whole_steps, "with_liger", lambda model, **chosen: model)
     assert kernels.main(["llama", str(tmp_path), "--precisions", "fp32"]) == 0
