@@ -1,8 +1,8 @@
 """What a result was measured with: commit, driver, clocks, power limit, and whether the GPU
 throttled meanwhile; and what a GPU draws while a run takes steps.
 
-Each figure is {"value", "unit", "source"}, or {"value": None, "reason"} where it cannot be read.
-Of these nothing raises because a tool is missing.
+Readings are texts as the tools say them, with their units. Of what cannot be read there is the
+reason; nothing raises because a tool is missing.
 """
 
 from __future__ import annotations
@@ -20,27 +20,24 @@ from xml.etree import ElementTree
 from lab.cli import ToolError
 from lab.files import ROOT
 
-SMI = {  # figures of `nvidia-smi -q -x`, and where newer and older drivers have them
-    "sm_clock": ("clocks/sm_clock",),
-    "memory_clock": ("clocks/mem_clock",),
-    "power_limit": ("gpu_power_readings/current_power_limit", "power_readings/power_limit"),
-    "temperature": ("temperature/gpu_temp",),
+SMI = {  # readings of `nvidia-smi -q -x`, and where newer and older drivers have them
+    "driver": ("driver_version",),
+    "sm_clock": ("gpu/clocks/sm_clock",),
+    "memory_clock": ("gpu/clocks/mem_clock",),
+    "power_limit": (
+        "gpu/gpu_power_readings/current_power_limit",
+        "gpu/power_readings/power_limit",
+    ),
+    "temperature": ("gpu/temperature/gpu_temp",),
 }
 
 
-def figure(read: Callable[[], tuple[object, str | None]], source: str) -> dict:
-    """Value and unit that a function reads, or why it cannot."""
+def read_or_reason(read: Callable[[], object]) -> object:
+    """What a function reads, or why it cannot, in a line."""
     try:
-        value, unit = read()
+        return read()
     except Exception as error:  # of whatever library or tool
-        return unknown(error, source)
-    return {"value": value, "unit": unit, "source": source}
-
-
-def unknown(error: Exception, source: str) -> dict:
-    """No figure, and why."""
-    reason = str(error).strip().partition("\n")[0]
-    return {"value": None, "reason": f"{source}: {type(error).__name__}: {reason}"}
+        return f"not read: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def output_of(*command: str) -> str:
@@ -51,23 +48,15 @@ def output_of(*command: str) -> str:
     return done.stdout
 
 
-def commit() -> dict[str, dict]:
-    """The commit of this checkout and whether files differ from it.
-
-    SOURCE_COMMIT where a copy has no history.
-    """
+def commit() -> dict[str, object]:
+    """The commit of this checkout and whether files differ from it. SOURCE_COMMIT where a copy has
+    no history."""
     if given := os.environ.get("SOURCE_COMMIT"):
-        reason = "SOURCE_COMMIT names a commit, not the state of its files"
-        dirty = {"value": None, "reason": reason}
-        return {"commit": figure(lambda: (given, None), "SOURCE_COMMIT"), "dirty": dirty}
-
-    def head() -> tuple[str, None]:
-        return output_of("git", "rev-parse", "HEAD").strip(), None
-
-    def changed() -> tuple[bool, None]:
-        return bool(output_of("git", "status", "--porcelain").strip()), None
-
-    return {"commit": figure(head, "git"), "dirty": figure(changed, "git status")}
+        return {"commit": given, "dirty": "not read: SOURCE_COMMIT names no state of files"}
+    return {
+        "commit": read_or_reason(lambda: output_of("git", "rev-parse", "HEAD").strip()),
+        "dirty": read_or_reason(lambda: bool(output_of("git", "status", "--porcelain"))),
+    }
 
 
 def this_gpu() -> str:
@@ -77,81 +66,40 @@ def this_gpu() -> str:
     return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 
-def smi() -> tuple[str, ElementTree.Element]:
-    """Driver and readings of the GPU."""
+def smi() -> tuple[dict[str, str | None], dict[str, int]]:
+    """Readings of the GPU, and for how many microseconds it was slowed down for each reason since
+    its driver started."""
     log = ElementTree.fromstring(output_of("nvidia-smi", "-q", "-x", "-i", this_gpu()))
-    return log.findtext("driver_version"), log.find("gpu")
+    found = {name: next(filter(None, map(log.findtext, at)), None) for name, at in SMI.items()}
+    counters = next((part for part in log.iter() if part.tag.endswith("_reasons_counters")), ())
+    name = counters.tag if len(counters) else ""
+    return found, {c.tag.removeprefix(f"{name}_"): int(c.text.split()[0]) for c in counters}
 
 
-def quantity(text: str | None) -> tuple[float, str]:
-    """'1980 MHz' -> 1980.0, 'MHz'."""
-    value, unit = (text or "nothing here").split()
-    return float(value), unit
-
-
-def readings() -> dict[str, dict]:
-    """Driver, clocks, power limit and temperature.
-
-    On AMD's GPUs what PyTorch reads through amdsmi.
-    """
+def readings() -> tuple[dict[str, object], dict[str, int]]:
+    """The same; on AMD's GPUs what PyTorch reads through amdsmi."""
     import torch
 
-    try:
-        driver, gpu = smi()
-    except Exception as error:
-        missing = unknown(error, "nvidia-smi")
-        clock = figure(lambda: (torch.cuda.clock_rate(), "MHz"), "torch.cuda.clock_rate")
-        warmth = figure(lambda: (torch.cuda.temperature(), "C"), "torch.cuda.temperature")
-        return dict.fromkeys(("driver", *SMI), missing) | {"sm_clock": clock, "temperature": warmth}
-    found = {"driver": figure(lambda: (driver, None), "nvidia-smi")}
-    for name, places in SMI.items():
-        text = next(filter(None, map(gpu.findtext, places)), None)
-        found[name] = figure(lambda text=text: quantity(text), "nvidia-smi")
-    return found
-
-
-def provenance() -> dict[str, dict]:
-    """Commit, and what the GPU says of itself now."""
-    return commit() | readings()
-
-
-def throttled_us() -> dict[str, float]:
-    """Microseconds that the GPU has been slowed down for each reason, since its driver started."""
-    counters = next(part for part in smi()[1].iter() if part.tag.endswith("_reasons_counters"))
-    return {part.tag.removeprefix(f"{counters.tag}_"): quantity(part.text)[0] for part in counters}
-
-
-def joules() -> float:
-    """Energy that the GPU has taken since the driver was loaded."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    gpu = pynvml.nvmlDeviceGetHandleByUUID(this_gpu())
-    return pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3
+    if isinstance(found := read_or_reason(smi), tuple):
+        return found
+    clock = read_or_reason(lambda: f"{torch.cuda.clock_rate()} MHz")
+    warmth = read_or_reason(lambda: f"{torch.cuda.temperature()} C")
+    return {"driver": found, "sm_clock": clock, "temperature": warmth}, {}
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[dict[str, dict]]:
-    """A dictionary that has, after the block, how long the GPU throttled in it and why, power and
-    temperature."""
-    found: dict[str, dict] = {}
-    before = figure(lambda: (throttled_us(), "us"), "nvidia-smi")
-    energy = figure(lambda: (joules(), "J"), "NVML")
-    start = time.monotonic()
+def watched() -> Iterator[dict[str, object]]:
+    """Commit, and what the GPU says of itself now; after the block also how long the GPU throttled
+    in it and why, and its temperature then."""
+    read, before = readings()
+    found, start = commit() | read, time.monotonic()
     try:
         yield found
     finally:
-        seconds = time.monotonic() - start
-
-        def lost() -> tuple[dict[str, float], str]:
-            now = throttled_us()
-            return {name: us - before["value"][name] for name, us in now.items()}, "us"
-
-        found["seconds"] = figure(lambda: (seconds, "s"), "time.monotonic")
-        found["throttled"] = figure(lost, "nvidia-smi") if before["value"] is not None else before
-        mean = figure(lambda: ((joules() - energy["value"]) / seconds, "W"), "NVML")
-        found["mean_power"] = mean if energy["value"] is not None else energy
-        found["temperature"] = readings()["temperature"]
+        read, after = readings()
+        found["seconds"] = time.monotonic() - start
+        found["temperature_after"] = read["temperature"]
+        found["throttled_us"] = {name: us - before.get(name, 0) for name, us in after.items()}
 
 
 # --- power, while a run takes steps

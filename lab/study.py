@@ -26,7 +26,7 @@ from types import ModuleType
 
 from lab.cli import Parser, ToolError
 from lab.files import write_text
-from lab.provenance import provenance, watched
+from lab.provenance import watched
 from lab.records import NONE, Positive, Row, Study, check_rows, read
 from lab.script import interpret_without_gpu, load_script, script_arguments
 from lab.show import Column, ended, rate, render
@@ -71,8 +71,7 @@ def measure_study(
     by a whole one. The same command goes on from there after an interruption; with other settings,
     or on another device, it is refused. To `keep` an earlier result is to treat it in the same way:
     what it has is not measured again. To `renew` is to keep its rows, but those of these parts. On
-    a GPU each session leaves its `provenance`: commit, driver, clocks and power limit as read, and
-    how long the GPU throttled meanwhile.
+    a GPU each session leaves its `provenance`: see `watched`.
     """
     import torch
 
@@ -102,11 +101,10 @@ def measure_study(
             whole = {**content, **({"provenance": sessions} if sessions else {}), "rows": rows}
             write_text(file, json.dumps(whole, indent=1) + "\n", replace=True)
 
-    gpu = device.type == "cuda"
-    sessions += [provenance()] if gpu else []
-    write(unfinished)  # a place where nothing can be written shows before anything is measured
     seconds = []
-    with watched() if gpu else contextlib.nullcontext({}) as meanwhile:
+    with watched() if device.type == "cuda" else contextlib.nullcontext() as session:
+        sessions += [session] if session else []
+        write(unfinished)  # a place where nothing can be written shows before anything is measured
         for number, (names, measure) in enumerate(parts):
             if any(all(row.get(key) == value for key, value in names.items()) for row in rows):
                 continue
@@ -124,8 +122,6 @@ def measure_study(
             seconds.append(time.monotonic() - started)
             rows += [names | row | names for row in (found if isinstance(found, list) else [found])]
             write(unfinished)
-    if gpu:
-        sessions[-1] |= meanwhile
     write(path)
     if first.RANK == 0:
         unfinished.unlink(missing_ok=True)

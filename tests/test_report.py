@@ -12,9 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 import weakref
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -44,6 +42,7 @@ from conftest import (
 
 from lab import records
 from lab.forecast import forecast
+from lab.turns import ratios, verdict
 
 both_models = pytest.mark.parametrize("script", [f"tiny_{model}_v2" for model in MODELS])
 QUICK_SCRIPTS = tuple(script for script in SCRIPTS if script not in TRITON)
@@ -299,15 +298,19 @@ def table_of(text: str) -> dict[str, list[str]]:
 
 
 def test_compare_fusion_prints_one_table_of_two_results(run, tmp_path: Path):
-    """Each is that of the run it would be alone. At a length at which the scores that flash
-    attention does not keep are most of the memory."""
-    argv = [*QUICK, "--seq-len", "256", "--num-heads", "8"]
+    """Each is that of the run it would be alone; what it takes beside the other one is in turns. At
+    a length at which the scores that flash attention does not keep are most of the memory."""
+    argv = words("--num-steps 12 --warmup-steps 1 --seq-len 256 --num-heads 8")
     alone = [run(SCRIPT, *argv, *off).summary for off in (["--disable-all-fusion"], [])]
     status, text, errors, fused = run(SCRIPT, *argv, "--compare-fusion")
     assert (status, errors) == (0, "")
     assert set(re.findall(r"^(.*): step \d", text, re.MULTILINE)) == {"all off", "as chosen"}
     baseline = summary_in(tmp_path / "profiles" / "baseline")
-    rows = table_of(text)
+    rows, times = table_of(text), ratios(baseline["timing"], fused["timing"])
+    assert len(times) == 10
+    assert rows["batch time, ms"][2] == f"{np.median(times):.2f}x"
+    said = f"{min(times):.2f}x to {max(times):.2f}x ({verdict(times)})"
+    assert text.endswith(f"\nBatch time ratio in 10 turns: {said}\n")
     for label, group, key, digits in (
         ("batch time, ms", "timing", "turns_ms", 2),  # the median of the turns, as its ratio
         ("peak memory, MB", "memory", "peak_mb", 1),
@@ -327,72 +330,6 @@ def test_compare_fusion_prints_one_table_of_two_results(run, tmp_path: Path):
         assert side["memory"]["peak_mb"] == pytest.approx(peak, rel=1e-6)
         assert side["kernels"]["per_step"] == result["kernels"]["per_step"]
         assert side["loss"] == result["loss"]
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable], list[bool]]:
-    """`clock(duration)`: by the clock, a step takes duration(fused, number of the step) seconds and
-    all else no time.
-
-    Returns a list to which each step adds whether it was fused.
-    """
-
-    def install(duration: Callable[[bool, int], float]) -> list[bool]:
-        module, now, taken = load(SCRIPT), [0.0], []
-        build_model = module.build_model
-
-        def with_clock(args, device):
-            def tick(*unused) -> None:
-                now[0] += duration(args.swiglu_fusion, taken.count(args.swiglu_fusion))
-                taken.append(args.swiglu_fusion)
-
-            model = build_model(args, device)
-            model.register_forward_pre_hook(tick)
-            return model
-
-        monkeypatch.setattr(module, "build_model", with_clock)
-        monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-        return taken
-
-    return install
-
-
-def slower_host(fused: bool, step: int) -> float:
-    """A host that gets slower and slower, with a fused step two thirds of the other."""
-    return (0.020 if fused else 0.030) * (1 + step / 4)
-
-
-def sometimes_slower(fused: bool, step: int) -> float:
-    return 0.030 if not fused else 0.025 if step % 3 else 0.040
-
-
-@pytest.mark.parametrize(
-    ("duration", "steps", "ratio", "verdict"),
-    [
-        (slower_host, 25, "1.50x", "10 turns: 1.50x to 1.50x (all turns agree)"),
-        (sometimes_slower, 10, "1.20x", "10 turns: 0.75x to 1.20x (no difference seen)"),
-        (slower_host, 4, "1.50x", "4 turns: 1.50x to 1.50x (too few turns to tell)"),
-    ],
-    ids=["faster", "mixed", "few-turns"],
-)
-def test_verdict_of_the_comparison(
-    duration: Callable, steps: int, ratio: str, verdict: str, run, clock
-):
-    clock(duration)
-    argv = ["--num-steps", str(steps), "--warmup-steps", "0", "--under-profiler"]
-    result = run(SCRIPT, "--compare-fusion", *argv)
-    [line] = [line for line in result.stdout.splitlines() if line.startswith("Batch time ratio in")]
-    assert line.endswith(verdict)
-    assert table_of(result.stdout)["batch time, ms"][2] == ratio
-    assert len(result.summary["timing"]["turns_ms"]) == min(steps, 10)
-
-
-def test_turns_alternate_and_so_does_who_begins(run, clock):
-    taken = clock(lambda fused, step: 0.010)
-    run(SCRIPT, "--compare-fusion", *words("--num-steps 20 --warmup-steps 3 --under-profiler"))
-    warmup, turns = taken[:6], taken[6:]
-    assert warmup == [False] * 3 + [True] * 3
-    assert turns == 5 * ([False] * 2 + [True] * 2 + [True] * 2 + [False] * 2)
 
 
 def test_two_sides_that_do_not_fit_beside_each_other_are_measured_alone(
