@@ -38,6 +38,7 @@ from collections.abc import Sequence
 from lab import records
 from lab.cli import Parser, documented_parser, print_notes, program
 from lab.files import write_text
+from lab.script import precision_of
 from lab.show import write_csv
 
 PROG = Path(__file__).name
@@ -67,7 +68,7 @@ def csv_rows(rows: Sequence[dict], runs: Sequence[records.Run]) -> list[dict]:
         asked = {key: result["config"].get(key) for key in sizes}
         asked |= {key: training.get(key) for key in ASKED}
         asked |= {key: int(bool(result.get("fusions", {}).get(key))) for key in fusions}
-        asked["precision"] = records.precision(result)
+        asked["precision"] = precision_of(training)
         compiled = training.get("torch_compile")
         asked["torch_compile"] = (training.get("torch_compile_mode") or "") if compiled else ""
         asked["cuda_graph"] = int(bool(training.get("cuda_graph")))
@@ -94,7 +95,7 @@ def compare(args: argparse.Namespace) -> int:
         write_csv(args.csv, csv_rows(rows, runs))
     if args.save:
         write_text(args.save, json.dumps({"runs": records.by_name(named)}, indent=1) + "\n")
-    print_notes(PROG, *records.unsteady((run.name, run) for run in runs))
+    print_notes(PROG, *records.unsteady(runs))
     if baseline.status != "ok":
         print_notes(PROG, f"the baseline {baseline.name} did not finish, so there are no ratios")
     return records.report_failed(PROG, runs)

@@ -399,8 +399,7 @@ def read(path: Path, name: str) -> list[Panel | Found | str]:
         if "schema_version" in content:
             found = [*read_scripts_file(path, name, content)]
         elif isinstance(content.get("runs"), dict):
-            runs = (Run(key, path, result) for key, result in runs_in(path, content).items())
-            found = [each for run in runs for each in found_in(run)]
+            found = [each for run in runs_in(path, content).values() for each in found_in(run)]
         elif isinstance(content.get("rows"), list) and isinstance(content.get("environment"), dict):
             if not (rows := content["rows"]):
                 raise ToolError(f"{path}: a study without a row")

@@ -24,7 +24,7 @@ from typing import Annotated, ClassVar, Literal, Union, get_args, get_origin, ge
 
 from lab.cli import ToolError
 from lab.files import read_json
-from lab.script import model_and_version, named_run
+from lab.script import model_and_version, named_run, precision_of
 from lab.show import Column, ended, rate, render
 
 HUGE = 1e300  # numbers from here on, infinity and NaN are no measurements
@@ -550,16 +550,16 @@ def by_name(named: Iterable[tuple[str, dict]]) -> dict[str, dict]:
     return runs
 
 
-def runs_in(file: Path, content: dict) -> dict[str, dict]:
+def runs_in(file: Path, content: dict) -> dict[str, Run]:
     """The results in a file of several, by their names."""
     runs = content.get("runs")
     if not isinstance(runs, dict):
         raise ToolError(f"{file}: not a file of several runs, as compare_runs.py --save writes it")
     named = by_name(runs.items()).items()
-    return {name: checked(Summary, result, file / name) for name, result in named}
+    return {n: Run(n, file / n, checked(Summary, result, file / n)) for n, result in named}
 
 
-def file_of_runs(path: Path) -> tuple[dict[str, dict], str] | None:
+def file_of_runs(path: Path) -> tuple[dict[str, Run], str] | None:
     """The runs in the file that this path goes through, and the rest of the path.
 
     None if it goes through none.
@@ -567,16 +567,6 @@ def file_of_runs(path: Path) -> tuple[dict[str, dict], str] | None:
     files = (parent for parent in path.parents if parent.suffix == ".json" and parent.is_file())
     file = next(files, None)
     return file and (runs_in(file, read_json(file)), path.relative_to(file).as_posix())
-
-
-def load_result(path: Path) -> dict:
-    """A checked result, from a file of its own or of several runs."""
-    if not (found := file_of_runs(path)):
-        return read(Summary, path)
-    runs, name = found
-    if name not in runs:
-        raise ToolError(f"{path}: no such run; there are {', '.join(runs)}")
-    return runs[name]
 
 
 def only_file(directory: Path, pattern: str, what: str) -> Path:
@@ -609,12 +599,19 @@ def collected(top: Path, files: str, step: str | None = None) -> Path | str:
 
 
 def load_run(path: Path, name: str | None = None) -> Run:
-    """The result in a file or directory. It is called after the directory unless it has a name."""
+    """The result in a file or directory, or one of several in a file. It is called after the
+    directory unless it has a name."""
     if path.is_dir():
         path = only_file(path, "*_summary.json", "no result file (*_summary.json)")
-    elif not path.exists() and not file_of_runs(path):
+    if inside := file_of_runs(path):
+        runs, key = inside
+        if key not in runs:
+            raise ToolError(f"{path}: no such run; there are {', '.join(runs)}")
+        result = runs[key].result
+    elif not path.exists():
         raise ToolError(f"{path}: no such file or directory")
-    result = load_result(path)
+    else:
+        result = read(Summary, path)
     if name is None:
         alone = path.name.endswith("_summary.json")
         name = path.resolve().parent.name if alone else path.name.removesuffix(".json")
@@ -695,18 +692,10 @@ def check_family(named: Iterable[tuple[str, dict]]) -> None:
         raise ToolError(f"{both}: different models cannot be compared")
 
 
-def precision(result: dict) -> str:
-    """The type of the matrix products, and how float32 ones are computed where not exactly."""
-    training = result["training"]
-    if training.get("use_amp"):
-        return str(training.get("amp_dtype"))
-    how = training.get("matmul_precision", "highest")
-    return "float32" if how == "highest" else f"float32 ({how})"
-
-
 def described(result: dict, fused: bool = False) -> str:
     """Script, device and precision of a run, and what is fused in it."""
-    line = f"{result['script']} on {result['environment']['device_name']}, {precision(result)}"
+    line = f"{result['script']} on {result['environment']['device_name']}"
+    line += f", {precision_of(result['training'])}"
     names = [name.replace("_", "-") for name, on in result.get("fusions", {}).items() if on]
     return f"{line}, fused: {', '.join(names) or 'nothing'}" if fused else line
 
@@ -717,7 +706,7 @@ def settings(result: dict) -> dict:
     names = (*SAME_ENVIRONMENT, *(["cpu_threads"] if environment.get("device") == "cpu" else []))
     return {
         **result["config"],
-        "precision": precision(result),
+        "precision": precision_of(training),
         **{name: training.get(name, default) for name, default in SAME_TRAINING.items()},
         **{name: environment.get(name) for name in names},
     }
@@ -742,15 +731,15 @@ def differences(named: Iterable[tuple[str, dict]], ignore: Sequence[str] = ()) -
     return lines
 
 
-def unsteady(named: Iterable[tuple[str, Run]]) -> list[str]:
-    """One line for each (name, run) pair whose mean step is much longer than its median."""
+def unsteady(runs: Iterable[Run]) -> list[str]:
+    """One line for each run whose mean step is much longer than its median."""
     lines = []
-    for name, run in named:
+    for run in runs:
         keys = ("batch_ms", "batch_median_ms", "steps")
         mean, median, steps = (run.number("timing", key) for key in keys)
         if mean and median and steps and steps >= 5 and mean > UNSTEADY * median:
             longer = f"its mean step took {mean / median:.2f} times the median"
-            lines.append(f"{name} was disturbed, {longer}: run it again")
+            lines.append(f"{run.name} was disturbed, {longer}: run it again")
     return lines
 
 
@@ -805,12 +794,9 @@ def load_entries(path: Path) -> dict[str, Entry]:
     content = read_json(path) if path.is_file() else {}
     if isinstance(content.get("rows"), list):
         return entries_of_study(path, checked(Study, content, path))
-    if isinstance(content.get("runs"), dict):
-        runs = [Run(name, path, result) for name, result in runs_in(path, content).items()]
-    else:
-        runs = [load_run(path)]
+    several = isinstance(content.get("runs"), dict)
     found = {}
-    for run in runs:
+    for run in runs_in(path, content).values() if several else [load_run(path)]:
         row, environment = run.row(), run.result["environment"]
         first = {"kind": "run", "model": row["model"], "device_name": environment["device_name"]}
         found[run.name] = Entry(run.path, row, first | settings(run.result))
@@ -860,7 +846,7 @@ def runs_section(sides: Mapping[str, Run]) -> str:
     """The table of these runs beside the first of them, and what to know about it."""
     runs = renamed(sides)
     bad = [run for run in runs if run.status != "ok"]
-    notes = unsteady((run.name, run) for run in runs)
+    notes = unsteady(runs)
     notes += [f"{run.name} did not finish: {run.result.get('error')}" for run in bad]
     lines = [runs_table(runs, [beside(run, runs[0]) for run in runs]), ""]
     lines += [*(f"- note: {note}" for note in notes), *[""] * bool(notes)]

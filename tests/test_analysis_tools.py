@@ -88,7 +88,7 @@ def test_runs_that_did_not_finish_are_rows_without_ratios(make):
         ({"seq_len": 64}, "seq_len differs: 32 for a; 64 for b"),
         ({"training": {"cuda_graph": True}}, "cuda_graph differs: False for a; True for b"),
         ({"environment": {"device_name": "MI300X"}}, "device_name differs:"),
-        ({"training": {"use_amp": True}}, "precision differs: float32 for a; bfloat16 for b"),
+        ({"training": {"use_amp": True}}, "precision differs: fp32 for a; bf16 for b"),
         ({"timing": {"batch_ms": 104.0}}, "b was disturbed, its mean step took 1.30 times the"),
         ({"training": {"processes": None, "cuda_graph": None}}, None),  # of an earlier harness
     ],
@@ -138,10 +138,10 @@ def test_a_sweep_is_a_row_for_each_run_whatever_its_outcome(make, tmp_path):
     first, second, third, _ = read_rows(tmp_path / "all.csv")
     assert [row["status"] for row in (first, second, third)] == ["ok", "failed", "oom"]
     assert (first["seq_len"], first["qkv_fusion"], first["flash_attention"]) == ("64", "1", "0")
-    assert (first["precision"], first["torch_compile"], first["cuda_graph"]) == ("float32", "", "0")
+    assert (first["precision"], first["torch_compile"], first["cuda_graph"]) == ("fp32", "", "0")
     assert (second["error"], second["samples_per_sec"]) == (FAILED["error"], "")
     assert second["qkv_fusion"] == "0", "a fusion that a version does not have is off"
-    assert (third["precision"], third["torch_compile"]) == ("bfloat16", "default")
+    assert (third["precision"], third["torch_compile"]) == ("bf16", "default")
     assert third["hidden_dim"] == first["hidden_dim"]
 
 
@@ -172,7 +172,7 @@ def test_memory_plot_and_table_show_the_same(make, tmp_path, monkeypatch):
     lines = {line.get_label(): [*map(list, line.get_data())] for line in drawn[0][1].lines}
     assert lines["flash"] == [[128, 256, 512], [60, 80, 120]]
     assert lines["scores: out of memory"][0] == [512]
-    assert drawn[0][1].get_title().endswith(", float32")
+    assert drawn[0][1].get_title().endswith(", fp32")
 
 
 def test_any_setting_is_the_axis_and_ratios_are_over_the_first_name(make):

@@ -165,7 +165,7 @@ def test_runs_are_compared_with_the_range_of_their_steps(tmp_path):
         assert {"peak MB", "operator calls per step", "final loss"} < named
     for change, words in (
         ({"config": result["config"] | {"seq_len": 64}}, "seq_len differs: 256 and 64"),
-        ({"training": result["training"] | {"use_amp": True}}, "precision differs: float32 and"),
+        ({"training": result["training"] | {"use_amp": True}}, "precision differs: fp32 and"),
         ({"environment": result["environment"] | {"device_name": "MI300X"}}, "device_name differs"),
         ({"script": "tiny_openfold_v1"}, "model differs"),
     ):

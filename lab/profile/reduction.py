@@ -20,7 +20,7 @@ from lab.profile.kernels import (
     read_statistics,
     short_name,
 )
-from lab.records import check_family, collected, differences, load_result, only_file
+from lab.records import check_family, collected, differences, load_run, only_file
 from lab.show import Column, render
 
 SIDES = ("baseline", "fused")
@@ -86,7 +86,7 @@ def load_rocprofv3(directory: Path) -> Profile:
     summaries = sorted(hotspots.glob("*_summary.json"))
     steps = settings = None
     if len(summaries) == 1 and total_of(rows) == total_of([row for part in parts for row in part]):
-        settings = load_result(summaries[0])
+        settings = load_run(summaries[0]).result
         if not (hotspots / WITH_WARM_UP).exists():
             steps = settings["timing"].get("steps")
     return Profile(directory, "run_rocprofv3.sh", "kernels", steps, rows, settings)
