@@ -96,11 +96,7 @@ FUSIONS: tuple[tuple[str, str, str], ...] = (
     ("swiglu-fusion", "swiglu_fusion", "gate and up projection as one GEMM"),
     ("triton-rms-norm", "triton_rms_norm", "residual addition and norm as one kernel"),
     ("triton-rotary", "triton_rotary", "rotary embedding of the packed heads as one kernel"),
-    (
-        "triton-attention",
-        "triton_attention",
-        "flash attention of packed heads, which repeats no key",
-    ),
+    ("triton-attention", "triton_attention", "flash attention of packed heads, no key repeated"),
     ("triton-swiglu", "triton_swiglu", "silu(gate) * up as one kernel"),
     ("triton-cross-entropy", "triton_cross_entropy", "loss without a float32 copy of the logits"),
 )
@@ -385,9 +381,8 @@ def sum_parts(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     chosen, out = blocks("sum_parts"), torch.empty_like(parts[0], dtype=dtype)
     rows, width = min(chosen.pop("ROWS"), triton.next_power_of_2(len(parts))), out.numel()
     block = max(8, chosen.pop("TILE") // rows)
-    wrap_triton(sum_parts_kernel)[(triton.cdiv(width, block),)](
-        parts, out, parts=len(parts), width=width, ROWS=rows, BLOCK=block, **chosen
-    )
+    launch = wrap_triton(sum_parts_kernel)[(triton.cdiv(width, block),)]
+    launch(parts, out, parts=len(parts), width=width, ROWS=rows, BLOCK=block, **chosen)
     return out
 
 
@@ -466,9 +461,8 @@ def rms_norm_forward(
     rows, programs, options = row_launch("rms_norm_forward", x)
     normed, rstd = torch.empty_like(x, dtype=dtype), x.new_empty(rows, dtype=torch.float32)
     summed = x.new_empty(0) if update is None else torch.empty_like(x)
-    wrap_triton(rms_norm_forward_kernel)[(programs,)](
-        x, update, weight, normed, summed, rstd, rows=rows, eps=eps, **options
-    )
+    launch = wrap_triton(rms_norm_forward_kernel)[(programs,)]
+    launch(x, update, weight, normed, summed, rstd, rows=rows, eps=eps, **options)
     return normed, summed, rstd
 
 
@@ -975,9 +969,8 @@ def cross_entropy_forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tens
     """
     rows, programs, options = row_launch("cross_entropy_forward", logits, whole=False)
     losses, log_sum_exp = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
-    wrap_triton(cross_entropy_forward_kernel)[(programs,)](
-        logits, targets, losses, log_sum_exp, rows=rows, **options
-    )
+    launch = wrap_triton(cross_entropy_forward_kernel)[(programs,)]
+    launch(logits, targets, losses, log_sum_exp, rows=rows, **options)
     return losses, log_sum_exp
 
 

@@ -97,11 +97,7 @@ FUSIONS: tuple[tuple[str, str, str], ...] = (
     ("flash-attention", "flash_attention", "SDPA of PyTorch instead of materialised scores"),
     ("triton-rms-norm", "triton_rms_norm", "residual addition and norm as one kernel"),
     ("triton-rotary", "triton_rotary", "rotary embedding of the packed heads as one kernel"),
-    (
-        "triton-attention",
-        "triton_attention",
-        "flash attention of packed heads, which repeats no key",
-    ),
+    ("triton-attention", "triton_attention", "flash attention of packed heads, no key repeated"),
     ("triton-swiglu", "triton_swiglu", "silu(gate) * up as one kernel"),
     ("triton-cross-entropy", "triton_cross_entropy", "loss without a float32 copy of the logits"),
     ("direct-gradients", "direct_gradients", "weight gradients reach the optimizer without a cast"),
@@ -400,9 +396,8 @@ def sum_parts(parts: Tensor, out: Tensor) -> None:
     chosen, width = blocks("sum_parts"), out.numel()
     rows = min(chosen.pop("ROWS"), triton.next_power_of_2(len(parts)))
     block = max(8, chosen.pop("TILE") // rows)
-    wrap_triton(sum_parts_kernel)[(triton.cdiv(width, block),)](
-        parts, out, parts=len(parts), width=width, ROWS=rows, BLOCK=block, **chosen
-    )
+    launch = wrap_triton(sum_parts_kernel)[(triton.cdiv(width, block),)]
+    launch(parts, out, parts=len(parts), width=width, ROWS=rows, BLOCK=block, **chosen)
 
 
 LOG2E = tl.constexpr(math.log2(math.e))  # scores are in base 2: the hardware computes exp2
@@ -493,9 +488,8 @@ class AddRMSNorm(torch.autograd.Function):
         rows, programs, options = row_launch("rms_norm_forward", x)
         normed, rstd = torch.empty_like(x, dtype=dtype), x.new_empty(rows, dtype=torch.float32)
         summed = x if update is None else torch.empty_like(x)
-        wrap_triton(rms_norm_forward_kernel)[(programs,)](
-            x, update, weight, normed, summed, rstd, rows=rows, eps=eps, **options
-        )
+        launch = wrap_triton(rms_norm_forward_kernel)[(programs,)]
+        launch(x, update, weight, normed, summed, rstd, rows=rows, eps=eps, **options)
         ctx.from_output, ctx.update = from_output, update is not None
         ctx.save_for_backward(normed if from_output else summed, weight, rstd)
         return normed, summed
@@ -508,10 +502,9 @@ class AddRMSNorm(torch.autograd.Function):
         grad_x, grad_weight = torch.empty_like(grad_summed), None
         grad_update = torch.empty_like(grad_normed) if ctx.update else None
         parts = weight.new_empty(programs, len(weight), dtype=torch.float32)
-        wrap_triton(rms_norm_backward_kernel)[(programs,)](
-            grad_normed, grad_summed, saved, weight, rstd, grad_x, grad_update, parts,
-            rows=rows, FROM_OUTPUT=ctx.from_output, **options,
-        )  # fmt: skip
+        tensors = grad_normed, grad_summed, saved, weight, rstd, grad_x, grad_update, parts
+        options |= {"rows": rows, "FROM_OUTPUT": ctx.from_output}
+        wrap_triton(rms_norm_backward_kernel)[(programs,)](*tensors, **options)
         if ctx.needs_input_grad[2]:
             (grad_weight,) = gradients_into_buffer(((weight,),), partial(sum_parts, parts), parts)
         return grad_x, grad_update, grad_weight, None, None, None
@@ -1016,9 +1009,8 @@ class NextTokenLoss(torch.autograd.Function):
         losses, log_sum_exp = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
         loss = logits.new_empty(2, dtype=torch.float32)
         sizes = {"rows": rows, "seq": labels.shape[-1]}
-        wrap_triton(cross_entropy_forward_kernel)[(programs,)](
-            logits, labels, losses, log_sum_exp, **sizes, **options
-        )
+        launch = wrap_triton(cross_entropy_forward_kernel)[(programs,)]
+        launch(logits, labels, losses, log_sum_exp, **sizes, **options)
         wrap_triton(mean_loss_kernel)[(1,)](losses, labels, loss, **sizes, **blocks("mean_loss"))
         ctx.save_for_backward(logits, labels, log_sum_exp, loss)
         return loss[0]
@@ -1028,9 +1020,8 @@ class NextTokenLoss(torch.autograd.Function):
         logits, labels, log_sum_exp, loss = ctx.saved_tensors
         rows, programs, options = row_launch("cross_entropy_backward", logits, whole=False)
         tensors = grad, logits, labels, log_sum_exp, loss, (grad_logits := torch.empty_like(logits))
-        wrap_triton(cross_entropy_backward_kernel)[(programs,)](
-            *tensors, rows=rows, seq=labels.shape[-1], **options
-        )
+        launch = wrap_triton(cross_entropy_backward_kernel)[(programs,)]
+        launch(*tensors, rows=rows, seq=labels.shape[-1], **options)
         return grad_logits, None
 
 
@@ -1082,9 +1073,8 @@ class TiedEmbedding(torch.autograd.Function):
         total = torch.zeros_like(ctx.weight) if total is None else total
         chosen, (words, dim) = blocks("embedding_backward"), total.shape
         width = min(chosen.pop("BLOCK_C"), triton.next_power_of_2(dim))
-        wrap_triton(embedding_backward_kernel)[(words, triton.cdiv(dim, width))](
-            grad.contiguous(), *ctx.saved_tensors, total, C=dim, BLOCK_C=width, **chosen
-        )
+        launch = wrap_triton(embedding_backward_kernel)[(words, triton.cdiv(dim, width))]
+        launch(grad.contiguous(), *ctx.saved_tensors, total, C=dim, BLOCK_C=width, **chosen)
         return None, total
 
 
@@ -1213,8 +1203,7 @@ class SideStreams:
 
     def __init__(self):
         self.streams: tuple[torch.cuda.Stream, ...] = ()
-        self.pending: collections.deque[tuple[torch.cuda.Event, Callable, int]]
-        self.pending = collections.deque()
+        self.pending = collections.deque()  # of events, their work, the bytes of its inputs
         self.begin_step(False)
 
     def __deepcopy__(self, memo: dict) -> SideStreams:

@@ -71,8 +71,7 @@ class SideStreams:
 
     def __init__(self):
         self.streams: tuple[torch.cuda.Stream, ...] = ()
-        self.pending: collections.deque[tuple[torch.cuda.Event, Callable, int]]
-        self.pending = collections.deque()
+        self.pending = collections.deque()  # of events, their work, the bytes of its inputs
         self.begin_step(False)
 
     def __deepcopy__(self, memo: dict) -> SideStreams:
