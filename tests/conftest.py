@@ -20,7 +20,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -354,6 +354,33 @@ def assert_one_error(result: Run, status: int, *words: str) -> None:
     assert "Traceback" not in result.stdout
     for word in words:
         assert word in lines[0]
+
+
+@pytest.fixture(scope="module")
+def checker():
+    """The module, in the interpreter.
+
+    It asks for that when it is imported, so not where kernels are compiled.
+    """
+    if torch.cuda.is_available():
+        pytest.skip("Triton compiles in this process")
+    from exercises.puzzles import checker
+
+    return checker
+
+
+def with_mistakes(checker: ModuleType, number: int, changes: Iterable[tuple[str, str]], file: Path):
+    """A puzzle with its solution, in which these texts are replaced; it is written to the file."""
+    puzzle = checker.load(
+        next((ROOT / "exercises/puzzles").glob(f"puzzle_{number:02}_*.py"))
+    ).PUZZLE
+    text = checker.solution_of(puzzle).read_text()
+    for right, wrong in changes:
+        assert right in text
+        text = text.replace(right, wrong)
+    file.write_text(text)
+    checker.use_kernels_of(puzzle, file)
+    return puzzle
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import ROOT, call
+from conftest import ROOT, call, with_mistakes
 
 from lab.explain import explaining, pattern
 from lab.files import read_json
@@ -146,26 +146,10 @@ def mistakes(table: str) -> dict[str, Mistake]:
 MISTAKES = mistakes(TABLE)
 
 
-@pytest.fixture(scope="module")
-def checker():
-    """The module, in the interpreter: it asks for that when it is imported."""
-    if torch.cuda.is_available():
-        pytest.skip("Triton compiles in this process")
-    from exercises.puzzles import checker
-
-    return checker
-
-
 def write(checker, mistake: Mistake, file: Path):
     """The puzzle with the mistake in place of its kernel, which is written to this file."""
-    puzzle = checker.load(FILES[mistake.puzzle - 1]).PUZZLE
-    text = checker.solution_of(puzzle).read_text()
-    for old, new in zip(mistake.code[::2], mistake.code[1::2], strict=True):
-        assert old in text
-        text = text.replace(old, new)
-    file.write_text(text)
-    checker.use_kernels_of(puzzle, file)
-    return puzzle
+    changes = zip(mistake.code[::2], mistake.code[1::2], strict=True)
+    return with_mistakes(checker, mistake.puzzle, changes, file)
 
 
 @pytest.mark.parametrize("name", MISTAKES)

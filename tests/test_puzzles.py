@@ -12,24 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, captured
+from conftest import ROOT, captured, with_mistakes
 
 FOLDER = ROOT / "exercises/puzzles"
 FILES = sorted(FOLDER.glob("puzzle_*.py"))
 by_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-
-
-@pytest.fixture(scope="module")
-def checker():
-    """The module, in the interpreter.
-
-    It asks for that when it is imported, so not where kernels are compiled.
-    """
-    if torch.cuda.is_available():
-        pytest.skip("Triton compiles in this process")
-    from exercises.puzzles import checker
-
-    return checker
 
 
 def said(checker, file: Path, *argv: str) -> tuple[int, list[str]]:
@@ -69,17 +56,6 @@ def test_the_picture_shows_which_program_touched_which_element(checker):
     assert rows in said(checker, FILES[8], "--solution")[1]
 
 
-def with_fault(checker, number: int, line: str, fault: str, folder: Path):
-    """A puzzle with its solution, one line of it changed."""
-    puzzle = checker.load(FILES[number - 1]).PUZZLE
-    text = (checker.solution_of(puzzle)).read_text()
-    assert line in text
-    wrong = folder / "wrong.py"
-    wrong.write_text(text.replace(line, fault))
-    checker.use_kernels_of(puzzle, wrong)
-    return puzzle
-
-
 OUTSIDE, ODD = "out of bounds", "wrong at odd sizes only"
 FAULTS = [
     (1, "OUT + at", "OUT + at + 1", f"writes {OUTSIDE}", "line 11: program 1 goes to out + 16"),
@@ -101,7 +77,9 @@ FAULTS = [
 
 @pytest.mark.parametrize(("number", "line", "fault", "kind", "where"), FAULTS)
 def test_a_fault_is_named_with_its_place(checker, number, line, fault, kind, where, tmp_path):
-    right, text, _ = checker.verdict(with_fault(checker, number, line, fault, tmp_path))
+    right, text, _ = checker.verdict(
+        with_mistakes(checker, number, [(line, fault)], tmp_path / "wrong.py")
+    )
     assert not right
     assert text.startswith(kind) and where in text
     assert len(text.splitlines()) == 1
@@ -122,7 +100,7 @@ def test_guard_zones_show_a_fault_where_nobody_looks_at_loads_and_stores(
     """As on a GPU."""
     from exercises.puzzles import scoreboard
 
-    puzzle = with_fault(checker, number, line, fault, tmp_path)
+    puzzle = with_mistakes(checker, number, [(line, fault)], tmp_path / "wrong.py")
     with pytest.raises(checker.Fault, match=re.escape(named)):
         scoreboard.check_between_guards(puzzle, puzzle.even, puzzle.blocks, checker.CPU)
 
