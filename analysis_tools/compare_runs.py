@@ -2,13 +2,13 @@
 """Result files of several runs side by side, as a Markdown table.
 
 A PATH is a result file (<script>_summary.json), the directory of a run (its --profile-dir), or
-FILE.json/NAME for a run in a file of several; NAME=PATH names the row. Speed-up and memory change
-are over --baseline, the first run unless it says otherwise. Where the numbers of processes differ,
-the scaling efficiency is the speed-up over the ratio of these numbers. Notes on stderr, above the
-table, name what differs: sizes, steps, precision, torch.compile, graphs, the device; and below it
-runs that were disturbed, whose mean step is much longer than the median. Runs of different models
-are refused. A run that went out of memory is a row of its own; one that failed is too, and then the
-exit status is 1.
+FILE.json/NAME for a run in a file of several, or a pattern; NAME=PATH names the row. Speed-up and
+memory change are over --baseline, the first run unless it says otherwise. Where the numbers of
+processes differ, the scaling efficiency is the speed-up over the ratio of these numbers. Notes on
+stderr, above the table, name what differs: sizes, steps, precision, torch.compile, graphs, the
+device; and below it runs that were disturbed, whose mean step is much longer than the median. Runs
+of different models are refused. A run that went out of memory is a row of its own; one that failed
+is too, and then the exit status is 1.
 
 --csv has a row for each run with all that is known of it, whatever its outcome: sizes, each fusion
 as 0 or 1, precision, device, times, memory, kernels, launches and loss. A loop in the shell and

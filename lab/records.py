@@ -620,13 +620,12 @@ def load_run(path: Path, name: str | None = None) -> Run:
 
 def runs_of(tops: Mapping[str, Path], model: str) -> list[Run]:
     """Results of a model's versions that are in the folders of these, under their names."""
-    found = {}
+    runs = []
     for version, top in tops.items():
         name = f"{model}_{version}_summary.json"
-        for file in top / f"pytorch_profiles_{version}" / name, top / name:
-            if file.is_file():
-                found[version] = file
-    return [load_run(file, version.upper()) for version, file in found.items()]
+        place = collected(top, f"pytorch_profiles_{version}/{name}")
+        runs += [load_run(place / name, version.upper())] if isinstance(place, Path) else []
+    return runs
 
 
 def split_name(argument: str) -> tuple[str | None, str]:
@@ -637,21 +636,6 @@ def split_name(argument: str) -> tuple[str | None, str]:
     if not name or not path:
         raise ToolError(f"{argument!r} is not NAME=PATH")
     return name, path
-
-
-def load_runs(arguments: Iterable[str]) -> list[Run]:
-    """Runs of one model, given as PATH or NAME=PATH. Where names are alike, paths take their
-    place."""
-    given = [split_name(argument) for argument in arguments]
-    runs = [load_run(Path(path), name) for name, path in given]
-    count = Counter(run.name for run in runs)
-    for index, (name, path) in enumerate(given):
-        if count[runs[index].name] > 1:
-            if name is not None:
-                raise ToolError(f"two runs are named {name}")
-            runs[index] = replace(runs[index], name=path)
-    check_family((run.name, run.result) for run in runs)
-    return runs
 
 
 def matching(path: str) -> list[Path]:
@@ -670,15 +654,26 @@ def matching(path: str) -> list[Path]:
     return found
 
 
-def load_lines(arguments: Iterable[str]) -> list[Run]:
-    """Runs of one model, given as NAME=PATH and further PATHs of this name, or patterns."""
-    runs, name = [], None
+def load_runs(arguments: Iterable[str], lines: bool = False) -> list[Run]:
+    """Runs of one model, given as PATH or NAME=PATH; a PATH can be a pattern.
+
+    Where names are alike, paths take their place. As `lines`, a NAME= is also that of the paths
+    after it.
+    """
+    given, name = [], None
     for argument in arguments:
-        given, path = split_name(argument)
-        name = given or name
-        if name is None:
+        own, path = split_name(argument)
+        name = own or (name if lines else None)
+        if lines and name is None:
             raise ToolError(f"{argument!r} is not NAME=PATH")
-        runs += [load_run(place, name) for place in matching(path)]
+        given += [(name, place) for place in matching(path)]
+    runs = [load_run(place, name) for name, place in given]
+    count = Counter(run.name for run in runs)
+    for index, (name, place) in enumerate(given):
+        if not lines and count[runs[index].name] > 1:
+            if name is not None:
+                raise ToolError(f"two runs are named {name}")
+            runs[index] = replace(runs[index], name=str(place))
     check_family((run.name, run.result) for run in runs)
     return runs
 

@@ -135,6 +135,7 @@ def test_a_sweep_is_a_row_for_each_run_whatever_its_outcome(make, tmp_path):
     status, table, _ = call(compare_runs, *runs, "--csv", tmp_path / "all.csv", "--save", saved)
     assert (status, [row["graph ms"] for row in table_of(table)]) == (1, ["-", "-", "-", "1.25"])
     assert call(compare_runs, *(saved / run.name for run in runs))[:2] == (1, table)
+    assert "| graph" in call(compare_runs, f"{saved}/gr*")[1]
     first, second, third, _ = read_rows(tmp_path / "all.csv")
     assert [row["status"] for row in (first, second, third)] == ["ok", "failed", "oom"]
     assert (first["seq_len"], first["qkv_fusion"], first["flash_attention"]) == ("64", "1", "0")

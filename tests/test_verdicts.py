@@ -228,8 +228,8 @@ def test_versions_are_read_from_folders(tmp_path):
     )
     assert call(compare_versions, "--v1", v1, "--v2", tmp_path)[1] == out
     for argv, words in (
-        (["--v1", v2 / "tiny_llama_v2_summary.json"], "no tiny_llama_v1_summary.json in"),
-        (["--v1", "../version1_pytorch_baseline"], "in ../version1_pytorch_baseline"),
+        (["--v1", v2], "no tiny_llama_v1_summary.json in"),
+        (["--v1", "../version1_pytorch_baseline"], "../version1_pytorch_baseline: no such dir"),
         (["--v1", v1, "--seq-len", "32"], "reads results"),
         (["--family", "openfold", "--versions", "v5"], "invalid choice: 'v5'"),
     ):
