@@ -35,8 +35,9 @@ with needed():
 from bench.models_for_find_fusions import MODELS
 from bench.sizes import SHAPES
 from lab.fusions import step as steps
-from lab.fusions.groups import Finding, Recorded
+from lab.fusions.groups import Finding
 from lab.fusions.rates import Rates, measure_rates
+from lab.fusions.record import Recorder
 from lab.records import Row, Turns
 from lab.show import Column, render
 from lab.study import measure_study, read_rows
@@ -126,7 +127,7 @@ def profiled_seconds(step: steps.Step) -> float:
     return time.perf_counter() - start
 
 
-def summary(recorded: Recorded, rates: Rates | None, in_v3: tuple) -> dict:
+def summary(recorded: Recorder, rates: Rates | None, in_v3: tuple) -> dict:
     """The whole step by level of fusion, as V3 fuses it, and its best chains."""
     found = Finding(recorded, rates)
     levels = dict(found.levels)

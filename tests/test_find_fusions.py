@@ -37,7 +37,7 @@ def found(take, weights=(), rates=None) -> Finding:
     out = []
     step = Step("test", lambda: out.append(take()), list(weights))
     step.take()
-    return Finding(record(step, Recorder()), rates)
+    return Finding(record(step), rates)
 
 
 def groups(finding: Finding) -> list[list[str]]:
@@ -391,9 +391,9 @@ def test_what_is_recorded_does_not_grow_with_the_batch():
     def size(rows: int) -> int:
         x = torch.zeros(rows, D)
         take = lambda: [x * 2 + i for i in range(100)]  # noqa: E731
-        record(Step("s", take), Recorder())  # fills caches
+        record(Step("s", take))  # fills caches
         tracemalloc.start()
-        recorded = record(Step("s", take), Recorder())
+        recorded = record(Step("s", take))
         used, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert len(recorded.operators) == 200
@@ -407,10 +407,9 @@ def test_what_is_recorded_does_not_grow_with_the_batch():
 
 def test_kernels_are_given_to_the_operators_that_launched_them():
     """On a CPU the operators that an operator calls stand for its kernels."""
-    recorder = Recorder(timed=True)
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as profile:
-        recorded = record(Step("s", lambda: (SQUARE @ SQUARE).exp()), recorder)
+        recorded = record(Step("s", lambda: (SQUARE @ SQUARE).exp()), timed=True)
     attribute(recorded, profile, RATES)
     known = [o for o in recorded.operators if o.kind != "unknown"]
     assert [o.name for o in known] == ["mm", "exp"]

@@ -4,12 +4,11 @@ the time that follows."""
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from lab.fusions.rates import Rates
-from lab.fusions.record import MOVES, Operator, Use
+from lab.fusions.rates import NO_RATES, Rates
+from lab.fusions.record import MOVES, Operator, Recorder, Use
 
 Key = tuple[int, int]
 MOVED = 2  # times that an element goes elsewhere, before it must lie in memory
@@ -30,39 +29,23 @@ SUMS = {"sum", "_to_copy", "clone"}  # of the gradient of what attention adds
 SUMMED = {"add", "add_", "_to_copy", "clone"}  # between products and their sum
 
 
-@dataclass
-class Recorded:
-    """What was recorded of a step; nothing of its tensors."""
-
-    operators: list[Operator]
-    sizes: list[int]  # bytes of the storages
-    alive: set[Key]  # what is there when the step is over
-    weights: set[int]  # storages of weights
-    unwritten: list[str]  # operators that read what no operator wrote
-
-
-@dataclass
 class Group:
     """Operators that are one kernel, or would be: its bytes, time and launches when fused so far as
     the last level says."""
 
-    members: list[Operator]
-    root: int
-    reads: dict[Key, int] = field(default_factory=dict)  # bytes that come from memory
-    keeps: dict[Key, int] = field(default_factory=dict)  # bytes that others need
-    moved: int = 0
-    us: float | None = None
-    launches: int = 0
-
-    def __post_init__(self) -> None:
-        self.kind, self.phase = self.members[0].kind, self.members[0].phase
-        self.names = [*{operator.call: operator.name for operator in self.members}.values()]
+    def __init__(self, root: int, members: list[Operator]):
+        self.root, self.members = root, members
+        self.kind, self.phase = members[0].kind, members[0].phase
+        self.names = [*{operator.call: operator.name for operator in members}.values()]
+        self.reads: dict[Key, int] = {}  # bytes that come from memory
+        self.keeps: dict[Key, int] = {}  # bytes that others need
+        self.becomes(*(self.now(what) for what in ("moved", "us", "kernels")))
 
     def now(self, what: str) -> float:
         """The sum of `moved`, `us` or `kernels` of its operators."""
-        return sum(getattr(operator, what) or 0 for operator in self.members)
+        return sum(getattr(operator, what) for operator in self.members)
 
-    def becomes(self, moved: int, us: float | None, launches: int) -> None:
+    def becomes(self, moved: int, us: float, launches: int) -> None:
         self.moved, self.us, self.launches = moved, us, launches
 
 
@@ -160,7 +143,7 @@ class Joiner:
             a, b = sorted((self.root[i], self.root[j]))
             if a != b and self.fits(a, b):
                 self.merge(a, b)
-        return [Group([self.operators[i] for i in m], root) for root, m in self.members.items()]
+        return [Group(root, [self.operators[i] for i in m]) for root, m in self.members.items()]
 
 
 def covered(uses: Iterable[Use], size: int) -> int:
@@ -175,17 +158,17 @@ class Finding:
     (None without rates), bytes, launches."""
 
     def __init__(
-        self, recorded: Recorded, rates: Rates | None, levels: Iterable[str] = tuple(LEVELS)
+        self, recorded: Recorder, rates: Rates | None, levels: Iterable[str] = tuple(LEVELS)
     ):
-        self.recorded, self.rates = recorded, rates
+        self.recorded, self.timed, self.rates = recorded, bool(rates), rates or NO_RATES
         # what in-place operators have changed, and when
         self.gone = {(use.key[0], use.key[1] - 1): o.call
                      for o in recorded.operators for use in o.writes}  # fmt: skip
         same: dict[Key, Key] = {}
         first: dict[tuple, Key] = {}
         for o in recorded.operators:
-            if rates and o.us is None:
-                o.us = max(rates.us(o.moved), o.flop / rates.gemm_tflops / 1e6) if o.kernels else 0
+            if o.us is None:
+                o.us = self.rates.us(o.moved, o.flop) if o.kernels else 0.0
             # a second cast of the same is none when fused
             o.reads = [use._replace(key=same.get(use.key, use.key)) for use in o.reads]
             o.operands = [(same.get(key, key), *form) for key, *form in o.operands]
@@ -194,21 +177,20 @@ class Finding:
                 same[key] = first.setdefault(what, key)
         self.joiner = Joiner(recorded.operators)
         self.groups = self.joiner.groups()
-        self.maker, self.made = {}, {}  # group and operator by what they write
-        self.users: dict[Key, set[int]] = defaultdict(set)
-        for number, group in enumerate(self.groups):
-            self.memory_of(number, group)
+        self.maker: dict[Key, Group] = {}
+        self.made: dict[Key, Operator] = {}
+        self.users: dict[Key, set[Group]] = defaultdict(set)
+        for group in self.groups:
+            self.memory_of(group)
         unseen = recorded.unwritten or any(
             o.kind == "unknown" and not o.reads for o in recorded.operators
         )
-        for number, group in enumerate(self.groups):
+        for group in self.groups:
             taken = {use.key for operator in group.members for use in operator.reads}
             group.keeps = {
                 key: count
                 for key, count in group.keeps.items()
-                if self.users[key] - {number}
-                or key in recorded.alive
-                or (unseen and key not in taken)  # somebody must read it
+                if self.needed_by(key) - {group} or (unseen and key not in taken)
             }
         self.remake()
         self.levels: dict[str, dict] = {}
@@ -220,7 +202,7 @@ class Finding:
                 "kernels": sum(group.launches for group in self.groups),
             }
 
-    def memory_of(self, number: int, group: Group) -> None:
+    def memory_of(self, group: Group) -> None:
         """What a group reads from memory and what it makes. What is written in part is what was
         there before, and that part."""
         sizes, made, reads = self.recorded.sizes, {}, defaultdict(list)
@@ -231,11 +213,15 @@ class Finding:
             for use in operator.writes:
                 storage, version = use.key
                 made[use.key] = [*made.get(use.key, made.get((storage, version - 1), ())), use]
-                self.maker[use.key], self.made[use.key] = number, operator
+                self.maker[use.key], self.made[use.key] = group, operator
         group.reads = {key: covered(uses, sizes[key[0]]) for key, uses in reads.items()}
         group.keeps = {key: covered(uses, sizes[key[0]]) for key, uses in made.items()}
         for key in group.reads:
-            self.users[key].add(number)
+            self.users[key].add(group)
+
+    def needed_by(self, key: Key) -> set[Group | None]:
+        """The groups that read it, and None where it is there when the step is over."""
+        return self.users[key] | ({None} if key in self.recorded.alive else set())
 
     # --- what is not written at all
 
@@ -244,32 +230,30 @@ class Finding:
         than to write and read it: what compilers do with what the backward pass needs."""
         certain = self.recorded.alive | {(number, v - 1) for number, v in self.maker}  # in place
         certain |= {key for g in self.groups if g.kind != "stream" for key in (*g.reads, *g.keeps)}
-        order = [
-            (count, key, n) for n, g in enumerate(self.groups) for key, count in g.keeps.items()
-        ]
-        for count, key, number in sorted(order, reverse=True):
-            others = {n: self.groups[n] for n in self.users[key] - {number}}
-            leaves = None if key in certain else self.leaves(self.groups[number], key)
+        order = [(count, key, g) for g in self.groups for key, count in g.keeps.items()]
+        for count, key, group in sorted(order, key=lambda item: item[:2], reverse=True):
+            others = self.users[key] - {group}
+            leaves = None if key in certain else self.leaves(group, key)
             if leaves is None or not others:
                 continue
-            last = max(g.members[-1].call for g in others.values())
+            last = max(g.members[-1].call for g in others)
             if any(self.gone.get(leaf, last) < last for leaf in leaves):
                 continue  # something of it has changed in place by then
             # of a tensor of which a group takes a part, it computes that part
             extra = {
-                n: {k: c * g.reads[key] // count for k, c in leaves.items() if k not in g.reads}
-                for n, g in others.items()
+                g: {k: c * g.reads[key] // count for k, c in leaves.items() if k not in g.reads}
+                for g in others
             }
-            now = count + sum(g.reads[key] for g in others.values())
+            now = count + sum(g.reads[key] for g in others)
             if sum(sum(more.values()) for more in extra.values()) < now:
-                del self.groups[number].keeps[key]
+                del group.keeps[key]
                 certain |= leaves.keys()
-                for n, group in others.items():
-                    del group.reads[key]
-                    group.reads |= extra[n]
+                for other in others:
+                    del other.reads[key]
+                    other.reads |= extra[other]
                     for leaf in leaves:
-                        self.users[leaf].add(n)
-                self.users[key] -= others.keys()
+                        self.users[leaf].add(other)
+                self.users[key] -= others
 
     def leaves(self, group: Group, key: Key) -> dict[Key, int] | None:
         """What of that which a group reads a tensor of it is computed from; None where it cannot be
@@ -277,22 +261,18 @@ class Finding:
         found: dict[Key, int] = {}
         wanted = {key}
         for operator in reversed(group.members):
-            made = {use.key for use in operator.writes}
-            if made & wanted:
+            if wanted & {use.key for use in operator.writes}:
                 if operator.closed or operator.random:
                     return None
                 wanted |= {use.key for use in operator.reads}
                 for use in operator.reads:
                     found[use.key] = max(use.bytes, found.get(use.key, 0))
-        inside = {use.key for operator in group.members for use in operator.writes}
-        return {k: count for k, count in found.items() if k not in inside}
+        return {k: count for k, count in found.items() if self.maker.get(k) is not group}
 
     # --- the levels
 
     def now(self) -> None:
-        for group in self.groups:
-            us = group.now("us") if self.rates else None
-            group.becomes(group.now("moved"), us, group.now("kernels"))
+        """As it is."""
 
     def chains(self) -> None:
         """A group is one kernel, or two where sums are long: their last step is another one."""
@@ -302,7 +282,7 @@ class Finding:
                 launches = 1 + any(o.closed and o.sums for o in group.members)
                 if not group.keeps:  # others compute what they need of it
                     moved = launches = 0
-                us = self.rates and min(group.us, self.time(group, moved, launches))
+                us = min(group.us, self.time(group, moved, launches))
                 group.becomes(moved, us, launches)
         self.fused = [(group.us, group.moved) for group in self.groups]
 
@@ -324,133 +304,119 @@ class Finding:
     def products(self) -> None:
         """A group without sums that the product before it could finish with, or those behind it
         begin with, is no kernel any more: it costs what it moves beyond what these move anyway."""
-        for number, group in enumerate(self.groups):
-            if group.kind != "stream" or any(
-                o.reduced or o.closed or o.source for o in group.members
-            ):
+        for group in self.groups:
+            closed = any(o.reduced or o.closed or o.source for o in group.members)
+            if closed or group.kind != "stream":
                 continue
             read, kept, rest = sum(group.reads.values()), sum(group.keeps.values()), []
             for key, count in group.reads.items():
-                product = self.groups[self.maker.get(key, number)]
-                alone = product.kind == "matrix" and self.users[key] == {number}
+                product = self.maker.get(key, group)
+                alone = product.kind == "matrix" and self.users[key] == {group}
                 if alone and not self.joiner.between(group.root, product.root):
                     rest.append(read - count + max(0, kept - count))
             takers = self.users[next(iter(group.keeps))] if len(group.keeps) == 1 else ()
-            if takers and all(self.groups[n].kind == "matrix" for n in takers):
+            if takers and all(taker.kind == "matrix" for taker in takers):
                 rest.append(max(0, len(takers) * (read - kept)))
-            us = self.rates and min(rest, default=0) / self.rates.gb_per_s / 1e3
-            if rest and min(rest) <= group.moved and (us is None or us <= group.us):
+            us = min(rest, default=0) / self.rates.gb_per_s / 1e3
+            if rest and min(rest) <= group.moved and us <= group.us:
                 group.becomes(min(rest), us, 0)
 
     def attention(self) -> None:
         """Products with a softmax between them: one kernel reads queries, keys, values, and what is
         added, and writes the result; the backward pass computes the probabilities again."""
-        softmax = {n for n, group in enumerate(self.groups) if SOFTMAX & {*group.names}}
+        softmax = [group for group in self.groups if SOFTMAX & {*group.names}]
         blocks = []
-        for number in softmax:
-            group = self.groups[number]
+        for group in softmax:
             made = {key: count for key, count in group.reads.items() if key in self.maker}
             if not made:
                 continue
             before = self.maker[max(made, key=made.get)]
             # in the backward pass the product of the probabilities, too
-            own = {number} | softmax & {self.maker[key] for key in made}
-            behind = {n for m in own for key in self.groups[m].keeps for n in self.users[key]}
-            ahead = {n for n in behind - own if self.groups[n].phase == group.phase}
-            ends = {n for n in ahead if {*self.groups[n].names} <= SUMS}  # the gradient of a bias
-            if (
-                all(self.groups[n].kind == "matrix" for n in {before} | ahead - ends)
-                and ahead > ends
-            ):
-                blocks.append({number, before} | ahead)
+            own = {group} | {self.maker[key] for key in made} & {*softmax}
+            behind = {user for g in own for key in g.keeps for user in self.users[key]} - own
+            ahead = {g for g in behind if g.phase == group.phase}
+            ends = {g for g in ahead if {*g.names} <= SUMS}  # the gradient of a bias
+            if ahead > ends and all(g.kind == "matrix" for g in {before} | ahead - ends):
+                blocks.append({group, before} | ahead)
         inside = set().union(*blocks)
         for block in blocks:
-            moved, us = self.needed(block, inside), None
-            if self.rates:
-                flop = sum(o.flop for n in block for o in self.groups[n].members)
-                us = max(self.rates.us(moved), flop / ATTENTION / self.rates.gemm_tflops / 1e6)
-            self.replace(block, moved, us)
+            flop = sum(o.flop for group in block for o in group.members)
+            moved = self.needed(block, inside)
+            self.replace(block, moved, self.rates.us(moved, flop / ATTENTION))
 
     def optimizer(self) -> None:
         """The optimizer with the casts of its weights and gradients: one kernel that reads and
         writes weights and moments once, and writes the copies."""
-        own = {n for n, g in enumerate(self.groups)
-               if g.phase == "optimizer" and g.kind == "library"}  # fmt: skip
+        own = {g for g in self.groups if g.phase == "optimizer" and g.kind == "library"}
+        casts = [g for g in self.groups if g.kind == "stream" and {*g.names} == {"_to_copy"}]
         block = set(own)
-        for number, group in enumerate(self.groups):
-            if own and group.kind == "stream" and {*group.names} <= {"_to_copy"}:
-                of_weights = {key[0] for key in group.reads} <= self.recorded.weights
-                of_gradients = all(self.users[k] and self.users[k] <= own for k in group.keeps)
-                block |= {number} if of_weights or of_gradients else set()
+        for group in casts if own else ():
+            of_weights = {key[0] for key in group.reads} <= self.recorded.weights
+            of_gradients = all(self.users[k] and self.users[k] <= own for k in group.keeps)
+            block |= {group} if of_weights or of_gradients else set()
         if block:
             moved = self.needed(block, block)
-            self.replace(block, moved, self.rates and self.rates.us(moved))
+            self.replace(block, moved, self.rates.us(moved))
 
-    def needed(self, block: Collection[int], inside: set[int]) -> int:
+    def needed(self, block: Iterable[Group], inside: set[Group]) -> int:
         """Bytes that one kernel in place of these groups moves, where what goes from one group to
         another `inside` lies in no memory."""
         reads: dict[Key, int] = {}
         kept = 0
-        for n in block:
-            for key, count in self.groups[n].reads.items():
+        for group in block:
+            for key, count in group.reads.items():
                 if self.maker.get(key) not in inside:
                     reads[key] = max(count, reads.get(key, 0))
-            for key, count in self.groups[n].keeps.items():
-                kept += count if self.users[key] - inside or key in self.recorded.alive else 0
+            for key, count in group.keeps.items():
+                kept += count if self.needed_by(key) - inside else 0
         return sum(reads.values()) + kept
 
     def joined(self) -> None:
         """Products of one matrix, or whose results are added up, are one product. It takes as long
         as the longest of them, or as their bytes or FLOPs together."""
         flop: Counter = Counter()
-        alike: dict[tuple, dict[int, int]] = defaultdict(dict)  # products, and what is moved once
-        for number, group in enumerate(self.groups):
+        alike: dict[tuple, dict[Group, int]] = defaultdict(dict)  # products, what is moved once
+        for group in self.groups:
             for o in group.members:
                 flop[o.dtype] += o.flop
                 for place, operand in enumerate(o.operands if group.launches else ()):
                     shared = next(use.bytes for use in o.reads if use.key == operand[0])
-                    alike[o.dtype, o.phase, place, operand][number] = shared
-                for n in self.summands(number, o):
-                    result = self.groups[n].members[0]
-                    alike[result.dtype, o.call][n] = result.writes[0].bytes
+                    alike[o.dtype, o.phase, place, operand][group] = shared
+                for product in self.summands(group, o):
+                    result = product.members[0]
+                    alike[result.dtype, o.call][product] = result.writes[0].bytes
         usual = max(flop, key=flop.get, default="")  # rates are those of this type
-        done: set[int] = set()
+        done: set[Group] = set()
         for (dtype, *_), products in sorted(alike.items(), key=lambda item: -len(item[1])):
-            own: dict[int, Group] = {}
-            for n in sorted(products.keys() - done) if dtype == usual else ():
-                if all(self.joiner.independent(self.groups[n].root, g.root) for g in own.values()):
-                    own[n] = self.groups[n]
-            if len(own) > 1:
-                done |= own.keys()
-                first, *others = own.values()
-                for other in others:
-                    self.joiner.merge(first.root, other.root)
-                moved = sum(g.moved for g in own.values()) - len(others) * max(products.values())
-                us = None
-                if self.rates:
-                    work = sum(o.flop for g in own.values() for o in g.members)
-                    us = max(moved / self.rates.gb_per_s / 1e3, work / self.rates.gemm_tflops / 1e6)
-                    us = max(us, *(g.us for g in own.values()))
-                self.replace(own, moved, us)
+            own: list[Group] = []
+            for product in sorted(products.keys() - done, key=lambda group: group.root):
+                if all(self.joiner.independent(product.root, other.root) for other in own):
+                    own.append(product)
+            if len(own) > 1 and dtype == usual:
+                done |= {*own}
+                for other in own[1:]:
+                    self.joiner.merge(own[0].root, other.root)
+                moved = sum(g.moved for g in own) - (len(own) - 1) * max(products.values())
+                us = self.rates.us(moved, sum(o.flop for g in own for o in g.members))
+                self.replace(own, moved, max(us, *(g.us for g in own)))
 
-    def summands(self, number: int, operator: Operator) -> set[int]:
+    def summands(self, group: Group, operator: Operator) -> set[Group]:
         """Products whose results a group adds up in this operator, and nobody else reads."""
-        found: set[int] = set()
+        found: set[Group] = set()
         for use in operator.reads if operator.name in SUMMED else ():
-            n = self.maker.get(use.key)
-            if n == number:
-                found |= self.summands(number, self.made[use.key])
-            elif n is not None and self.groups[n].launches and self.users[use.key] == {number}:
-                found |= {n} if self.groups[n].members[0].operands else set()
+            maker = self.maker.get(use.key)
+            if maker is group:
+                found |= self.summands(group, self.made[use.key])
+            elif maker and maker.launches and self.users[use.key] == {group}:
+                found |= {maker} if maker.members[0].operands else set()
         return found
 
-    def replace(self, block: Iterable[int], moved: int, us: float | None) -> None:
+    def replace(self, block: Iterable[Group], moved: int, us: float) -> None:
         """One kernel in place of these groups, which takes no longer than they do."""
-        first, *others = (self.groups[n] for n in sorted(block))
-        us = self.rates and min(us, sum(group.us for group in (first, *others)))
-        first.becomes(moved, us, 1)
+        first, *others = sorted(block, key=lambda group: group.root)
+        first.becomes(moved, min(us, sum(group.us for group in block)), 1)
         for group in others:
-            group.becomes(0, self.rates and 0.0, 0)
+            group.becomes(0, 0.0, 0)
 
     # --- in words
 
@@ -459,22 +425,22 @@ class Finding:
         rows: dict[tuple, dict] = {}
         for group, (us, moved) in zip(self.groups, self.fused, strict=True):
             now = group.now("us")
-            single = len(group.names) == 1 and (us is None or us > 0.9 * now)
+            single = len(group.names) == 1 and us >= 0.9 * now
             if group.kind != "stream" or single:
                 continue
             lines = places(operator.line for operator in group.members)
-            first = {"chain": words(group.names), "pass": group.phase, "lines": lines}
-            first |= {"places": 0, "kernels": 0, "bytes_now": 0, "bytes_fused": 0}
-            first |= dict.fromkeys(("us_now", "us_fused"), self.rates and 0.0)
-            row = rows.setdefault((*group.names, group.phase, lines), first)
-            row["places"] += 1
-            row["kernels"] += group.now("kernels")
-            row["bytes_now"] += group.now("moved")
-            row["bytes_fused"] += moved
-            if us is not None:
-                row["us_now"] += now
-                row["us_fused"] += us
-        key = "us" if self.rates else "bytes"
+            sums = {"places": 1, "kernels": group.now("kernels")}
+            sums |= {"bytes_now": group.now("moved"), "bytes_fused": moved}
+            sums |= {"us_now": now, "us_fused": us} if self.timed else {}
+            row = rows.setdefault(
+                (*group.names, group.phase, lines),
+                {"chain": words(group.names), "pass": group.phase, "lines": lines}
+                | dict.fromkeys(sums, 0)
+                | ({} if self.timed else {"us_now": None, "us_fused": None}),
+            )
+            for key, value in sums.items():
+                row[key] += value
+        key = "us" if self.timed else "bytes"
         return sorted(rows.values(), key=lambda row: row[f"{key}_fused"] - row[f"{key}_now"])
 
     def unknown(self) -> list[dict]:
@@ -488,7 +454,7 @@ class Finding:
                 "operator": name,
                 "calls": len(same),
                 "lines": places(o.line for o in same),
-                "us": sum(o.us or 0.0 for o in same) if self.rates else None,
+                "us": sum(o.us for o in same) if self.timed else None,
             }
             for name, same in found.items()
         ]

@@ -31,9 +31,13 @@ class Rates:
     gap_us: float  # what a kernel takes in a graph beyond what the profiler says
     gemm_tflops: float  # of a large product
 
-    def us(self, moved: float) -> float:
-        """The time of a kernel that moves so many bytes."""
-        return AMONG_OTHERS * self.least_us + moved / self.gb_per_s / 1e3
+    def us(self, moved: float, flop: float = 0.0) -> float:
+        """The time of a kernel that moves so many bytes, or computes a product."""
+        least = AMONG_OTHERS * self.least_us
+        return max(least + moved / self.gb_per_s / 1e3, flop / self.gemm_tflops / 1e6)
+
+
+NO_RATES = Rates("", math.inf, 0.0, 0.0, math.inf)  # nothing takes time
 
 
 def read_rates(folder: Path) -> Rates:

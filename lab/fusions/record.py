@@ -123,11 +123,13 @@ class Recorder(TorchDispatchMode):
         self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self.sizes: list[int] = []  # bytes, by number of the storage
         self.version: list[int] = []
-        self.unwritten: set[int] = set()
+        self.blank: set[int] = set()  # storages that no operator has written
         self.lines: dict[tuple[int, int], str] = {}  # by thread and number of the autograd node
         self.main = threading.get_ident()
         self.flops = flop_counter().flop_registry
-        self.notes: list[str] = []  # operators that read what no operator wrote
+        self.unwritten: list[str] = []  # operators that read what no operator wrote
+        self.alive: set[tuple[int, int]] = set()  # what is there when the step is over
+        self.weights: set[int] = set()  # their storages
 
     # --- which memory
 
@@ -149,15 +151,15 @@ class Recorder(TorchDispatchMode):
         number = self.number(tensor)
         if write:
             self.version[number] += 1
-            self.unwritten.discard(number)
+            self.blank.discard(number)
         offset = tensor.storage_offset() * tensor.element_size()
         size = min(bytes_behind(tensor), self.sizes[number])  # of views whose rows overlap
         return Use((number, self.version[number]), offset, size)
 
-    def alive(self) -> set[tuple[int, int]]:
-        """What there is now, in its newest version."""
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
         found = self.storages.values()
-        return {(n, self.version[n]) for reference, n in found if not reference.expired()}
+        self.alive = {(n, self.version[n]) for reference, n in found if not reference.expired()}
 
     # --- which line
 
@@ -221,15 +223,15 @@ class Recorder(TorchDispatchMode):
         if made and not fresh and (not written or torch.Tag.inplace_view in tags):
             return []
         if name.startswith(NO_WORK):
-            self.unwritten |= {self.number(t) for t in fresh if "empty" in name}
+            self.blank |= {self.number(t) for t in fresh if "empty" in name}
             return []
         if name.startswith((*OVERWRITING, *RANDOM)) or "out" in kwargs:
             blind = [self.use(t) for t in written]
             rest = [use._replace(bytes=0) for use in blind if use.bytes < self.sizes[use.key[0]]]
             reads[:] = [use for use in reads if use not in blind] + rest
         own = getattr(function, "namespace", "") != "aten"
-        if not own and any(u.key[0] in self.unwritten and u.bytes for u in reads):
-            self.notes.append(f"{name} at {operator.line}")
+        if not own and any(u.key[0] in self.blank and u.bytes for u in reads):
+            self.unwritten.append(f"{name} at {operator.line}")
         operator.writes = [self.use(t, write=True) for t in [*written, *fresh]]
         operator.moved = sum(use.bytes for use in [*reads, *operator.writes])
         operator.numel = max((t.numel() for t in [*inputs, *made]), default=0)

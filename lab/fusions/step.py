@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._pytree import tree_map_only
 
 from lab.cli import ToolError, note
-from lab.fusions.groups import Recorded
 from lab.fusions.rates import Rates
 from lab.fusions.record import Operator, Recorder, whose
 from lab.profile.kernels import NO_KERNELS, kernels_of, load_trace, range_of_each, ranges_of
@@ -168,24 +167,24 @@ def of_the_user(name: str, compiled: bool = False) -> Iterator[None]:
         raise ToolError(f"{name} failed{where}: {what}", status=1) from error
 
 
-def record(step: Step, recorder: Recorder) -> Recorded:
+def record(step: Step, timed: bool = False) -> Recorder:
     """One step, of which no tensor stays."""
-    weights = {recorder.number(weight) for weight in step.weights}
+    recorder = Recorder(timed)
+    recorder.weights = {recorder.number(weight) for weight in step.weights}
     with recorder, of_the_user(step.name):
         step.take()
-    found = recorder.operators, recorder.sizes, recorder.alive(), weights, recorder.notes
-    return Recorded(*found)
+    return recorder
 
 
-def count(build: Callable[[], Step]) -> tuple[Step, Recorded]:
+def count(build: Callable[[], Step]) -> tuple[Step, Recorder]:
     """Operators, bytes and FLOPs of a step of fake tensors: nothing is computed. A step that these
     cannot take is really taken, on the CPU."""
 
-    def counted() -> tuple[Step, Recorded]:
+    def counted() -> tuple[Step, Recorder]:
         step = build()
         with of_the_user(step.name):
             step.take()  # the first one makes the optimizer's state
-        return step, record(step, Recorder())
+        return step, record(step)
 
     logging.getLogger(FakeTensorMode.__module__).setLevel(logging.CRITICAL)  # the error is raised
     try:
@@ -199,7 +198,7 @@ def count(build: Callable[[], Step]) -> tuple[Step, Recorded]:
     return found
 
 
-def measure(step: Step, rates: Rates) -> Recorded:
+def measure(step: Step, rates: Rates) -> Recorder:
     """The operators of a step with the times of their kernels, medians of some steps."""
     with of_the_user(step.name):
         for _ in range(REPEATS):
@@ -209,7 +208,7 @@ def measure(step: Step, rates: Rates) -> Recorded:
         torch.cuda.synchronize()
         kinds = torch.profiler.ProfilerActivity
         with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
-            found = record(step, Recorder(timed=True))
+            found = record(step, timed=True)
             torch.cuda.synchronize()
         attribute(found, profile, rates)
         same = tuple(operator.name for operator in found.operators)
@@ -219,7 +218,7 @@ def measure(step: Step, rates: Rates) -> Recorded:
     return found
 
 
-def attribute(found: Recorded, profile: torch.profiler.profile, rates: Rates) -> None:
+def attribute(found: Recorder, profile: torch.profiler.profile, rates: Rates) -> None:
     """Give each operator the time of the kernels that its call launched; kernels that no operator
     launched become operators that are not understood."""
     with tempfile.TemporaryDirectory() as folder:
