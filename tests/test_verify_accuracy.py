@@ -66,17 +66,8 @@ def test_verify_accuracy_in_bfloat16_does_not_blame_rounding(argv: list[str], ru
 
 
 @both_precisions
-@pytest.mark.parametrize(
-    ("script", "name"),
-    [
-        ("tiny_llama_v2", "layers.1.self_attn.q_proj.weight"),
-        ("tiny_openfold_v2", "blocks.0.tri_mul_in.linear_a_g.bias"),
-    ],
-)
-def test_verify_accuracy_names_a_gradient_that_is_zero(
-    script: str, name: str, argv: list[str], run, monkeypatch
-):
-    module = load(script)
+def test_verify_accuracy_names_a_gradient_that_is_zero(argv: list[str], run, monkeypatch):
+    module, name = load("tiny_openfold_v2"), "blocks.0.tri_mul_in.linear_a_g.bias"
     values_of = accuracy.values_of
 
     def broken(script, trainer, exact: bool = False, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -86,7 +77,7 @@ def test_verify_accuracy_names_a_gradient_that_is_zero(
         return values
 
     monkeypatch.setattr(accuracy, "values_of", broken)
-    result = run(script, "--verify-accuracy", *argv)
+    result = run("tiny_openfold_v2", "--verify-accuracy", *argv)
     assert result.status == 1
     failed = [line for line in result.stdout.splitlines() if line.startswith("gradient of")]
     assert len(failed) == 1, "the others are right"
