@@ -3,12 +3,12 @@
 
 A PATH is a result file (<script>_summary.json), the directory of a run (its --profile-dir), or
 FILE.json/NAME for a run in a file of several, or a pattern; NAME=PATH names the row. Speed-up and
-memory change are over --baseline, the first run unless it says otherwise. Where the numbers of
-processes differ, the scaling efficiency is the speed-up over the ratio of these numbers. Notes on
-stderr, above the table, name what differs: sizes, steps, precision, torch.compile, graphs, the
-device; and below it runs that were disturbed, whose mean step is much longer than the median. Runs
-of different models are refused. A run that went out of memory is a row of its own; one that failed
-is too, and then the exit status is 1.
+memory change are over the first run. Where the numbers of processes differ, the scaling efficiency
+is the speed-up over the ratio of these numbers. Notes on stderr, above the table, name what
+differs: sizes, steps, precision, torch.compile, graphs, the device; and below it runs that were
+disturbed, whose mean step is much longer than the median. Runs of different models are refused. A
+run that went out of memory is a row of its own; one that failed is too, and then the exit status is
+1.
 
 --csv has a row for each run with all that is known of it, whatever its outcome: sizes, each fusion
 as 0 or 1, precision, device, times, memory, kernels, launches and loss. A loop in the shell and
@@ -18,7 +18,6 @@ rows, for this tool and others to read. A file that is read is not written on.
 Examples:
   python analysis_tools/compare_runs.py exercises/results/v1 exercises/results/v2
   python analysis_tools/compare_runs.py baseline=./unfused flash=./flash all=./fused --csv table.csv
-  python analysis_tools/compare_runs.py ./flash ./qkv --baseline ./unfused
   python analysis_tools/compare_runs.py ./one_gpu ./four_gpus
   python analysis_tools/compare_runs.py sweep/* --csv sweep.csv --save sweep.json
   python analysis_tools/compare_runs.py sweep.json/batch_1 sweep.json/batch_4
@@ -48,9 +47,8 @@ ASKED = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", "de
 def build_parser() -> Parser:
     """The command line."""
     parser = documented_parser(PROG, __doc__)
-    add, place = parser.add_argument, "[NAME=]PATH"
-    add("runs", nargs="+", metavar=place, help="result file or directory of a run")
-    add("--baseline", metavar=place, help="what the others are compared with (default: first)")
+    help = "result file or directory of a run"
+    parser.add_argument("runs", nargs="+", metavar="[NAME=]PATH", help=help)
     parser.add_flag("--no-times", "only memory, kernels and loss: they need no turns")
     parser.add_path("--csv", "FILE", "also write all that is known, unrounded")
     parser.add_path("--save", "FILE.json", "also keep the runs in one file")
@@ -80,24 +78,17 @@ def csv_rows(rows: Sequence[dict], runs: Sequence[records.Run]) -> list[dict]:
 def compare(args: argparse.Namespace) -> int:
     """Print the table; returns the exit status."""
     runs = records.load_runs(args.runs)
-    baseline = runs[0]
-    if args.baseline:
-        chosen = records.load_runs([args.baseline])[0].path.resolve()
-        baseline = next((run for run in runs if run.path.resolve() == chosen), None)
-        if baseline is None:  # it gets a row, too
-            runs = records.load_runs([args.baseline, *args.runs])
-            baseline = runs[0]
     named = [(run.name, run.result) for run in runs]
     print_notes(PROG, *records.differences(named))
-    rows = [records.beside(run, baseline) for run in runs]
+    rows = [records.beside(run, runs[0]) for run in runs]
     print(records.runs_table(runs, rows, not args.no_times), flush=True)
     if args.csv:
         write_csv(args.csv, csv_rows(rows, runs))
     if args.save:
         write_text(args.save, json.dumps({"runs": records.by_name(named)}, indent=1) + "\n")
     print_notes(PROG, *records.unsteady(runs))
-    if baseline.status != "ok":
-        print_notes(PROG, f"the baseline {baseline.name} did not finish, so there are no ratios")
+    if runs[0].status != "ok":
+        print_notes(PROG, f"the baseline {runs[0].name} did not finish, so there are no ratios")
     return records.report_failed(PROG, runs)
 
 

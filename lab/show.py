@@ -156,9 +156,9 @@ def drawing() -> ModuleType:
     return pyplot
 
 
-def save_figure(figure: Any, path: Path, dpi: int = 150) -> None:
+def save_figure(figure: Any, path: Path) -> None:
     """Write a figure of `drawing()` as the ending of the path says, and close it."""
     try:
-        write_file(path, lambda temporary: figure.savefig(temporary, dpi=dpi))
+        write_file(path, lambda temporary: figure.savefig(temporary, dpi=150))
     finally:
         drawing().close(figure)

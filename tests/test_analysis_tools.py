@@ -62,15 +62,6 @@ def test_comparison_has_the_numbers_of_the_result_files(make):
     assert found == ("60.0", "4.00x", "-25.0 %")
 
 
-def test_the_baseline_can_be_any_run_and_gets_a_row_of_its_own(make):
-    slow, fast, half = make("slow", speed=50), make("fast", speed=200), make("half", speed=25)
-    rows = table_of(call(compare_runs, slow, fast, "--baseline", fast)[1])
-    assert [row["speed-up"] for row in rows] == ["0.25x", "1.00x"]
-    rows = table_of(call(compare_runs, slow, fast, "--baseline", f"unfused={half}")[1])
-    found = [(row["configuration"], row["speed-up"]) for row in rows]
-    assert found == [("unfused", "1.00x"), ("slow", "2.00x"), ("fast", "8.00x")]
-
-
 def test_runs_that_did_not_finish_are_rows_without_ratios(make):
     good, gone, bad = make("good"), make("gone", **OOM), make("bad", **FAILED)
     status, out, err = call(compare_runs, gone, good, bad)
@@ -110,8 +101,8 @@ def test_scaling_efficiency_where_the_numbers_of_processes_differ(make):
     four, column = make("four", speed=300, training={"processes": 4}), "scaling efficiency"
     rows = table_of(call(compare_runs, one, two, four)[1])
     assert [row[column] for row in rows] == ["100.0 %", "90.0 %", "75.0 %"]
-    rows = table_of(call(compare_runs, four, two, "--baseline", two)[1])
-    assert [row[column] for row in rows] == ["83.3 %", "100.0 %"]
+    rows = table_of(call(compare_runs, two, four)[1])
+    assert [row[column] for row in rows] == ["100.0 %", "83.3 %"]
 
 
 def test_different_models_and_equal_names_are_refused(make):

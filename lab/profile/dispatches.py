@@ -131,10 +131,10 @@ class Row:
             raise ToolError(f"{self.place}: {column}: {error}") from error
         return float(value)
 
-    def times(self, first: str = START, last: str = END) -> tuple[int | None, int | None]:
+    def times(self) -> tuple[int | None, int | None]:
         """The timestamps in two cells, exactly; ToolError if they are rounded so that their
         difference says nothing."""
-        written = [self.cells[column] for column in (first, last)]
+        written = [self.cells[column] for column in (START, END)]
         try:
             values = [decimal_of(text) for text in written]
         except ValueError as error:

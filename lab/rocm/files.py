@@ -100,7 +100,7 @@ def convert(database: Path, out: Path) -> None:
     write_statistics(out, of_dispatches(of_database(database), database))
 
 
-def show(directory: Path, *, count: int = 10) -> None:
+def show(directory: Path) -> None:
     """Print the top kernels."""
     rows = read_statistics(directory / "stats.csv")
     columns = [
@@ -110,7 +110,7 @@ def show(directory: Path, *, count: int = 10) -> None:
         Column("mean us", lambda row: row.average_ns / 1e3, ".1f"),
         Column("kernel", lambda row: short_name(row.name, 70), text=True),
     ]
-    print(render(columns, rows[:count], "text"))
+    print(render(columns, rows[:10], "text"))
     print(f"Distinct kernels: {len(rows)}\nDispatches: {sum(row.calls for row in rows)}")
     print(f"All kernels: {directory / 'stats.csv'}")
 
