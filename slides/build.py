@@ -79,7 +79,7 @@ STORY = {"V1": "baseline", "V2": "PyTorch's fusions", "V3": "Triton kernels", "V
 MARKED = re.compile(r"(`[^`]+`|\*\*[^*]+\*\*)")
 PICTURE = re.compile(r"!\[(?P<view>\w*)\]\(\.\./docs/figures/(?P<name>\w+)\.svg\)")
 NOTE = re.compile(r"^(?=(?:Say|Ask|Expect|Show): )", re.MULTILINE)
-CODE = re.compile(r"(?P<comment>#.*)|(?P<text>\"[^\"]*\"|'[^']*')|(?P<word>@?[A-Za-z_][\w.]*)|.")
+CODE = re.compile(r"(?P<text>\"[^\"]*\"|'[^']*')|(?P<word>@?[A-Za-z_][\w.]*)|.")
 # its height in inches, None for what is left; draws it at a top, this high
 Block = tuple[float | None, Callable]
 
@@ -279,8 +279,6 @@ def highlight(paragraph, line: str, size: float) -> None:
         ink, bold = INK, False
         if keyword.iskeyword(word) or word.startswith("@"):
             ink, bold = BLUE, True
-        elif match["comment"]:
-            ink = GREY
         elif match["text"]:
             ink = green
         elif word.startswith(("tl.", "torch.", "F.")):

@@ -355,7 +355,7 @@ class Site:
         assert re.search(r" check: (PASS|FAIL .*)\n$", text)[1].startswith(
             "FAIL" if status else "PASS"
         )
-        rows = {row.what: dataclasses.asdict(row) for row in rows}
+        rows = {row.what: row._asdict() for row in rows}
         for row in rows.values():
             assert row["what"] in text and row["mend"] in text
             assert row["mend"] or row["state"] in ("ok", "-"), row

@@ -19,7 +19,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
 import argparse
-import dataclasses
 import importlib.metadata
 import importlib.util
 import json
@@ -33,6 +32,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Callable
+from typing import NamedTuple
 
 from lab.cli import Parser, documented_parser, program
 from lab.files import ROOT
@@ -51,16 +51,12 @@ PROBE = "PROBE "  # starts the lines by which a child process answers
 # Requirements files
 
 
-@dataclasses.dataclass(frozen=True)
-class Requirement:
-    """One line of a requirements file:
-
-    `text` as pip takes it, the name, and pairs of operator and version.
-    """
+class Requirement(NamedTuple):
+    """One line of a requirements file: `text` as pip takes it, its parts."""
 
     text: str
     name: str
-    bounds: tuple[tuple[str, str], ...]
+    bounds: tuple[tuple[str, str], ...]  # operator and version
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -337,8 +333,7 @@ def torch_problem(answers: dict, track: str) -> str:
 # The table
 
 
-@dataclasses.dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """One row. `state` is ok, MISSING (the track needs it), optional (absent, but not needed), or -
     for what was not looked at: this track has no use for it, or it depends on something missing."""
 
