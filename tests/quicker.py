@@ -1,5 +1,6 @@
 """What tests of this repository run a thousand times, in less time: Triton's interpreter, and
-PyTorch's profiler. Results stay the same to the bit.
+PyTorch's profiler. Results stay the same to the bit. Without it tests of kernels take 2.5 times as
+long: test_triton_steps.py, _llama.py and _openfold_v4.py 86 s of a processor's time in place of 34.
 """
 
 from __future__ import annotations
