@@ -46,20 +46,57 @@ def in_tables(text: str) -> set[str]:
     return set(re.findall(r"^\| (\w+) +\|", text, re.MULTILINE)) - {"kernel"}
 
 
-def test_what_spills_or_needs_too_much_lds_is_a_problem():
-    """In a process of its own: here Triton interprets."""
-    code = """
-from tools.compile_for_amd import Needs, problem
+HEADER = (
+    "script,target,kernel,precisions,constants,vgprs,agprs,sgprs,lds,spills,sgpr_spills,waves\n"
+)
+CALLS = """
+import sys
+from tools.compile_for_amd import Needs, main, problem
 for spills, sgpr_spills, lds in ((0, 0, 1024), (2, 0, 1024), (0, 3, 1024), (0, 0, 65537)):
     print(problem("gfx942", Needs(9, 0, 9, lds, spills, sgpr_spills, 8)))
+for argv in (["--summary", "whole.csv"], ["--summary", "cut_off.csv"], [sys.argv[1]]):
+    print("\\n--- status", main(argv), flush=True)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.splitlines() == [
-        "",
-        "spills 2 VGPRs",
-        "spills 3 SGPRs",
-        "needs 65537 bytes of LDS",
-    ], done.stderr
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory) -> list[str]:
+    """What the tool says in one process, call by call: here Triton interprets."""
+    folder = tmp_path_factory.mktemp("amd")
+    (folder / "whole.csv").write_text(
+        HEADER
+        + "tiny_x_v3,gfx942,small,bfloat16,C=1,20,0,8,65536,0,0,8\n"
+        + "tiny_x_v3,gfx942,large,bfloat16,C=1,200,60,8,1024,0,0,1\n"
+    )
+    (folder / "cut_off.csv").write_text(HEADER + "tiny_x_v3,gfx942,small\n")
+    done = subprocess.run(
+        [sys.executable, "-c", CALLS, str(ROOT / "tiny_llama_v2.py")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    return done.stdout.split("\n--- status ")
+
+
+def test_what_spills_or_needs_too_much_lds_is_a_problem(said):
+    problems = ["", "spills 2 VGPRs", "spills 3 SGPRs", "needs 65537 bytes of LDS"]
+    assert said[0].splitlines()[:4] == problems
+
+
+def test_the_summary_names_the_kernel_that_needs_most(said):
+    cells = [cell.strip() for cell in said[0].splitlines()[-1].strip("|").split("|")]
+    assert cells == (
+        ["tiny_x_v3", "gfx942", "2", "0", "64 of 64 (small)", "260 of 512 (large)", "1"]
+    )
+
+
+def test_a_file_that_is_cut_off_and_a_script_without_kernels_are_one_line(said):
+    assert [status[:1] for status in said[1:]] == ["0", "2", "2"]
+    for before, word in zip(said[1:], ("cut_off.csv", "tiny_llama_v2"), strict=False):
+        _, *lines = before.splitlines()
+        assert (len(lines), word in lines[0]) == (1, True)
 
 
 @pytest.mark.parametrize(
@@ -103,13 +140,6 @@ def forgotten_kernel(X):
     assert "Traceback" not in done.stderr
 
 
-def test_a_script_without_kernels_is_one_line():
-    done = compile_for_amd(ROOT / "tiny_llama_v2.py", "")
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert "tiny_llama_v2" in done.stderr
-
-
 def test_the_result_file_has_every_kernel_on_every_target():
     with (ROOT / "results/amd/registers.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -120,23 +150,3 @@ def test_the_result_file_has_every_kernel_on_every_target():
                 found.setdefault(row["script"], set()).add(row["kernel"])
         assert found == {script.stem: kernels(script) for script in SCRIPTS}
     assert {(row["spills"], row["sgpr_spills"]) for row in rows} == {("0", "0")}
-
-
-def test_the_summary_names_the_kernel_that_needs_most(tmp_path: Path):
-    path = tmp_path / "registers.csv"
-    header = (
-        "script,target,kernel,precisions,constants,vgprs,agprs,sgprs,lds,spills,sgpr_spills,waves\n"
-    )
-    path.write_text(
-        header
-        + "tiny_x_v3,gfx942,small,bfloat16,C=1,20,0,8,65536,0,0,8\n"
-        + "tiny_x_v3,gfx942,large,bfloat16,C=1,200,60,8,1024,0,0,1\n"
-    )
-    done = compile_for_amd("--summary", str(path))
-    cells = [cell.strip() for cell in done.stdout.splitlines()[-1].strip("|").split("|")]
-    assert cells == (
-        ["tiny_x_v3", "gfx942", "2", "0", "64 of 64 (small)", "260 of 512 (large)", "1"]
-    )
-    path.write_text(header + "tiny_x_v3,gfx942,small\n")
-    done = compile_for_amd("--summary", str(path))
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
