@@ -95,6 +95,17 @@ def test_a_backward_chain_has_the_lines_of_the_forward_pass():
     assert group_of(finding, "cos").phase == "forward"
 
 
+def test_the_backward_pass_of_a_change_in_place_has_its_line():
+    x = torch.randn(N, D, requires_grad=True)
+
+    def take():
+        y = x * 1
+        y[:4].mul_(3)
+        y.exp().sum().backward()
+
+    assert "?" not in {operator.line for operator in found(take).recorded.operators}
+
+
 def test_a_checkpoint_runs_its_own_lines_again():
     x = torch.randn(N, D, requires_grad=True)
 
@@ -220,12 +231,6 @@ def read_after(change):
     return y + total
 
 
-def copies():
-    one, two = X.clone(), X.clone()
-    one.mul_(2)
-    return one @ W, two @ W
-
-
 def random_twice():
     y = torch.rand_like(WIDE)
     return y + y.sum()
@@ -238,23 +243,36 @@ def random_twice():
         (of_a_part, "copy_", ROW, ROW),
         (of_a_part, "zeros", 0, 2 * ROW),
         (lambda: X[: N // 2].exp(), "exp", ROW // 2, ROW // 2),
-        # rows of 128 bytes, as many as it takes, and their numbers
+        (lambda: X[: N // 2] + X[N // 2 :], "add", ROW, ROW // 2),
+        # as many rows as it takes, of 32 bytes at least, and their numbers
+        (lambda: TABLE.view(-1)[ROWS], "index", 32 * N + ROWS.nbytes, 4 * N),
         (lambda: TABLE.exp()[ROWS].cos(), "index", ROW + ROWS.nbytes, ROW),
+        # windows overlap, and need all of their source once
+        (lambda: PICTURE.unfold(3, 4, 2) + 1, "add", PICTURE.nbytes, 4 * N * 15 * 4 * 4),
+        (lambda: F.max_pool2d(PICTURE, 2), "max_pool2d_with_indices", PICTURE.nbytes, ROW),
         # what is changed in part is written as a whole, by one kernel or by two
         (lambda: changed(lambda y: y[:, :4].zero_()), "exp", ROW, ROW),
         (lambda: changed(lambda y: y.index_put_((ROWS[:4],), X[:4])), "exp", ROW, ROW),
         # nothing is computed again from what has changed by then
         (lambda: read_after(lambda: None), "sum", WIDE.nbytes, 4),
         (lambda: read_after(lambda: WIDE.add_(0)), "sum", WIDE.nbytes, 2 * WIDE.nbytes + 4),
-        # a second copy is none, unless one changes
+        # a second copy is none
         (lambda: X.bfloat16() @ W.bfloat16() + X.bfloat16() @ W.bfloat16(), "add", ROW, ROW // 2),
-        (copies, "clone", ROW, 2 * ROW),
         (random_twice, "rand_like", WIDE.nbytes, WIDE.nbytes + 4),
     ],
 )
 def test_bytes_of_a_kernel(take, name, read, kept):
     group = group_of(found(take), name)
     assert (sum(group.reads.values()), sum(group.keeps.values())) == (read, kept)
+
+
+def test_a_copy_that_changes_is_a_copy():
+    def take():
+        one, two = X.clone(), X.clone()
+        one.mul_(2)
+        return one @ W, two @ W
+
+    assert len({storage for storage, _ in group_of(found(take), "clone").keeps}) == 2
 
 
 def test_what_the_backward_pass_needs_is_computed_again_from_less():
@@ -269,12 +287,6 @@ def test_what_the_backward_pass_needs_is_computed_again_from_less():
 
     row = chains(found(take, [w]))["forward: cast x2, tanh, sigmoid"]
     assert row["bytes_fused"] == 2 * x.nbytes
-
-
-def test_windows_read_all_of_their_source_once():
-    operators = found(lambda: (F.max_pool2d(PICTURE, 2), PICTURE.unfold(3, 4, 2) + 1)).recorded
-    for operator in operators.operators:
-        assert sum(use.bytes for use in operator.reads) == PICTURE.nbytes, operator.name
 
 
 # --- levels
@@ -416,17 +428,13 @@ def test_kernels_are_given_to_the_operators_that_launched_them():
     assert all(o.us > 0.3 and o.kernels >= 1 for o in known)
 
 
-def test_a_kernel_takes_as_long_as_a_copy_of_its_bytes():
-    assert RATES.us(0) == 1.75
-    assert RATES.us(2_500_000) == pytest.approx(1.75 + 1)
-
-
 @pytest.mark.parametrize(
     ("length", "us"),
     # 10 MB are 4 us: rows without vector loads, rows that no block holds and that are read twice
     [(1000, 4), (1001, 6), (8000, 4 + 500 * 8000 * 4 / 2.5e6)],
 )
-def test_where_a_kernel_is_slower_than_a_copy(length, us):
+def test_a_kernel_takes_as_long_as_a_copy_of_its_bytes_and_where_it_is_slower(length, us):
+    assert (RATES.us(0), RATES.us(2_500_000)) == (1.75, pytest.approx(2.75))
     x = torch.zeros(500, length)
     finding = found(lambda: (x * 2).softmax(-1))
     finding.rates = RATES
