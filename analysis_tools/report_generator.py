@@ -46,20 +46,16 @@ def kernel_lines(sides: dict[str, reduction.Profile]) -> str:
     return text.partition("\n")[2].strip().replace("\n##", "\n###")
 
 
-SECTIONS = {  # the step of run_all_profilers.sh, its files, and what reads and shows them
-    "Runs": (None, "pytorch/*_summary.json", records.load_run, records.runs_section),
-    "Kernels by the PyTorch profiler": (
-        *("pytorch_profiler", "pytorch/*_kernels.csv"),
-        *(reduction.load_pytorch, kernel_lines),
-    ),
-    "Kernels by rocprofv3": (
-        *("rocprofv3", "rocprofv3_results_*/stats.csv"),
-        *(reduction.load_rocprofv3, kernel_lines),
-    ),
-    "FLOPs of modules": (
-        *("flops", "flops/*_flops.json"),
-        *(roofline.load_modules, roofline.modules_table),
-    ),
+# The step of run_all_profilers.sh, its files, and what reads and shows them.
+RUNS = None, "pytorch/*_summary.json", records.load_run, records.runs_section
+BY_PYTORCH = "pytorch_profiler", "pytorch/*_kernels.csv", reduction.load_pytorch, kernel_lines
+BY_ROCPROFV3 = "rocprofv3", "rocprofv3_results_*/stats.csv", reduction.load_rocprofv3, kernel_lines
+MODULES = "flops", "flops/*_flops.json", roofline.load_modules, roofline.modules_table
+SECTIONS = {
+    "Runs": RUNS,
+    "Kernels by the PyTorch profiler": BY_PYTORCH,
+    "Kernels by rocprofv3": BY_ROCPROFV3,
+    "FLOPs of modules": MODULES,
 }
 
 

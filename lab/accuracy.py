@@ -15,7 +15,7 @@ import contextlib
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from types import ModuleType
 
@@ -394,16 +394,16 @@ class Side:
         state = self.script.build_model(self.args, torch.device("meta")).state_dict()
         return {name: tuple(value.shape) for name, value in state.items()}.items()
 
-    def trainer(self, weights: Mapping[str, Tensor], batches: Iterable):
-        """A new Trainer with these weights, for these batches."""
+    def trainer(self, weights: Mapping[str, Tensor], batches: object):
+        """A new Trainer with these weights, for batches from this source."""
         free_memory()
         trainer = self.script.Trainer(self.args, self.script.prepare(self.args))
         trainer.model.load_state_dict(weights)
         trainer.batches = batches
         return trainer
 
-    def batches(self) -> Iterable:
-        """Its batches from the first on."""
+    def batches(self) -> object:
+        """The source of its batches, from the first on."""
         return self.script.make_batches(self.args, torch.device("cpu"), self.args.seed)
 
 

@@ -17,7 +17,7 @@ import math
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -371,8 +371,6 @@ def has_gpu(events: Iterable[dict]) -> bool:
 
 def operators_of(events: Iterable[dict]) -> list[Kernel]:
     """Every call of an operator with its self time: its duration without its children."""
-    # A child has the same thread and lies inside; where both start at the same time the longer one
-    # is the parent.
     calls = complete(events, "cpu_op")
 
     def order(call: dict) -> tuple:
@@ -380,26 +378,32 @@ def operators_of(events: Iterable[dict]) -> list[Kernel]:
         return *thread, call["ts"], -call["dur"], call.get("args", {}).get("Ev Idx", 0)
 
     calls.sort(key=order)
-    self_us = [call["dur"] for call in calls]
-    stack: list[int] = []  # operators that are open, outermost first
-    for index, call in enumerate(calls):
-        while stack and not is_inside(call, calls[stack[-1]]):
-            stack.pop()
-        if stack:
-            self_us[stack[-1]] -= call["dur"]
-        stack.append(index)
+    spans = [((call["pid"], call["tid"]), call["ts"], call["dur"]) for call in calls]
     operators = []
-    for call, us in zip(calls, self_us, strict=True):
+    for call, us in zip(calls, self_times(spans), strict=True):
         duration, name = max(0, round(1e3 * us)), call["name"]
         number = call.get("args", {}).get("External id")
         operators.append(Kernel(name, duration, call["ts"], category(name), operator=number))
     return operators
 
 
-def is_inside(inner: dict, outer: dict) -> bool:
-    """Does a call that began later run in the other one?"""
-    same_thread = (inner["pid"], inner["tid"]) == (outer["pid"], outer["tid"])
-    return same_thread and inner["ts"] < outer["ts"] + outer["dur"]
+def self_times(spans: Sequence[tuple[Hashable, float, float]]) -> list[float]:
+    """The duration of each (thread, start, duration) without those inside of it, which begin in the
+    same thread before it ends; they are sorted by thread and start, the outer one first."""
+    times = [duration for *_, duration in spans]
+    around: list[int] = []  # those that are open, outermost first
+
+    def is_inside(index: int, outer: int) -> bool:
+        (thread, start, _), (its, began, took) = spans[index], spans[outer]
+        return thread == its and start < began + took
+
+    for index, (_, _, duration) in enumerate(spans):
+        while around and not is_inside(index, around[-1]):
+            around.pop()
+        if around:
+            times[around[-1]] -= duration
+        around.append(index)
+    return times
 
 
 def kernels_of(events: Sequence[dict]) -> list[Kernel]:

@@ -31,6 +31,7 @@ from lab.profile.kernels import (
     kernels_of,
     range_of_each,
     ranges_of,
+    self_times,
     short_name,
 )
 from lab.records import ForwardFlops, Rooflines, Run, only_file, read
@@ -196,15 +197,9 @@ def times_in_ranges(events: Sequence[dict], kinds: Iterable[str]) -> Counter:
             if name is not None:
                 spent[name.removeprefix(RANGE)] += kernel.duration_ns / 1e6
         return spent
-    outer = []
-    for inner in ranges:
-        while outer and outer[-1].end <= inner.start:
-            outer.pop()
-        duration = (inner.end - inner.start) / 1e3
-        spent[inner.name.removeprefix(RANGE)] += duration
-        if outer:
-            spent[outer[-1].name.removeprefix(RANGE)] -= duration
-        outer.append(inner)
+    spans = [(None, part.start, part.end - part.start) for part in ranges]
+    for part, us in zip(ranges, self_times(spans), strict=True):
+        spent[part.name.removeprefix(RANGE)] += us / 1e3
     return spent
 
 
