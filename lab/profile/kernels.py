@@ -16,6 +16,7 @@ import json
 import math
 import re
 import zlib
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import astuple, dataclass
@@ -491,21 +492,14 @@ def range_of_each(kernels: Sequence[Kernel], ranges: Sequence[Range]) -> list[st
     """For each kernel the name of the innermost range in which it was launched, by whichever
     thread; None outside.
 
-    The ranges are nested or apart, and in the order of `ranges_of`.
+    The ranges are nested or apart, and in the order of `ranges_of`: of those around a moment the
+    innermost began last.
     """
-    names: list[str | None] = [None] * len(kernels)
-    known = [index for index, kernel in enumerate(kernels) if kernel.launch_us is not None]
-    stack: list[Range] = []
-    following = 0
-    for index in sorted(known, key=lambda i: kernels[i].launch_us):
-        time = kernels[index].launch_us
-        while following < len(ranges) and ranges[following].start <= time:
-            while stack and stack[-1].end <= ranges[following].start:
-                stack.pop()
-            stack.append(ranges[following])
-            following += 1
-        while stack and stack[-1].end < time:
-            stack.pop()
-        if stack:
-            names[index] = stack[-1].name
-    return names
+    starts = [each.start for each in ranges]
+
+    def innermost(time: float | None) -> str | None:
+        begun = 0 if time is None else bisect_right(starts, time)
+        around = (ranges[i] for i in reversed(range(begun)) if ranges[i].end >= time)
+        return next((each.name for each in around), None)
+
+    return [innermost(kernel.launch_us) for kernel in kernels]
