@@ -207,6 +207,8 @@ class Recorder(TorchDispatchMode):
             self.operators.append(operator)
         else:
             found = self.describe(function, operator, args, kwargs, dense, made, result)
+            for whole in found[:1]:
+                whole.moved = sum(use.bytes for use in (*operator.reads, *operator.writes))
             self.operators += found
         return result
 
@@ -233,7 +235,6 @@ class Recorder(TorchDispatchMode):
         if not own and any(u.key[0] in self.blank and u.bytes for u in reads):
             self.unwritten.append(f"{name} at {operator.line}")
         operator.writes = [self.use(t, write=True) for t in [*written, *fresh]]
-        operator.moved = sum(use.bytes for use in [*reads, *operator.writes])
         operator.numel = max((t.numel() for t in [*inputs, *made]), default=0)
         operator.dtype = str(made[0].dtype) if made else ""
         if own:
@@ -258,7 +259,6 @@ class Recorder(TorchDispatchMode):
             row = (first.shape[-1] if first.dim() > 1 else 1) * first.element_size()
             wanted = sum(w.bytes for w in operator.writes) * max(1, SECTOR // row)
             operator.kind, operator.source = "stream", {reads[0].key}
-            operator.moved += wanted - reads[0].bytes
             reads[0] = Use(reads[0].key, -1 - operator.call, wanted)
             operator.numel = max(t.numel() for t in made)
         elif WINDOWS.fullmatch(name):
@@ -271,7 +271,6 @@ class Recorder(TorchDispatchMode):
                 reads[0], operator.source = reads[0]._replace(bytes=0), {reads[0].key}
             whole = 0 if written else target.bytes
             operator.writes[0] = Use(target.key, -1 - operator.call, whole + added)
-            operator.moved = sum(use.bytes for use in [*reads, *operator.writes])
         elif kind == "reductions":
             operator.kind = "stream"
             dim = [*args[2 if "norm" in name else 1 :], kwargs.get("dim")][0]
@@ -299,7 +298,7 @@ class Recorder(TorchDispatchMode):
         one = replace(operator, kind="stream", writes=[between, *([] if backward else rest)])
         sums(one, x.numel(), max(1, length), columns)
         reads = [*operator.reads, between]
-        none = {"reduced": None, "closed": False, "sums": False, "moved": 0, "kernels": 0}
+        none = {"reduced": None, "closed": False, "sums": False, "kernels": 0}
         two = replace(one, reads=reads, writes=[first], **none)
         if not (backward and rest):
             return [one, two]
