@@ -414,7 +414,7 @@ class Finding:
     def replace(self, block: Iterable[Group], moved: int, us: float) -> None:
         """One kernel in place of these groups, which takes no longer than they do."""
         first, *others = sorted(block, key=lambda group: group.root)
-        first.becomes(moved, min(us, sum(group.us for group in block)), 1)
+        first.becomes(moved, min(us, sum(group.us for group in (first, *others))), 1)
         for group in others:
             group.becomes(0, 0.0, 0)
 
