@@ -220,9 +220,9 @@ def test_flops_that_our_own_kernels_hide_are_said(tmp_path: Path, no_deepspeed):
 
 
 MODULE_TRACE = [
-    event("user_annotation", "module model (rest)", 0, 160),
-    event("user_annotation", "module layers.*.mlp", 5, 20),
-    event("user_annotation", "module layers.*.mlp", 40, 10),
+    event("user_annotation", roofline.WHOLE, 0, 160),
+    event("user_annotation", "layers.0.mlp", 5, 20),
+    event("user_annotation", "layers.1.mlp", 40, 10),
 ]
 
 
@@ -272,10 +272,10 @@ def test_memory_behind_a_tensor():
 
 
 def test_a_module_takes_the_time_of_its_kernels_or_without_a_gpu_of_its_range():
-    names = ["layers.*.mlp", "model (rest)"]
-    found = roofline.times_in_ranges(MODULE_TRACE + GPU_TRACE, names)
+    kinds = {f"layers.{n}.mlp": "layers.*.mlp" for n in (0, 1)} | {roofline.WHOLE: "model (rest)"}
+    found = roofline.times_in_ranges(MODULE_TRACE + GPU_TRACE, kinds)
     assert found == {"layers.*.mlp": 0.008, "model (rest)": pytest.approx(0.0115)}
-    found = roofline.times_in_ranges(MODULE_TRACE, names)
+    found = roofline.times_in_ranges(MODULE_TRACE, kinds)
     assert found == pytest.approx({"layers.*.mlp": 0.02 + 0.01, "model (rest)": 0.16 - 0.03})
 
 

@@ -8,11 +8,10 @@ attention, ...) in a whole training step. `trainer` is the Trainer of a version 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -44,7 +43,7 @@ if TYPE_CHECKING:  # where it is missing, --help of the programs works
     from torch import nn
     from torch.utils.flop_counter import FlopCounterMode
 
-RANGE = "module "  # what the names of the profiler's ranges begin with
+WHOLE = "forward"  # the profiler's range of a model; modules have those of their names
 WARMUP, STEPS = 2, 3  # training steps before and under the profiler
 TOP = 12  # kernels in the table and the picture of a ROCm profile
 
@@ -146,60 +145,32 @@ def count_modules(
     return without_children(inclusive, kinds), counter.get_total_flops(), moved
 
 
-@contextlib.contextmanager
-def named_ranges(model: nn.Module, kinds: dict[str, str]) -> Iterator[None]:
-    """Make each forward pass of these modules a range of the profiler."""
-    import torch
-
-    open_ranges, handles = [], []
-
-    def enter(kind: str) -> Callable:
-        def hook(*unused) -> None:
-            open_ranges.append(torch.profiler.record_function(RANGE + kind))
-            open_ranges[-1].__enter__()
-
-        return hook
-
-    def leave(*unused) -> None:
-        open_ranges.pop().__exit__(None, None, None)
-
-    for name, module in model.named_modules():
-        if name in kinds:
-            handles.append(module.register_forward_pre_hook(enter(kinds[name])))
-            handles.append(module.register_forward_hook(leave))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def module_times(trainer, kinds: dict[str, str]) -> Counter:
     """Milliseconds of one forward pass per kind of module, without the inner modules that have a
     row themselves."""
     for _ in range(WARMUP):
         trainer.step()
+    names = {name or WHOLE: kind for name, kind in kinds.items()}
     spent: Counter = Counter()
-    with named_ranges(trainer.model, kinds):
-        for events in profiled_steps(trainer):
-            spent.update(times_in_ranges(events, kinds.values()))
+    for events in profiled_steps(trainer):
+        spent.update(times_in_ranges(events, names))
     return Counter({kind: ms / STEPS for kind, ms in spent.items()})
 
 
-def times_in_ranges(events: Sequence[dict], kinds: Iterable[str]) -> Counter:
-    """Milliseconds in the ranges of each kind but not in a range inside: of kernels, or without a
-    GPU of the host."""
-    ranges = ranges_of(events, {RANGE + kind for kind in kinds})
+def times_in_ranges(events: Sequence[dict], kinds: Mapping[str, str]) -> Counter:
+    """Milliseconds of each kind in the ranges of these names, but not in a range inside: of
+    kernels, or without a GPU of the host."""
+    ranges = ranges_of(events, kinds)
     spent: Counter = Counter()
     if has_gpu(events):
         kernels = kernels_of(events)
         for name, kernel in zip(range_of_each(kernels, ranges), kernels, strict=True):
             if name is not None:
-                spent[name.removeprefix(RANGE)] += kernel.duration_ns / 1e6
+                spent[kinds[name]] += kernel.duration_ns / 1e6
         return spent
     spans = [(None, part.start, part.end - part.start) for part in ranges]
     for part, us in zip(ranges, self_times(spans), strict=True):
-        spent[part.name.removeprefix(RANGE)] += us / 1e3
+        spent[kinds[part.name]] += us / 1e3
     return spent
 
 
@@ -266,14 +237,8 @@ def group_flops(module: ModuleType, args: argparse.Namespace, device: torch.devi
     see into our own kernels. Attention has what PyTorch's GEMM operators no longer compute once its
     fused kernels are on; GEMM has the rest.
     """
-    import torch
-
-    meta = torch.device("meta")
-    batch = module.make_batches(args, torch.device("cpu"), args.seed).next_batch()
-    model = module.build_model(module.all_off(args), meta)
-    with flop_counter() as counter:
-        model(**{name: value.to(meta) for name, value in batch.items()}).backward()
-    flop = Counter({"GEMM": counter.get_total_flops()})
+    batch = module.make_batches(args, device, args.seed).next_batch()
+    flop = Counter({"GEMM": module.count_flops(args, batch)})
     names = [name for flag, name, _ in module.FUSIONS if "attention" in flag]
     if fused := {name: True for name in names if getattr(args, name)}:
         trainer = module.Trainer(module.all_off(args, **fused), device)
