@@ -311,8 +311,7 @@ class Finding:
             read, kept, rest = sum(group.reads.values()), sum(group.keeps.values()), []
             for key, count in group.reads.items():
                 product = self.maker.get(key, group)
-                alone = product.kind == "matrix" and self.users[key] == {group}
-                if alone and not self.joiner.between(group.root, product.root):
+                if product.kind == "matrix" and self.users[key] == {group}:
                     rest.append(read - count + max(0, kept - count))
             takers = self.users[next(iter(group.keeps))] if len(group.keeps) == 1 else ()
             if takers and all(taker.kind == "matrix" for taker in takers):
@@ -364,11 +363,8 @@ class Finding:
         reads: dict[Key, int] = {}
         kept = 0
         for group in block:
-            for key, count in group.reads.items():
-                if self.maker.get(key) not in inside:
-                    reads[key] = max(count, reads.get(key, 0))
-            for key, count in group.keeps.items():
-                kept += count if self.needed_by(key) - inside else 0
+            reads |= {k: c for k, c in group.reads.items() if self.maker.get(k) not in inside}
+            kept += sum(c for k, c in group.keeps.items() if self.needed_by(k) - inside)
         return sum(reads.values()) + kept
 
     def joined(self) -> None:
