@@ -123,11 +123,11 @@ def build(script: str, *argv: str) -> tuple[nn.Module, torch.optim.Optimizer, di
     return model, optimizer, version.make_batches(args, DEVICE, 1).next_batch()
 
 
-def test_fallbacks_give_the_gradients_of_v3():
+def test_fallbacks_give_the_gradients_of_v1():
     """test_fusions.py has all on, all off and each alone."""
     found = []
     some = words("fused-optimizer loss-fusion triton-attention")
-    for script, off in (("tiny_openfold_v3", []), (V4, some)):
+    for script, off in (("tiny_openfold_v1", []), (V4, some)):
         model, _, batch = build(script, *(f"--disable-{flag}" for flag in off))
         model(**batch).backward()
         found.append(gradients(model))
