@@ -225,8 +225,8 @@ def table(rows: list[dict]) -> str:
     if costs := [row["cost"] for row in rows if "cost" in row]:
         beyond = max(cost["seconds"] - 5 * cost["profiled_step_seconds"] for cost in costs)
         lines.append(
-            "The tool takes five profiled steps, their traces written, and "
-            f"{max(0, beyond):.1f} s at most (asked for: 10 s)."
+            "The tool takes as long as five profiled steps, their traces written, and "
+            f"{max(0, beyond):.1f} s at most."
         )
     return "\n\n".join(lines)
 

@@ -324,6 +324,31 @@ def memory_of_a_step() -> Sheet:
 
 
 @figure
+def predictions() -> Sheet:
+    """The speed-up of each model with its chains fused: predicted, against compiled."""
+    sheet = Sheet("Chains fused: predicted against compiled", 560)
+    plot = Plot(sheet, (110, 84, 440, 370), (1.3, 3.6), (1.3, 3.6), log=True)
+    marks = (1.5, 2, 2.5, 3, 3.5)
+    plot.axes("times as fast, compiled by inductor", marks, "predicted", marks)
+    plot.line((1.3, 1.3), (3.6, 3.6), color=GREY, width=2)
+    for row in rows_of("find_fusions"):
+        ms = {side: statistics.median(turns) for side, turns in row["sides_ms"].items()}
+        compiled = ms["now"] / ms["compiled"]
+        predicted = row["predicted_ms"]["now"] / row["predicted_ms"]["chains"]
+        x, y = plot.at(compiled, predicted)
+        sheet.dot(x, y, BLUE if row["shape"] in SHAPES else ORANGE, 7)
+        if abs(predicted / compiled - 1) > 0.075:
+            name = SHAPES.get(row["shape"], row["shape"])
+            side = (14, "start") if predicted < compiled else (-14, "end")
+            sheet.text(x + side[0], y, name, SMALL, at=side[1])
+    for y, words, color in ((104, "our models", BLUE), (136, "other models", ORANGE)):
+        sheet.dot(600, y, color, 7)
+        sheet.text(616, y, words, SMALL)
+    sheet.note(540, "on the line: as predicted; whole steps as graphs, one H100")
+    return sheet
+
+
+@figure
 def two_gpus() -> Sheet:
     """Milliseconds of a step on one GPU, and what a second one with a batch of its own adds."""
     rows = read_json(ROOT / "results/h100x2/scaling.json")["rows"]
