@@ -154,7 +154,12 @@ def report(result: dict, top: int) -> str:
     if rates and not result["measured"]:
         where = f"nothing was run, times are estimates with the rates of {rates['device_name']}"
     counted = f"{result['operators']} operators, {result['flop'] / 1e9:.1f} GFLOP in products"
-    lines = [f"{result['name']}, {result['precision']}: {counted}; {where}", ""]
+    lines = [f"{result['name']}, {result['precision']}: {counted}; {where}"]
+    if not result["measured"]:
+        lines += [
+            "These are a CPU's operators: attention, norms and dropout can be others on a GPU."
+        ]
+    lines += [""]
 
     def part(key: str, unit: float):
         return lambda row: None if row[key] is None else row[key] / unit

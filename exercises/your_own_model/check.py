@@ -79,9 +79,30 @@ def check_alone(add_norm: Callable) -> None:
         if found.dtype != expected.dtype:
             types = f"{found.dtype}, and should be {expected.dtype} for the next GEMM"
             raise ToolError(f"output 1{where} is {types}", status=1)
+    check_launches(add_norm)
     views = transposed(vit.add_norm), transposed(add_norm)
     where = " of tensors with strides (is there a .contiguous()?)"
     check_gradients(*views, inputs((3, 5, 16), torch.float32), where=where)
+
+
+def check_launches(add_norm: Callable) -> None:
+    """ToolError if no kernel of Triton is launched forward, or none backward."""
+    from triton.runtime import KernelInterface
+
+    launches, launcher = [], KernelInterface.__getitem__
+
+    def counted(kernel: KernelInterface, grid: object) -> Callable:
+        launches.append(kernel)
+        return launcher(kernel, grid)
+
+    given = [x.requires_grad_() for x in inputs(*CASES[0]).values()]
+    with mock.patch.object(KernelInterface, "__getitem__", counted):
+        outputs = add_norm(*given)
+        forward = len(launches)
+        torch.autograd.grad(outputs, given, [torch.ones_like(x) for x in outputs])
+    if not forward or len(launches) == forward:
+        where = "backward pass" if forward else "forward pass"
+        raise ToolError(f"right, but the {where} launches no kernel", status=1)
 
 
 def check_in_model(add_norm: Callable) -> int:

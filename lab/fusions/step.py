@@ -8,10 +8,11 @@ import statistics
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -188,7 +189,7 @@ def count(build: Callable[[], Step]) -> tuple[Step, Recorder]:
 
     logging.getLogger(FakeTensorMode.__module__).setLevel(logging.CRITICAL)  # the error is raised
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with FakeTensorMode(allow_non_fake_inputs=True), without_launches():
             return counted()
     except Exception as error:
         if isinstance(error, ToolError) and error.__cause__ is None:
@@ -196,6 +197,15 @@ def count(build: Callable[[], Step]) -> tuple[Step, Recorder]:
     found = counted()
     note("fake tensors cannot take this step, so two real ones were taken on this CPU")
     return found
+
+
+def without_launches() -> AbstractContextManager:
+    """Kernels of Triton are not launched: fake tensors have nothing that they could read."""
+    try:
+        from triton.runtime import KernelInterface
+    except ImportError:
+        return nullcontext()
+    return mock.patch.object(KernelInterface, "__getitem__", lambda *_: lambda *args, **named: None)
 
 
 def measure(step: Step, rates: Rates) -> Recorder:
