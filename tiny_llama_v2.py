@@ -379,8 +379,9 @@ def read_text(path: Path, seq_len: int) -> np.ndarray:
         content = path.read_bytes()
     except OSError as error:
         fail(f"--text-file {path}: {error.strerror}")
-    if re.search(rb"[\x00-\x08\x0e-\x19\x1c-\x1f]", content):  # as archives, UTF-16, token ids
-        fail(f"--text-file {path}: it has control characters; give plain text (ASCII or UTF-8)")
+    if re.search(rb"[\x00-\x08\x0e-\x19\x1c-\x1f]", content):
+        like = "token ids (nanoGPT's train.bin), an archive or UTF-16"
+        fail(f"--text-file {path}: it looks like {like}; give plain text (ASCII or UTF-8)")
     if len(content) < seq_len:
         fail(f"--text-file {path}: {len(content)} bytes are fewer than --seq-len {seq_len}")
     return np.frombuffer(content, dtype=np.uint8).astype(np.int64)

@@ -139,7 +139,7 @@ def test_profile_directory_that_cannot_be_written(run, tmp_path: Path):
 # Files
 
 IDS = np.array([318, 50256, 7, 13, 464])
-CONTROL = "it has control characters"
+CONTROL = "it looks like token ids (nanoGPT's train.bin)"
 NO_TEXT = {  # what is in the file, and what is said of it
     "missing": (None, ""),
     "directory": (None, ""),
