@@ -279,6 +279,10 @@ class Recorder(TorchDispatchMode):
             operator.kind = "stream"
             operator.random = torch.Tag.nondeterministic_seeded in tags
             operator.closed = "_loss" in name and made[0].numel() < first.numel()
+            if name == "nll_loss_forward":  # one element of each row
+                reads[0] = reads[0]._replace(bytes=SECTOR * inputs[1].numel())
+            elif name == "nll_loss_backward":  # of the logarithms only the shape
+                reads[1] = reads[1]._replace(bytes=0)
         return [operator]
 
     def passes(self, operator: Operator, args, inputs, made) -> list[Operator]:
