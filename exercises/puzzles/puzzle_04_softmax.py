@@ -12,8 +12,8 @@ largest number of the row first: the result is the same, and no exp is larger th
 
     tl.max(B, 0), tl.exp(B)     as tl.sum, and element by element
 
-PyTorch's formula of five operators reads and writes the matrix five times. Here the row stays in
-the program: it is read once and written once. That is what *fusion* means.
+PyTorch's formula of five operators reads the matrix five times and writes it three times. Here the
+row stays in the program: it is read and written once. That is what *fusion* means.
 
 Which `other` changes neither a maximum nor a sum of exp?
 

@@ -77,7 +77,7 @@ class ResidualDropout(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, update: Tensor, scale: Tensor, seed: Tensor, p: float) -> Tensor:
-        raise NotImplementedError("Tasks 1 and 2; take this line away when you have done them")
+        raise NotImplementedError("Tasks 1 and 2; when they are done, take `raise` out of forward")
         x, update = x.contiguous(), update.contiguous()
         rows, programs, sizes = options(x, p)
         out = torch.empty_like(x)
@@ -88,7 +88,7 @@ class ResidualDropout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        raise NotImplementedError("Tasks 3 and 4; take this line away when you have done them")
+        raise NotImplementedError("Tasks 3 and 4; when they are done, take `raise` out of backward")
         update, scale, seed = ctx.saved_tensors
         grad = grad.contiguous()
         rows, programs, sizes = options(grad, ctx.p)
