@@ -122,7 +122,8 @@ need_python
 message=$(check_arguments 2>&1) || fail $? "${message##*$'\n'}"
 read -ra arguments <<<"${message##*$'\n'}"
 if [[ ${arguments[*]} == "$cpu_sizes" ]]; then
-    echo "No GPU is used, so the kernels run in Triton's interpreter, with sizes for that: $cpu_sizes ${given[*]-}"
+    echo "No GPU is used, so the kernels run in Triton's interpreter, with sizes for that: $cpu_sizes"
+    [[ -z ${given[*]-} ]] || echo "Yours replace them: ${given[*]}"
 fi
 arguments+=(${given[@]+"${given[@]}"})
 own "$results"
