@@ -22,7 +22,7 @@ def make_quicker() -> None:
     torch.autograd.profiler.profile.acc_events = property(lambda self: False, lambda self, on: None)
     if hasattr(semantic.TritonSemantic, "_cast_to_computation_type"):
         replace_the_language_once()
-        remember_types()  # else it is an earlier interpreter, and tests take three times as long
+        remember_types()  # else it is an earlier interpreter, which does without
 
 
 def replace_the_language_once() -> None:
