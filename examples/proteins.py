@@ -529,6 +529,7 @@ def match(name: str, residues: list[Residue], contents: Contents, query: str) ->
         fits = sum(residue.letter_like(letter) in (letter, "X") for residue, letter in inside)
         if not contents.numbered or fits < MIN_IDENTITY * len(residues):
             places = place(letters, numbers, broken, whole)
+        places = np.where(places < len(whole), places, -1)  # a list of residues that is cut short
         in_query = np.arange(len(whole))
         if whole != query:
             in_query = place(whole, list(in_query + 1), [False] * len(whole), query)

@@ -227,6 +227,10 @@ def test_what_numbers_and_the_whole_sequence_tell():
     check(seqres(QUERY) + text, QUERY, WHOLE[:8])
     with pytest.raises(proteins.InputError, match="no chain matches"):
         proteins.read_structure(text, QUERY)
+    # residues beyond a sequence that is cut short have no place in it
+    last = len(QUERY)
+    text = without(cif(QUERY, WHOLE), rf"^1 {last} {NAMES[QUERY[-1]]}\n", "")
+    assert "1 of its residues are not in the query" in check(text, QUERY, WHOLE[:-1])
 
 
 def test_what_differs_from_the_query_is_counted():
