@@ -73,7 +73,8 @@ def color(name: str) -> RGBColor:
 INK, GREY, PALE, WHITE, BLUE = (
     color(getattr(sheet, name)) for name in ("INK", "GREY", "PALE", "WHITE", "BLUE")
 )
-SERIES = [color(name) for name in sheet.VERSION.values()]
+SERIES = {version: color(name) for version, name in sheet.VERSION.items()}
+OTHERS = color(sheet.ORANGE), color(sheet.GREEN)  # of what is no version
 SVG = "http://www.w3.org/2000/svg"
 STORY = {"V1": "baseline", "V2": "PyTorch's fusions", "V3": "Triton kernels", "V4": "what is left"}
 MARKED = re.compile(r"(`[^`]+`|\*\*[^*]+\*\*)")
@@ -173,10 +174,14 @@ def grid(cells: list[list[str]]) -> Block:
 
 
 def chart(cells: list[list[str]]) -> Block:
-    """Columns for each row, one for each of the table's, with their values."""
+    """Columns for each row, one for each of the table's, with their values in three digits."""
+    for label, *_ in cells[1:]:
+        if text_width(label, SMALL) > INNER / len(cells[1:]):
+            raise ToolError(f"{label}: it is too long below its columns")
     values = [[re.match(r"([\d.]+)(.*)", text) for text in line[1:]] for line in cells[1:]]
     number, unit = values[0][0].groups()
     form = re.sub(r"^0+", "0", re.sub(r"\d", "0", number)) + (unit and f'"{unit}"')
+    form = "[>=100]0;[>=10]0.0;0.00" if form == "0.00" else form
     data = CategoryChartData(number_format=form)
     data.categories = [line[0] for line in cells[1:]]
     for name, *column in zip(cells[0][1:], *values, strict=True):
@@ -195,9 +200,9 @@ def chart(cells: list[list[str]]) -> Block:
         drawn.value_axis.minimum_scale = 0
         plot.gap_width, plot.overlap, plot.has_data_labels = 50, -5, True
         plot.data_labels.number_format, plot.data_labels.number_format_is_linked = form, False
-        for series, fill in zip(plot.series, SERIES[-len(plot.series) :], strict=True):
+        for i, series in enumerate(plot.series):
             series.format.fill.solid()
-            series.format.fill.fore_color.rgb = fill
+            series.format.fill.fore_color.rgb = SERIES.get(series.name[:2]) or OTHERS[i]
 
     return None, draw
 
@@ -316,7 +321,7 @@ def block(paragraph: str, look_up: Callable[..., str], used: dict) -> Block:
 def strip(shapes, stage: Sequence[str], number: int) -> None:
     """The story from V1 to V4 at the bottom; what this slide is about is filled."""
     left = MARGIN
-    for (name, words), fill in zip(STORY.items(), SERIES, strict=True):
+    for (name, words), fill in zip(STORY.items(), SERIES.values(), strict=True):
         here = name in stage
         text = f"{name} {words}" if here else name
         width = text_width(text, SMALL, bold=True) + 0.2

@@ -180,6 +180,10 @@ def test_the_sessions_on_a_slide_are_those_of_the_agenda():
         ("```code\ntiny_llama_v1.py Trainer.compute\n```", "more than 9 lines"),
         ("- {llama: small, bf16: V9, ms}", "llama: no table there"),
         ("- {headline: tiny_llama, small, fp32: eager V1, MB}", "small, fp32 has no eager V1, MB"),
+        (
+            f"```columns share\nrows: GEMM = {'x' * 120}\ncolumns: share = x; tiny_llama_v1\n```",
+            "too long below its columns",
+        ),
         ("- {results/h100/none.json: rounds: d}", "none.json: No such file"),
         ("- {results/h100/fastest.json: turns: d}", "fastest.json: no turns"),
         ("![](../docs/figures/none.svg)", "no figure is called none"),

@@ -127,7 +127,7 @@ def residual_norm() -> str:
     def alone(row: dict) -> str:
         return f"norm alone, {row['bytes'] / tensor:.0f} trips: {row['us']:.0f} µs"
 
-    note = f"an arrow is a tensor read or written; H100, {tensor / 1e6:.0f} MB each"
+    note = f"an arrow is a tensor of {tensor / 1e6:.0f} MB; x' = x + a, n = norm(x'); one H100"
     v1, v3 = alone(rows["the formula, as in V1"]), alone(rows["V3"])
     return filled("residual_norm", v1=v1, v3=v3, note=note)
 
@@ -149,7 +149,7 @@ def launch() -> str:
     kernels = layers_of("v1")[1]
     every = max(start + us for _, start, us, _ in kernels) / len(kernels)
     busy = sum(us for _, _, us, _ in kernels) / len(kernels)
-    note = f"{len(kernels)} kernels of two layers, TinyLlama V1, in a trace of an H100"
+    note = "two layers of TinyLlama V1 on an H100; the trace slows every launch"
     return filled("launch", every=f"{every:.0f} µs", busy=f"{busy:.1f} µs", note=note)
 
 
@@ -326,10 +326,10 @@ def memory_of_a_step() -> Sheet:
 @figure
 def predictions() -> Sheet:
     """The speed-up of each model with its chains fused: predicted, against compiled."""
-    sheet = Sheet("Chains fused: predicted against compiled", 560)
+    sheet = Sheet("Speed-up by fused chains: predicted, compiled", 560)
     plot = Plot(sheet, (110, 84, 440, 370), (1.3, 3.6), (1.3, 3.6), log=True)
     marks = (1.5, 2, 2.5, 3, 3.5)
-    plot.axes("times as fast, compiled by inductor", marks, "predicted", marks)
+    plot.axes("times as fast, with torch.compile", marks, "times as fast, predicted", marks)
     plot.line((1.3, 1.3), (3.6, 3.6), color=GREY, width=2)
     for row in rows_of("find_fusions"):
         ms = {side: statistics.median(turns) for side, turns in row["sides_ms"].items()}
@@ -365,9 +365,9 @@ def two_gpus() -> Sheet:
         for y, side in ((112, "V3"), (160, "V4")):
             before, ms = alone[side]["batch_ms"], both[side]["batch_ms"]
             sheet.text(left, y + 20, "V3, DDP" if side == "V3" else "V4")
-            parts = (scale * min(before, ms), BLUE), (scale * max(0, ms - before), RED)
+            parts = (scale * min(before, ms), FAINT), (scale * max(0, ms - before), ORANGE)
             sheet.bar(left + 100, y, parts, f"{ms:.2f}")
-    sheet.legend(226, (20, 170), {"on one GPU": BLUE, "added by the second": RED})
+    sheet.legend(226, (20, 170), {"on one GPU": FAINT, "added by the second": ORANGE})
     sheet.note(270, "two NVIDIA H100, bf16, as one graph")
     return sheet
 
@@ -454,19 +454,19 @@ def lanes(sheet: Sheet, top: float, distance: float, traces: dict[str, tuple[lis
 
 @figure
 def launch_timeline() -> Sheet:
-    """Two layers of V1 and V3, forward: step by step who waits, as graphs what is saved."""
+    """Two layers of V1 and V3, forward: one by one who waits, as graphs what is saved."""
     eager = {version: layers_of(version) for version in ("v1", "v3")}
     there = [v for v in eager if (H100 / "traces" / TRACE.format(v, "graph")).exists()]
     middle = 150 + 78 * len(eager)
     below = middle + 50 + 52 * len(there)
     sheet = Sheet("Two layers: the host launches, the GPU runs", below + 120)
-    sheet.text(20, 78, "Step by step: the GPU waits for the host", bold=True)
+    sheet.text(20, 78, "One launch after the other: the GPU waits for the host", bold=True)
     lanes(sheet, 102, 78, eager)
     words = "One launch for the whole step: the GPU does not wait"
     sheet.text(20, middle + 6, words, bold=True)
     lanes(sheet, middle + 30, 52, {version: layers_of(version, "graph") for version in there})
     sheet.legend(below + 36, (20, 140, 290, 400, 580), KERNEL)
-    words = "small TinyLlama, bf16, in a trace of an H100; the profiler slows every launch"
+    words = "TinyLlama, bf16, one H100; the trace slows every launch; mind the two scales"
     sheet.note(below + 94, words)
     sheet.cut(62, middle - 20, "eager")
     sheet.cut(middle - 14, below + 62, "graphs")
@@ -479,10 +479,12 @@ def layer_kernels() -> Sheet:
     sheet = Sheet("One layer, forward: a square is a kernel", 400)
     for y, version in ((84, "v1"), (166, "v2"), (248, "v3")):
         kernels = layers_of(version)[1]
-        sheet.text(20, y + 30, version.upper(), bold=True)
-        for j, (kind, *_) in enumerate(kernels[: len(kernels) // 2]):
+        count = len(kernels) // 2
+        middle = y + 15.5 * math.ceil(count / 31)
+        sheet.text(20, middle, version.upper(), bold=True)
+        for j, (kind, *_) in enumerate(kernels[:count]):
             sheet.box(70 + 20 * (j % 31), y + 31 * (j // 31), 17, 28, KERNEL[kind])
-        sheet.text(784, y + 30, f"{len(kernels) // 2}", TITLE, at="end", bold=True)
+        sheet.text(784, middle, f"{count}", TITLE, at="end", bold=True)
     sheet.legend(334, (70, 190, 340, 450, 630), KERNEL)
     sheet.note(378, "TinyLlama, bf16, in a trace of an H100; other: casts, copies, rotary", 70)
     sheet.cut(70, 362)
@@ -542,7 +544,7 @@ def roofline() -> Sheet:
             sheet.dot(*place, color, 7 if i in (0, len(path) - 1) else 4, hollow=i == 0)
         x, y = path[-1]
         sheet.text(x + right, y + down, words, SMALL, color, bold=True)
-    sheet.note(476, "○ V1, then V2 and V3, ● V4: fewer bytes; TinyLlama, bf16, one H100")
+    sheet.note(476, "○ V1, small dots V2 and V3, ● V4; small TinyLlama, bf16, one H100")
     sheet.cut(75, 437)
     return sheet
 
