@@ -93,33 +93,24 @@ def sheets() -> list[str]:
     return sorted({line for line in lines if line.startswith("exercises/")})
 
 
-def measured(device: str, item: Item, session: str = "") -> float | str | None:
-    """Minutes that the commands of an item took, by a device's rehearsal; None without one, empty
-    for an item without commands."""
+def measured(device: str, item: Item, session: str = "") -> float | None:
+    """Minutes that the commands of an item took, by a device's rehearsal; None without commands."""
     path = ROOT / f"results/{device}/rehearsal.json"
     seconds = read_json(path)["seconds"] if path.exists() else {}
     key = session if item.what.startswith("demonstration") else item.path
-    return seconds[key] / 60 if key in seconds else None if key else ""
+    return seconds[key] / 60 if key in seconds else None
 
 
 def sessions_table() -> str:
-    """The four sessions, item by item, in minutes."""
+    """The four sessions: minutes of each item, in brackets of its commands on two cores."""
     rows = []
     for name in plan()["sessions"]:
-        at = 0
+        parts = []
         for item in session(name):
-            row = {"session": "" if at else name.removeprefix("Session "), "at": at}
-            row |= {device: measured(device, item, name) for device in ("h100", "cpu")}
-            rows.append(row | {"what": item.what, "minutes": item.minutes})
-            at += item.minutes
-    columns = (
-        Column("session", "session"),
-        Column("at", "at", "d"),
-        Column("what", "what", text=True),
-        Column("planned", "minutes", "d"),
-        Column("commands, H100", "h100", ".1f"),
-        Column("commands, two cores", "cpu", ".1f"),
-    )
+            took = measured("cpu", item, name)
+            parts.append(f"{item.minutes} {item.what}" + (f" ({took:.1f})" if took else ""))
+        rows.append({"name": name.removeprefix("Session "), "what": "<br>".join(parts)})
+    columns = Column("session", "name"), Column("minutes, what", "what", text=True)
     return render(columns, rows)
 
 
@@ -136,7 +127,7 @@ def agendas_table() -> str:
                 at += item.minutes
             label = f"{name}, day {number}" if len(days) > 1 else name
             rows.append(
-                {"name": label, "what": "; ".join(parts), "end": f"{at // 60}:{at % 60:02}"}
+                {"name": label, "what": "<br>".join(parts), "end": f"{at // 60}:{at % 60:02}"}
             )
     columns = Column("agenda", "name"), Column("what", "what", text=True), Column("end", "end")
     return render(columns, rows)
