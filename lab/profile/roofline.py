@@ -425,7 +425,7 @@ def draw(
     figure, panels = pyplot.subplots(1, 1 + bandwidths, **options)
     points = {label: row for label, row in rows.items() if row["achieved_tflops"]}
     draw_roofline(panels[0, 0], points, ceilings)
-    place = {"loc": "outside right upper"}
+    place = {"loc": "outside right center"}  # the title is above
     if bandwidths:
         draw_bandwidths(panels[0, 1], rows, ceilings)
         place = {"loc": "outside lower center", "ncols": 3}
