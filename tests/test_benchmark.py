@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, load, random_state, relative_difference, words
+from conftest import ROOT, load, relative_difference, words
 
 from bench import before_after, memory_by_purpose, whole_steps
 from bench import operations as kernels
@@ -43,25 +43,6 @@ def cells(table: str) -> list[list[str]]:
 def sides_in(path: Path) -> dict[str, dict]:
     """The rows of a study by the names of their sides."""
     return {row["side"]: row for row in json.loads(path.read_text())["rows"]}
-
-
-def test_an_ablation_takes_all_but_each_and_of_v2_and_v3_each_alone(monkeypatch):
-    def sides(script: str) -> dict[tuple, set[str]]:
-        parts = benchmark.single_fusions(script, SimpleNamespace(rounds=3))
-        found: dict[tuple, set[str]] = {}
-        for names, measure in parts:
-            place = names.get("shape", ""), names["precision"]
-            found.setdefault(place, set()).update(measure.args[0])
-        return found
-
-    but_one, alone = ({f"{kind} {flag}" for flag in FUSIONS} for kind in ("all but", "only"))
-    usual = {"none", "all", "all again"}
-    every = dict.fromkeys((("", "fp32"), ("", "bf16")), usual | but_one | alone)
-    assert sides("tiny_llama_v2") == every
-    shapes = {shape for shape, (model, _) in benchmark.ABLATED.items() if model == "tiny_llama"}
-    found = sides("tiny_llama_v4")
-    assert {*found} == {(shape, "bf16") for shape in shapes}
-    assert all(usual < names and not any("only" in n for n in names) for names in found.values())
 
 
 def test_headline_compares_all_versions_turn_by_turn(tmp_path, monkeypatch):
@@ -152,29 +133,6 @@ def test_scaling_is_weak_and_strong(tmp_path):
     assert "2 GPUs, V3 | 2 GPUs, V4 |" in tables[1].splitlines()[0]
 
 
-@pytest.mark.parametrize(
-    ("argv", "content", "line"),
-    [
-        (["table", "missing"], None, "missing: no result files"),
-        (["table", "."], '{"rows": [', "memory.json: not JSON"),
-        (["ddp", "."], None, "torchrun --nproc-per-node N"),
-        (["headline", ".", "--only", "fp8"], None, "'fp8'; there are 'tiny_llama, small'"),
-    ],
-)
-def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, argv, content, line):
-    monkeypatch.chdir(tmp_path)
-    if content:
-        (tmp_path / "memory.json").write_text(content)
-    try:
-        status = benchmark.main(argv)
-    except SystemExit as exit:
-        status = exit.code
-    err = capsys.readouterr().err
-    assert (status, len(err.splitlines())) == (2, 1)
-    assert line in err
-    assert not (tmp_path / "missing").exists()
-
-
 def test_a_part_that_needs_more_memory_than_there_is_is_one_line(tmp_path, monkeypatch, capsys):
     def no_room(*given: object) -> None:
         raise MemoryError
@@ -233,19 +191,6 @@ LLAMA = words("--num-layers 1 --hidden-dim 32 --num-heads 4 --num-kv-heads 2 --s
 LLAMA += words("--batch-size 2 --vocab-size 50 --warmup-steps 2")
 
 
-@pytest.fixture
-def tiny_studies(monkeypatch):
-    """Sizes for a CPU; V1's side is not compiled."""
-    tiny = {
-        "attention": {"N=4": (2, 2, 4, 1, 8)},
-        "triangle": {"N=3": (1, 3)},
-        "causal": {"S=6": (1, 6, 2, 1, 8)},
-    }
-    for study, shapes in tiny.items():
-        monkeypatch.setitem(kernels.STUDIES, study, (shapes, kernels.STUDIES[study][1]))
-    monkeypatch.setattr(kernels.torch, "compile", lambda function, **mode: function)
-
-
 def triangle_attention(q, k, v, bias, mask=None):
     """cuEquivariance's formula and argument shapes: q, k, v [B, N, H, S, D], bias [B, 1, H, S,
     S]."""
@@ -266,69 +211,57 @@ def triangle_multiplicative_update(x, direction, **w):
     return gate * linear(product, w["p_out_weight"], w["p_out_bias"])
 
 
-@pytest.fixture
-def installed(monkeypatch):
-    """Stand-ins with the interfaces of libraries that need an NVIDIA GPU."""
-    stand_in = SimpleNamespace(
-        triangle_attention=triangle_attention,
-        triangle_multiplicative_update=triangle_multiplicative_update,
-    )
-    monkeypatch.setitem(sys.modules, "cuequivariance_torch", stand_in)
-
-
-SAME = {  # sides that take and give what ours does
-    "attention": ["torch.compile", "SDPA", "cuEquivariance"],
-    "triangle": ["V2", "torch.compile", "cuEquivariance"],
-    "causal": ["SDPA, grouped", "SDPA, repeated"],
+STAND_INS = {  # for functions of cuEquivariance, which needs an NVIDIA GPU
+    "triangle_attention": triangle_attention,
+    "triangle_multiplicative_update": triangle_multiplicative_update,
 }
 
 
+SAME = {  # sizes for a CPU and for a GPU, and sides that take and give what ours does
+    "attention": (
+        (2, 2, 4, 1, 8),
+        (1, 256, 256, 4, 32),
+        {"torch.compile", "SDPA", "cuEquivariance"},
+    ),
+    "triangle": ((1, 3), (1, 256), {"V2", "torch.compile", "cuEquivariance"}),
+    "causal": ((1, 6, 2, 1, 8), (1, 256, 8, 4, 64), {"SDPA, grouped", "SDPA, repeated"}),
+}
+
+
+@pytest.fixture
+def tiny_attention(monkeypatch):
+    """A study with one size for a CPU; V1's side is not compiled."""
+    shapes = {"N=4": SAME["attention"][0]}
+    monkeypatch.setitem(kernels.STUDIES, "attention", (shapes, kernels.STUDIES["attention"][1]))
+    monkeypatch.setattr(torch, "compile", lambda function, **mode: function)
+
+
 @pytest.mark.parametrize("study", SAME)
-def test_all_sides_of_a_study_compute_the_same(study: str, tiny_studies, installed, monkeypatch):
-    """The result and the gradient of the first input; the rest depends on what is merged."""
-    found = {}
-
-    def in_turns(sides: dict, rounds: int) -> dict:
-        chosen = [name for name in sides if not name.endswith("own layout")]
-        found.update({name: sides[name]()[:2] for name in chosen})
-        return {}
-
-    monkeypatch.setattr(kernels, "steps_in_turns", in_turns)
-    asked = SimpleNamespace(rounds=1, precisions=["fp32"], shapes=())
-    # the same gradient on all sides
-    monkeypatch.setattr(torch, "randn_like", lambda t, **_: torch.ones_like(t))
-    for _, measure in kernels.parts_of(study, asked):
-        measure()
-    ours = found.pop("triton")
-    assert sorted(found) == sorted(SAME[study])
-    for name, theirs in found.items():
-        for a, b in zip(ours, theirs, strict=True):
-            assert relative_difference(a, b) < 1e-5, name
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("study", "sizes"), [("attention", (1, 256, 256, 4, 32)), ("triangle", (1, 256))]
-)
-def test_on_a_gpu_what_is_installed_computes_the_same(study: str, sizes: tuple, monkeypatch):
-    """In bfloat16, where the libraries' own kernels run: results, and gradients of the first
-    input."""
+def test_all_sides_of_a_study_compute_the_same(study: str, monkeypatch):
+    """The result and the gradient of the first input; the rest depends on what is merged. On a GPU
+    in bfloat16, with the libraries that are installed, elsewhere with stand-ins for them."""
 
     def slope(t: torch.Tensor, **_: object) -> torch.Tensor:
         return torch.linspace(-1, 1, t.numel(), device=t.device).view(t.shape).to(t.dtype)
 
+    gpu, sides = torch.cuda.is_available(), SAME[study][2]
     monkeypatch.setattr(torch, "randn_like", slope)  # the same gradient on all sides
-    sides = kernels.STUDIES[study][1](sizes, torch.bfloat16)
-    out, grad, *_ = sides.pop("triton")()
-    for name, step in sides.items():
-        if name.endswith("own layout"):
-            continue
+    if not gpu:
+        monkeypatch.setitem(sys.modules, "cuequivariance_torch", SimpleNamespace(**STAND_INS))
+        monkeypatch.setattr(torch, "compile", lambda function, **mode: function)
+    dtype, limit = (torch.bfloat16, 5e-2) if gpu else (torch.float32, 1e-5)
+    steps = kernels.STUDIES[study][1](SAME[study][gpu], dtype)
+    steps = {name: step for name, step in steps.items() if not name.endswith("own layout")}
+    ours = steps.pop("triton")()
+    assert {*steps} >= sides
+    for name, step in steps.items():
         try:
             theirs = step()
         except ImportError:
+            assert gpu, name
             continue
-        assert relative_difference(theirs[0], out) < 5e-2, name
-        assert relative_difference(theirs[1], grad) < 5e-2, name
+        for a, b in zip(ours[:2], theirs[:2], strict=True):
+            assert relative_difference(a, b) < limit, name
 
 
 @pytest.mark.gpu
@@ -344,52 +277,39 @@ def test_on_a_gpu_a_capture_that_fails_leaves_random_numbers_to_what_comes_next(
     assert torch.randn(8, device="cuda").isfinite().all()
 
 
-def test_a_study_writes_its_turns_and_a_peer_that_fails_leaves_the_rest_of_the_row(
-    tiny_studies, tmp_path, monkeypatch, capsys
+def test_a_study_writes_its_turns_and_only_a_kernel_of_ours_that_fails_fails_it(
+    tiny_attention, tmp_path, monkeypatch, capsys
 ):
     def no_room(*given: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB\nand more")
 
+    def measured() -> tuple[int, dict, str]:
+        argv = words("--precisions fp32 --rounds 2")
+        status = kernels.main(["attention", str(tmp_path), *argv])
+        return status, sides_in(tmp_path / "attention.json"), capsys.readouterr().err
+
     monkeypatch.setitem(sys.modules, "cuequivariance_torch", None)  # not installed
     monkeypatch.setattr(kernels, "library_attention", no_room)
-    assert kernels.main(["attention", str(tmp_path), "--precisions", "fp32", "--rounds", "2"]) == 0
-    row = sides_in(tmp_path / "attention.json")
-    assert (row["triton"]["shape"], row["triton"]["precision"]) == ("N=4", "fp32")
+    status, row, err = measured()
+    assert (status, row["triton"]["shape"], row["triton"]["precision"]) == (0, "N=4", "fp32")
     for side in ("triton", "torch.compile"):
         assert len(row[side]["turns_us"]) == 2
         assert row[side]["us"] == pytest.approx(sum(row[side]["turns_us"]) / 2)
     assert row["SDPA"]["status"] == "oom"
     assert row["SDPA"]["error"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 8 GiB"
     assert row["cuEquivariance, own layout"]["status"] == "missing"
-    assert "note: SDPA: OutOfMemoryError" in capsys.readouterr().err
+    assert "note: SDPA: OutOfMemoryError" in err
     assert kernels.main(["table", str(tmp_path)]) == 0
     table = capsys.readouterr().out
     assert re.search(r"\| N=4, fp32 +\| +\d+ \|", table)
     assert "out of memory" in table and "not installed" in table
 
-
-def test_a_kernel_of_ours_that_fails_fails_the_study(tiny_studies, tmp_path, monkeypatch, capsys):
-    def broken(*given: object) -> None:
-        raise RuntimeError("no such kernel")
-
+    (tmp_path / "attention.json").unlink()
     v3 = benchmark.importlib.import_module("tiny_openfold_v3")
-    monkeypatch.setattr(v3, "attention_forward", broken)
-    assert kernels.main(["attention", str(tmp_path), "--precisions", "fp32", "--rounds", "1"]) == 1
-    assert "no such kernel" in capsys.readouterr().err.splitlines()[-1]
-    row = sides_in(tmp_path / "attention.json")
-    assert row["SDPA"]["us"] > 0, "what was measured is not lost"
-
-
-def with_random_weights(original):
-    """What a version builds, with weights that are the same in each version and make every part
-    matter."""
-
-    def build(*arguments):
-        module = original(*arguments)
-        module.load_state_dict(random_state(module.state_dict()))
-        return module
-
-    return build
+    monkeypatch.setattr(v3, "attention_forward", None)
+    status, row, err = measured()
+    assert (status, "not callable" in err.splitlines()[-1]) == (1, True)
+    assert row["torch.compile"]["us"] > 0, "what was measured is not lost"
 
 
 def test_the_whole_step_has_its_parts_and_its_reference(tmp_path, monkeypatch, capsys):
@@ -453,15 +373,11 @@ def test_the_bytes_of_a_step_are_those_of_its_operators_and_of_the_optimizer():
 
 
 def test_llamas_that_are_compared_train_alike(tmp_path, monkeypatch, capsys):
-    """All have the same loss at the start and after a step;
-
-    Liger with its loss runs without a graph.
-    """
+    """All have the same loss at the start and after a step; Liger with its loss runs without a
+    graph."""
     pytest.importorskip("transformers")
     monkeypatch.setattr(whole_steps, "LLAMAS", {"tiny_llama, tiny": LLAMA})
     losses, eager = {}, []
-    for module in map(load, ("tiny_llama_v2", "tiny_llama_v3", "tiny_llama_v4")):
-        monkeypatch.setattr(module, "build_model", with_random_weights(module.build_model))
 
     def in_turns(sides: dict, rounds: int) -> dict:
         losses.update({name: [step()[0].item() for _ in range(2)] for name, step in sides.items()})
@@ -476,10 +392,8 @@ def test_llamas_that_are_compared_train_alike(tmp_path, monkeypatch, capsys):
     assert list(losses) == ["V4", "V3", "V2", "Hugging Face", "Hugging Face compiled", *liger]
     assert eager == ["Liger, eager"]
     assert losses["V3"][1] < losses["V3"][0]
-    for name, found in losses.items():
-        assert found == pytest.approx(
-            losses["V3"], rel=1e-4 if torch.cuda.is_available() else 1e-5
-        ), name
+    limit = 1e-4 if torch.cuda.is_available() else 1e-5
+    assert list(losses.values()) == [pytest.approx(losses["V3"], rel=limit)] * 7
     assert kernels.main(["table", str(tmp_path)]) == 0
     row = r"\| tiny_llama, tiny, fp32 \|( +3\.00 \|){7}( +1\.00x \|){6}"
     assert re.search(row, capsys.readouterr().out)

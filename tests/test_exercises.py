@@ -12,7 +12,6 @@ import os
 import pty
 import re
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -60,6 +59,7 @@ NOT_HERE = re.compile(
     r"^[^#\n]*(?:\bpip install|\bvenv\b|environment_setup\.sh|\bpytest\b|\.ci/run)", re.MULTILINE
 )
 TIMEOUT = 900
+PIPES = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE) | {"text": True}
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,10 @@ class Done:
         return (self.logs / self.blocks[number]["log"]).read_text()
 
 
-def start(sheet: Path, logs: Path, *argv: object, root: Path = ROOT, **more: str):
-    """Run a sheet, with more in its environment; its stdout and stderr are pipes."""
-    command = [sys.executable, root / "tools" / "run_sheet.py", sheet, "--log", logs, *argv]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(list(map(str, command)), env=os.environ | more, cwd=ROOT, **pipes)
+def start(sheet: Path, logs: Path, *argv: object, **more: str) -> subprocess.Popen:
+    """Run a sheet, with more in its environment."""
+    command = [sys.executable, ROOT / "tools" / "run_sheet.py", sheet, "--log", logs, *argv]
+    return subprocess.Popen(list(map(str, command)), env=os.environ | more, cwd=ROOT, **PIPES)
 
 
 def end(process: subprocess.Popen, logs: Path, directory: Path) -> Done:
@@ -215,48 +214,39 @@ def test_directory_variables_and_functions_carry_over(run):
     assert done.log(3).strip() == str(done.directory)
 
 
-def test_a_command_that_fails_ends_its_block_and_the_run(run):
+def test_failures_end_their_block_and_name_the_line_and_phrases_that_are_missing(run):
     wrong = ("false", "ls nothing | cat; grep x /dev/null", "f() { false; }\nf", "(exit 3)")
     wrong += ("echo 'error: matplotlib not found' >&2; exit 4",)
-    done = run(sheet_of("echo begin", *(f"{it}\necho after" for it in wrong)), "--keep-going")
-    assert (done.status, done.statuses) == (1, ["ok", *["failed"] * len(wrong)])
-    assert not [number for number in range(len(wrong)) if "after" in done.log(1 + number)]
+    text = sheet_of(
+        *(f"{command}\necho after" for command in wrong),
+        "```python\nx = 1\nraise ValueError('no')\n```\n",
+        *("echo 'Peak memory: 3 MB'\necho warning >&2", "Prints: `Peak memory:`,\n`warning`, so\n"),
+        *("echo 'Peak memory: 3 MB'", "Prints: `Peak`, `Final loss:`\n"),
+    )
+    done, lines = run(text, "--keep-going"), text.splitlines()
+    assert (done.status, done.statuses) == (1, [*["failed"] * 6, "ok", "failed"])
+    assert not [number for number in range(len(wrong)) if "after" in done.log(number)]
+    assert f"line {lines.index('(exit 3)') + 1}: status 3" in done.stdout
+    place = lines.index("raise ValueError('no')") + 1
+    assert f'File "<stdin>", line {place}, in <module>' in done.stdout
+    assert "ValueError: no" in done.stdout
+    assert [block["exit_status"] for block in done.blocks][3:6] == [3, 4, 1]
+    assert "does not print: Final loss:\n" in done.stdout
     done = run(sheet_of("echo begin", "false", "echo never"))
     assert (done.status, done.statuses) == (1, ["ok", "failed", "not reached"])
     assert "1 ok, 1 failed, 1 not reached" in done.stdout
 
 
-def test_failures_name_the_line_in_the_sheet_and_phrases_that_are_missing(run):
-    text = sheet_of(
-        "echo begin\n\nls nothing",
-        "```python\nx = 1\nraise ValueError('no')\n```\n",
-        *("echo 'Peak memory: 3 MB'\necho warning >&2", "Prints: `Peak memory:`,\n`warning`, so\n"),
-        *("echo 'Peak memory: 3 MB'", "Prints: `Peak`, `Final loss:`\n"),
-    )
-    done = run(text, "--keep-going")
-    lines = text.splitlines()
-    assert f"line {lines.index('ls nothing') + 1}: status 2" in done.stdout
-    place = lines.index("raise ValueError('no')") + 1
-    assert f'File "<stdin>", line {place}, in <module>' in done.stdout
-    assert "ValueError: no" in done.stdout
-    assert [block["exit_status"] for block in done.blocks][:2] == [2, 1]
-    assert done.statuses[2:] == ["ok", "failed"]
-    assert "does not print: Final loss:\n" in done.stdout
-
-
 def test_blocks_that_ci_or_a_machine_without_gpus_cannot_run(run, tmp_path: Path):
     comment = "<!-- not run in CI: needs\n     a screen -->\n"
-    text = sheet_of(comment, "touch one", "touch two")
-    done = run(text, "--ci")
+    done = run(sheet_of(comment, "touch one", "touch two"), "--ci")
     assert (done.status, done.statuses) == (0, ["not run in CI", "ok"])
     assert done.blocks[0]["remark"] == "needs a screen"
     assert os.listdir(done.directory) == ["two"]
     apart = sheet_of(comment + "\nOnly directly before a block.\n", "true")
     assert run(apart, "--ci").statuses == ["ok"]
 
-    text = sheet_of(
-        "<!-- long: 1 minute -->\n<!-- needs a GPU: times kernels -->\n", "true", "true"
-    )
+    text = sheet_of("<!-- long: 1 minute -->\n<!-- needs a GPU: times it -->\n", "true", "true")
     python = tmp_path / "python"
     for sees, status in ((0, "needs a GPU"), (1, "ok")):
         python.write_text(f"#!/bin/sh\necho {sees}\n")
@@ -277,8 +267,7 @@ def test_show_waits_on_a_terminal(tmp_path: Path):
     for word in ("Enter", "logs:"):
         seen = ""
         while word not in seen:
-            ready, _, _ = select.select([ours], [], [], 60)
-            assert ready, seen
+            assert select.select([ours], [], [], 60)[0], seen
             seen += os.read(ours, 4096).decode()
         assert (tmp_path / "second").exists() == (word == "logs:")
         os.write(ours, b"\n")
@@ -310,12 +299,9 @@ def test_sheets_that_break_the_rules(tmp_path: Path, text: str, words: str):
     assert_refused(call(run_sheet, tmp_path / "sheet.md"), words, "sheet.md")
 
 
-def test_the_scratch_copy_has_what_git_has_or_would_take(tmp_path: Path):
-    repository, sheet, logs = tmp_path / "repository", tmp_path / "sheet.md", tmp_path / "logs"
-    shared = [f"lab/{name}.py" for name in ("__init__", "cli", "files", "script")]
-    for file in ("tools/run_sheet.py", "tools/small_runs.py", *shared):
-        (repository / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / file, repository / file)
+def test_the_scratch_copy_has_what_git_has_or_would_take(tmp_path: Path, monkeypatch):
+    repository, sheet = tmp_path / "repository", tmp_path / "sheet.md"
+    repository.mkdir()
     (repository / ".gitignore").write_text("ignored\n")
     for name in ("changed", "deleted", "kept"):
         (repository / name).write_text("old\n")
@@ -325,10 +311,11 @@ def test_the_scratch_copy_has_what_git_has_or_would_take(tmp_path: Path):
         (repository / name).write_text("new\n")
     (repository / "deleted").unlink()
     sheet.write_text(sheet_of("pwd\nls\ncat changed", "echo no >kept"))
-    done = end(start(sheet, logs, root=repository), logs, repository)
-    assert done.statuses == ["ok", "ok"], done.stdout + done.stderr
-    copy, *files = done.log(0).split()
-    assert files == ["changed", "kept", "lab", "new", "tools", "new"]
+    monkeypatch.setattr(run_sheet, "ROOT", repository)
+    assert call(run_sheet, sheet, "--log", tmp_path / "logs")[0] == 0
+    (log, _) = sorted((tmp_path / "logs").glob("*.log"))
+    copy, *files = log.read_text().split()
+    assert files == ["changed", "kept", "new", "new"]
     assert not Path(copy).exists()
     assert (repository / "kept").read_text() == "old\n"
 
@@ -385,27 +372,8 @@ def test_sizes_that_differ_still_do(flag: str, form: str):
 # --- tools/tables.py
 
 
-def tables_of(*argv: object) -> tuple[int, str]:
-    """Status and stderr of tools/tables.py."""
-    return call(tables, *argv)[::2]
-
-
 def table_of(command: str, text: str = "") -> str:
     return f"Before.\n\n<!-- table: {command} -->\n{text}<!-- end of table -->\n\nAfter.\n"
-
-
-def test_tables_are_written_and_checked(tmp_path: Path):
-    file = tmp_path / "x.md"
-    commands = ("python -c 'print(\"| a |\\n| - |\")'", "echo '| b |'")
-    file.write_text("".join(table_of(command, "old\n") for command in commands))
-    status, err = tables_of("--check", file)
-    assert (status, len(err.splitlines())) == (1, 2)
-    assert f"{file}:3: " in err and f"{file}:10: " in err
-    assert "old" in file.read_text()
-    assert tables_of(file)[0] == 0
-    first, second = table_of(commands[0], "| a |\n| - |\n"), table_of(commands[1], "| b |\n")
-    assert file.read_text() == first + second
-    assert tables_of("--check", file)[0] == 0
 
 
 THREE = r"printf '| time    | V1 |\n| - | - |\n\n| time | V2 |\n| - | - |\n\n| MB |\n| - |\n'"
@@ -415,41 +383,44 @@ WIDE = (
 
 
 @pytest.mark.parametrize(
-    ("command", "written", "wrong"),
+    ("command", "written"),
     [
-        (
-            f'{THREE}, only "MB" "time | V1"',
-            "| MB |\n| - |\n\n| time    | V1 |\n| - | - |\n",
-            {
-                '"MB"': ('"time"', "one table that begins with 'time'"),
-                '"time | V1"': ('"watts"', "one table that begins with 'watts'"),
-            },
-        ),
+        ("python -c 'print(\"| a |\\n| - |\")'", "| a |\n| - |\n"),
+        (f'{THREE}, only "MB" "time | V1"', "| MB |\n| - |\n\n| time    | V1 |\n| - | - |\n"),
         (
             f'{WIDE}, columns "V2", rows "a"',
             "| ms    |  V2 |\n| ----- | --: |\n| a, 16 |   2 |\n",
-            {'"V2"': ('"V3"', "prints no 'V3'"), '"a"': ('"c"', "prints no 'c'")},
         ),
-        *((f"{wrong}", None, {}) for wrong in ("sh -c 'echo x; exit 3'", "true", "echo 'x", "  ")),
-        ("no_such_program", None, {}),
     ],
 )
-def test_a_marker_takes_a_part_and_a_command_without_it_changes_nothing(
-    tmp_path: Path, command: str, written: str | None, wrong: dict
-):
+def test_tables_are_written_and_checked(tmp_path: Path, command: str, written: str):
+    file = tmp_path / "x.md"
+    old = table_of("echo '| b |'", "old\n") + table_of(command, "old\n")
+    file.write_text(old)
+    status, _, err = call(tables, "--check", file)
+    assert (status, len(err.splitlines())) == (1, 2)
+    assert f"{file}:3: " in err and f"{file}:10: " in err
+    assert file.read_text() == old
+    assert call(tables, file)[0] == 0
+    assert file.read_text() == table_of("echo '| b |'", "| b |\n") + table_of(command, written)
+    assert call(tables, "--check", file) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (f'{THREE}, only "time"', "one table that begins with 'time'"),
+        (f'{THREE}, only "watts"', "one table that begins with 'watts'"),
+        (f'{WIDE}, columns "V3"', "prints no 'V3'"),
+        (f'{WIDE}, rows "c"', "prints no 'c'"),
+        *((wrong, "") for wrong in ("sh -c 'echo x; exit 3'", "true", "echo 'x", "  ", "no_such")),
+    ],
+)
+def test_a_command_without_its_table_changes_nothing(tmp_path: Path, command: str, said: str):
     file = tmp_path / "x.md"
     text = table_of("echo '| b |'", "old\n") + table_of(command, "old\n")
     file.write_text(text)
-    status, err = tables_of(file)
-    if written:
-        assert file.read_text().endswith(table_of(command, written)), err
-    else:
-        assert (status, f"{file}:10: " in err.splitlines()[-1]) == (1, True)
+    for argv in ([file], ["--check", file]):
+        status, _, err = call(tables, *argv)
+        assert (status, said in err, f"{file}:10: " in err.splitlines()[-1]) == (1, True, True)
         assert file.read_text() == text
-        assert tables_of("--check", file)[0] == 1
-    for known, (unknown, said) in wrong.items():
-        text = file.read_text().replace(known, unknown)
-        (tmp_path / "wrong.md").write_text(text)
-        status, err = tables_of(tmp_path / "wrong.md")
-        assert (status, said in err) == (1, True)
-        assert (tmp_path / "wrong.md").read_text() == text

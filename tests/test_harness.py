@@ -14,70 +14,59 @@ import pytest
 from conftest import MODELS, ROOT, SCRIPTS, TRITON, load
 
 ALL_SCRIPTS = sorted(ROOT.glob("tiny_*_v*.py"))
-BEGIN, END = "# --- harness\n", "# --- end of harness\n"
+HARNESS = (ROOT / "common/harness.py").read_text()
+END = "# --- end of harness\n"
 every_script = pytest.mark.parametrize("path", ALL_SCRIPTS, ids=lambda path: path.stem)
 
 
-def split(path: Path) -> tuple[str, str, str]:
-    """The harness with its two marks, each of which must be there once, and what comes before
-    and after it."""
-    lines = path.read_text().splitlines(keepends=True)
-    assert (lines.count(BEGIN), lines.count(END)) == (1, 1), path.name
-    begin, end = lines.index(BEGIN), lines.index(END) + 1
-    return "".join(lines[begin:end]), "".join(lines[:begin]), "".join(lines[end:])
+def sync(root: Path, *argv: str) -> subprocess.CompletedProcess:
+    """Run tools/sync_common.py of a copy of the repository."""
+    command = [sys.executable, str(root / "tools" / "sync_common.py"), *argv]
+    return subprocess.run(command, capture_output=True, text=True)
 
 
-@every_script
-def test_harness_is_the_same_in_every_script_and_within_its_budget(path: Path):
-    assert {path.stem for path in ALL_SCRIPTS} >= set(SCRIPTS)
-    harness = split(path)[0]
-    assert harness == split(ALL_SCRIPTS[0])[0]
-    assert 20_000 < len(harness) <= 36_000
-    assert max(map(len, harness.splitlines())) <= 100
+def test_the_harness_is_the_same_in_every_script_and_within_its_budget():
+    assert {path.stem for path in ALL_SCRIPTS} == set(SCRIPTS)
+    assert all(path.read_text().count("\n# --- harness\n") == 1 for path in ALL_SCRIPTS)
+    assert sync(ROOT, "--check").returncode == 0
+    assert 20_000 < len(HARNESS) <= 36_000
+    assert max(map(len, HARNESS.splitlines())) <= 100
+
+
+def test_sync_tool_names_the_script_that_differs_and_repairs_it(tmp_path: Path):
+    for folder in ("tools", "common"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    for path in ALL_SCRIPTS:
+        shutil.copy(path, tmp_path)
+    path, original = tmp_path / "tiny_openfold_v2.py", (ROOT / "tiny_openfold_v2.py").read_text()
+    path.write_text(changed := original.replace(END, "# one more line\n" + END))
+    done = sync(tmp_path, "--check")
+    assert (done.returncode, done.stderr.count("\n"), path.name in done.stderr) == (1, 1, True)
+    assert path.read_text() == changed, "--check only looks"
+    assert (sync(tmp_path).returncode, path.read_text()) == (0, original)
 
 
 # What each side may use of the other; the harness begins with a comment that says so.
 OF_THE_MODEL = {"VERSION", "FUSIONS", "TRITON_FUSIONS", "add_model_arguments"}
 OF_THE_MODEL |= {"check_model_arguments", "without_effect", "build_model", "build_optimizer"}
 OF_THE_MODEL |= {"make_batches"}
-OF_THE_PROCESS = {"LAUNCHED", "RANK", "WORLD_SIZE", "check_environment", "choose_devices"}
-OF_THE_PROCESS |= {"prepare", "environment", "start_torchrun", "answer_signals", "join_processes"}
-OF_THE_COUNTS = {"count_kernels", "count_all_off", "count_flops", "memory_of_a_step", "gpu_memory"}
-OF_THE_COUNTS |= {"write_profile", "recorded_region"}
 OF_THE_HARNESS = {"at_least", "beside", "fail", "say"}
 
 
-def definitions(code: str) -> set[str]:
-    """Names of functions, classes and variables of the module, apart from imports."""
-    found = set()
-    for node in ast.parse(code).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            found.add(node.name)
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names = (name for target in targets for name in ast.walk(target))
-            names = (name for name in names if isinstance(name, ast.Name))
-            found |= {name.id for name in names if type(name.ctx) is ast.Store}
-    return found
-
-
-def uses(code: str) -> set[str]:
-    return {
-        node.id
-        for node in ast.walk(ast.parse(code))
-        if isinstance(node, ast.Name) and type(node.ctx) is ast.Load
-    }
+def names(code: str) -> tuple[set[str], set[str]]:
+    """Those that are defined at module level, and those that are used."""
+    defined = re.findall(r"^(?:def |class )?(\w+)(?:\(| = |: )", code, re.MULTILINE)
+    nodes = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name))
+    return {*defined}, {node.id for node in nodes if type(node.ctx) is ast.Load}
 
 
 @every_script
 def test_harness_and_model_use_of_each_other_what_the_comment_says(path: Path):
-    """A mode of a script's own comes after the harness, which it may use."""
-    harness, before, after = split(path)
-    theirs = definitions(before) | definitions(after)
-    assert uses(harness) & theirs == OF_THE_MODEL | OF_THE_PROCESS | OF_THE_COUNTS
-    model = before.partition("# --- process\n")[0]
-    assert uses(model) & definitions(harness) <= OF_THE_HARNESS
-    comment = re.match(r"(#.*\n)+", harness)[0]
+    model_defines, model_uses = names(path.read_text().partition("# --- process\n")[0])
+    defines, uses = names(HARNESS)
+    assert uses & model_defines == OF_THE_MODEL
+    assert model_uses & defines <= OF_THE_HARNESS
+    comment = re.match(r"(#.*\n)+", HARNESS)[0]
     assert set(re.findall(r"\w+", comment)) >= OF_THE_MODEL | OF_THE_HARNESS
 
 
@@ -140,45 +129,3 @@ def test_every_kernel_has_blocks_and_every_line_of_them_is_complete(script: str)
     for line, settings in module.BLOCKS.items():
         whole = module.BLOCKS[line.partition(" ")[0]]
         assert module.block_sizes(settings).keys() == module.block_sizes(whole).keys(), line
-
-
-# tools/sync_common.py
-
-
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """Scripts and tools in a directory where they may be broken."""
-    for folder in ("tools", "common"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
-    for path in ALL_SCRIPTS:
-        shutil.copy(path, tmp_path)
-    return tmp_path
-
-
-def sync(root: Path, *argv: str) -> subprocess.CompletedProcess:
-    """Run the tool of the copy of the repository at `root`."""
-    command = [sys.executable, str(root / "tools" / "sync_common.py"), *argv]
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
-
-
-def test_sync_tool_names_the_script_that_differs_and_repairs_it(copy: Path):
-    assert sync(copy, "--check").returncode == 0
-    path = copy / "tiny_openfold_v2.py"
-    original = path.read_text()
-    path.write_text(original.replace(END, "# one more line\n" + END))
-    done = sync(copy, "--check")
-    assert done.returncode == 1
-    assert path.name in done.stderr
-    assert "# one more line" in path.read_text(), "--check only looks"
-    assert sync(copy).returncode == 0
-    assert path.read_text() == original, "only what is common is copied"
-
-
-def test_sync_tool_carries_a_change_to_every_script(copy: Path):
-    with (copy / "common" / "harness.py").open("a") as file:
-        file.write("# one more line\n")
-    assert sync(copy).returncode == 0
-    for original in ALL_SCRIPTS:
-        text = (copy / original.name).read_text()
-        assert text == original.read_text().replace("\n\n" + END, "# one more line\n\n\n" + END)

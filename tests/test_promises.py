@@ -28,6 +28,7 @@ from analysis_tools import (
     regression_tester,
     roofline_analysis,
 )
+from bench import versions
 from exercises.performance_debugging import check_step, compare_stages
 from exercises.tiny_llama_v3 import add_relu, check_custom_kernel, measure
 from lab.cli import ToolError
@@ -372,6 +373,9 @@ ODD = [
     (add_relu, "--block 3", "must be a power of two"),
     (check_custom_kernel, "none.py", "none.py: no such module"),
     (measure, "other.json", "no file of these programs"),
+    (versions, "table missing", "missing: no result files"),
+    (versions, "ddp .", "torchrun --nproc-per-node N"),
+    (versions, "headline . --only fp8", "'fp8'; there are 'tiny_llama, small'"),
 ]
 
 

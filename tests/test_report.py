@@ -33,7 +33,6 @@ from conftest import (
     command_line,
     forking_python,
     load,
-    model_of,
     parse,
     run_main,
     summary_in,
@@ -69,14 +68,6 @@ def plain(runs: dict[str, Run]) -> Run:
 # Lines that other people search for
 
 
-def test_first_line_says_what_ran(plain: Run):
-    first = plain.stdout.splitlines()[0]
-    parameters = sum(p.numel() for p in build(SCRIPT).parameters())
-    assert plain.summary["parameters"] == parameters
-    named = (SCRIPT, "batch_size 2", "hidden_dim 64", "float32", "qkv-fusion")
-    assert not [part for part in (*named, f"{parameters:,} parameters") if part not in first]
-
-
 LINES = """\
 Average training speed: {timing[samples_per_sec]:.1f} samples/sec
 Average batch time: {timing[batch_ms]:.1f} ms (median {timing[batch_median_ms]:.1f}, p95 {timing[batch_p95_ms]:.1f})
@@ -93,7 +84,13 @@ FLOPs per step: {flops[gflop]:.4g} GFLOP, achieved {flops[achieved_tflops]:.3g} 
 
 
 def test_lines_have_the_numbers_of_the_result(plain: Run):
+    """The first one says what ran."""
     assert plain.stdout.endswith(LINES.format(**plain.summary))
+    parameters = sum(p.numel() for p in build(SCRIPT).parameters())
+    assert plain.summary["parameters"] == parameters
+    named = (SCRIPT, "batch_size 2", "hidden_dim 64", "float32", "qkv-fusion")
+    named += (f"{parameters:,} parameters",)
+    assert not [part for part in named if part not in plain.stdout.splitlines()[0]]
 
 
 def test_numbers_agree_with_each_other(plain: Run):
@@ -388,15 +385,13 @@ def test_help_has_groups_defaults_and_examples_that_can_be_given(script: str, ru
     status, text, errors, _ = run(script, "--help")
     assert (status, errors) == (0, "")
     for group in ("model:", "data:", "fusions:", "training:", "profiling:", "modes:", "examples:"):
-        assert re.search(rf"^{group}", text, re.MULTILINE), group
-    spaces = re.sub(r"\s+", " ", text)
-    defaults = {"--num-steps": "50", "--warmup-steps": "5", "--learning-rate": "0.0003"}
-    for flag, default in defaults.items():
-        assert re.search(rf"{flag} [^-]*\(default: {default}\)", spaces), flag
+        assert f"\n{group}" in text
+    spaces = " ".join(text.split())
+    for flag, default in (("num-steps", "50"), ("learning-rate", "0.0003")):
+        assert re.search(rf"--{flag} [^-]*\(default: {default}\)", spaces), flag
     assert f"pytorch_profiles_v{script[-1]}" in spaces
     for flag in [*(flag for flag, _, _ in load(script).FUSIONS), "torch-compile", "cuda-graph"]:
-        assert f"--enable-{flag}" in text
-        assert f"--disable-{flag}" in text
+        assert f"--enable-{flag}" in text and f"--disable-{flag}" in text
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.chdir(ROOT)
     commands = re.findall(rf"python {script}\.py(.*)", text.partition("\nexamples:\n")[2])
@@ -407,18 +402,16 @@ def test_help_has_groups_defaults_and_examples_that_can_be_given(script: str, ru
 
 
 IMPORT_ALL = """
-import importlib, os, random, sys
+import importlib, os, sys
 import numpy, torch
-sys.path.insert(0, sys.argv[1])
 settings = lambda: (
-    torch.get_default_dtype(), torch.get_num_threads(), torch.get_float32_matmul_precision(),
-    torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled(), dict(os.environ),
-    os.getcwd(), bytes(torch.get_rng_state().numpy()), random.getstate(),
+    torch.get_num_threads(), torch.get_float32_matmul_precision(), dict(os.environ),
+    torch.are_deterministic_algorithms_enabled(), bytes(torch.get_rng_state().numpy()),
     str(numpy.random.get_state()), torch.cuda.is_initialized(),
     *(name in sys.modules for name in ("gemmi", "deepspeed", "matplotlib")),
 )
 before = settings()
-for name in sys.argv[2:]:
+for name in sys.argv[1:]:
     importlib.import_module(name)
 assert settings() == before
 """
@@ -429,31 +422,25 @@ def test_importing_the_scripts_has_no_side_effects(tmp_path: Path):
 
     What V3 sets where the user has not, it must set before Triton is imported.
     """
-    kept = ("PATH", "HOME", "LD_LIBRARY_PATH")
-    environment = {name: os.environ[name] for name in kept if name in os.environ}
-    environment |= {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
-    command = [sys.executable, "-B", "-c", IMPORT_ALL, str(ROOT), *SCRIPTS]
-    options = {"cwd": tmp_path, "env": environment, "timeout": 120}
-    done = subprocess.run(command, capture_output=True, text=True, **options)
+    kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    kept |= {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-B", "-c", IMPORT_ALL, *SCRIPTS]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=kept)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_script_is_a_program_with_an_exit_status(tmp_path: Path):
-    """One file, copied somewhere else, is enough, with all that records a profile.
-
-    Results go below the current directory.
-    """
+    """One file, copied somewhere else, is enough, with all that records a profile. Results go
+    below the current directory."""
     shutil.copy(ROOT / f"{SCRIPT}.py", tmp_path)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
-    command = [forking_python(), "-B", f"{SCRIPT}.py", *TINY[model_of(SCRIPT)], *QUICK]
-    command += ["--device", "cpu"]
+    command = [forking_python(), "-B", f"{SCRIPT}.py", *TINY["llama"], *QUICK, "--device", "cpu"]
     recorded = words("--enable-pytorch-profiler --enable-memory-profiling --enable-rocm-profiling")
     good = subprocess.run([*command, *recorded], **options)
     assert (good.returncode, good.stderr.count("\n")) == (0, 1), good.stderr
     assert "nothing is marked" in good.stderr and "Final loss: " in good.stdout
     folder = tmp_path / "pytorch_profiles_v2"
     assert (summary_in(folder)["status"], len([*folder.iterdir()])) == ("ok", 4)
-    bad = subprocess.run([*command, "--batch-size", "0"], **options)
-    assert (bad.returncode, len(bad.stderr.splitlines())) == (2, 1)
+    assert subprocess.run([*command, "--batch-size", "0"], **options).returncode == 2
