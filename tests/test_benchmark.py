@@ -15,8 +15,6 @@ from bench import before_after, memory_by_purpose, whole_steps
 from bench import operations as kernels
 from bench import versions as benchmark
 from bench.sizes import Shape
-from lab.files import read_json
-from lab.study import by_side
 from lab.turns import ratios
 
 SMALL = words("--hidden-dim 32 --num-layers 1 --seq-len 16 --batch-size 2")
@@ -73,64 +71,6 @@ def test_headline_compares_all_versions_turn_by_turn(tmp_path, monkeypatch):
     times, kernels = benchmark.table(tmp_path).split("\n\n")
     assert cells(times)[0] == ["tiny_llama, small, fp32", "60.00", "40.00", "20.00"]
     assert str(sides["V2"]["per_step"]) in kernels
-
-
-def test_the_trunk_has_a_row_for_each_version_with_and_without_checkpoints(tmp_path, monkeypatch):
-    """Where memory ends and where OpenFold is missing, too; a change of blocks is undone."""
-    sizes = "--num-blocks 1 --num-seqs 2 --seq-len 4 --msa-dim 32 --pair-dim 32 --batch-size 1"
-    sizes += " --num-heads-msa 2 --num-heads-pair 2"
-    monkeypatch.setattr(benchmark, "TRUNKS", {"2 x 4": ("tiny_openfold", sizes.split())})
-    first, *triton = (load(f"tiny_openfold_v{version}") for version in (1, 3, 4))
-    build, start = first.build_model, first.Run.start
-
-    def no_room(run) -> None:
-        raise MemoryError("no room")
-
-    def room_for_one_block(run) -> None:
-        start(run) if run.args.checkpoint_blocks else no_room(run)
-
-    monkeypatch.setattr(first.Run, "start", room_for_one_block)
-    for module in triton:
-        monkeypatch.setattr(module.Run, "start", no_room)
-    no_block = torch.nn.Sequential()  # which does not take two arguments
-    monkeypatch.setattr(torch, "compile", lambda block: no_block)
-    assert benchmark.main(["trunk", str(tmp_path), "--rounds", "1"]) == 0
-    assert first.build_model is build
-    rows = by_side(read_json(tmp_path / "trunk.json")["rows"], "checkpointed")
-    plain, checkpointed = rows[False,], rows[True,]
-    kinds = ["V4", "V3", "V2", "V1", "OpenFold", "V2 compiled", "OpenFold compiled"]
-    assert [*plain] == [*checkpointed] == kinds
-    assert "--checkpoint-blocks" not in plain["V1"]["argv"]
-    assert checkpointed["V1"]["argv"].count("--checkpoint-blocks") == 1
-    assert [plain[name]["status"] for name in ("V1", "V2 compiled")] == ["oom", "failed"]
-    assert "no OpenFold in" in checkpointed["OpenFold"]["error"]
-    lines = {line[0]: line[1:3] for line in cells(benchmark.table(tmp_path))}
-    ms = f"{checkpointed['V1']['batch_ms']:.0f}"
-    assert lines["2 x 4, V1"] == ["out of memory", ms]
-
-
-def test_scaling_is_weak_and_strong(tmp_path):
-    """Over the same batch per GPU, and over the same batch; what was not measured is no row."""
-
-    def row(gpus: int, name: str, side: str, batch: int, ms: float, mode: str = "graph") -> dict:
-        words = {"name": name, "precision": "bf16", "mode": mode, "side": side}
-        return words | {"processes": gpus, "batch_size": batch, "batch_ms": ms}
-
-    rows = [
-        *(row(1, "tiny_openfold", f"V{v}", batch, v * batch) for v in (3, 4) for batch in (4, 8)),
-        *(row(2, "tiny_openfold", f"V{v}", 8, 20.0) for v in (3, 4)),
-        *(row(gpus, "tiny_openfold trunk", "V4", gpus, 200.0) for gpus in (1, 2)),
-        *(row(gpus, "tiny_openfold", "V1", 4 * gpus, 10.0 * gpus, "eager") for gpus in (1, 2)),
-        row(1, "tiny_llama", "V4", 8, 1.0),
-    ]
-    study = {"environment": {"device_name": "x"}, "rounds": 5, "rows": rows}
-    (tmp_path / "scaling.json").write_text(json.dumps(study))
-    tables = benchmark.table(tmp_path, ["scaling"]).split("\n\n")
-    eager, weak, strong = ([line[1:] for line in cells(table)] for table in tables)
-    assert eager == [["0.50"]]
-    assert weak == [["0.60", "0.80"], ["-", "1.00"]]
-    assert strong == [["1.20x", "1.60x"]]
-    assert "2 GPUs, V3 | 2 GPUs, V4 |" in tables[1].splitlines()[0]
 
 
 def test_a_part_that_needs_more_memory_than_there_is_is_one_line(tmp_path, monkeypatch, capsys):

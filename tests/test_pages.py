@@ -82,15 +82,6 @@ def test_without_a_compiler_add_relu_says_so_in_one_line(monkeypatch):
     assert "measured" not in printed
 
 
-@pytest.mark.parametrize(
-    "word", ["kernel", "host", "register", "stream", "graph", "GEMM", "turn", "program", "crop"]
-)
-def test_words_in_italics_are_in_the_table(word):
-    text, _, table = PAGE.partition("## Words")
-    assert f"*{word}" in text
-    assert f"| {word} |" in table
-
-
 # A page and a sentence of it; the numbers in braces are those of `figures`.
 SENTENCES = """
 docs/RESULTS.md | step becomes {graphs} times as fast

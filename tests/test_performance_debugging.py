@@ -15,9 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 from conftest import ROOT, captured, forking_python, load, strict_json, words
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from exercises.performance_debugging import check_step, compare_stages
 
@@ -81,15 +79,6 @@ def test_slow_stages_learn_what_the_final_version_learns(v3, train, final: dict,
         assert (status, "Accuracy check: PASS" in stdout) == (0, True), stdout
 
 
-def test_stage_2_calls_attention_with_channels_that_are_not_last_in_memory(v3: ModuleType):
-    check_step.load(path_of(2))
-    with (
-        sdpa_kernel(SDPBackend.FLASH_ATTENTION),
-        pytest.raises(RuntimeError, match="No available kernel"),
-    ):
-        v3.CausalAttention.apply(torch.randn(2, 8, 4, 16), 2)
-
-
 def test_stage_3_does_not_wait_for_the_device(v3: ModuleType, train, monkeypatch, tmp_path):
     """A device whose losses come 0.2 s later: V3's time contains it, that of stage 3 does not."""
     own = v3.Run.losses
@@ -135,42 +124,32 @@ def test_all_stages_one_of_which_fails(tmp_path: Path):
     shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("results", "__pycache__"))
     program = folder / "run_all_stages.sh"  # of three stages: an exercise runs all
     program.write_text(re.sub(r"^ +stage[1356] .*\n", "", program.read_text(), flags=re.MULTILINE))
-    earlier = results / "stage4" / "tiny_llama_v2_summary.json"  # of an earlier run
-    earlier.parent.mkdir(parents=True)
-    earlier.write_text("")
-    own = results / "notes.txt"
-    own.write_text("of the reader")
-    environment = {**os.environ, "PYTHON": forking_python()}
-
-    def run(*argv: object) -> subprocess.CompletedProcess[str]:
-        command = [str(word) for word in (program, *argv)]
-        return subprocess.run(command, capture_output=True, text=True, env=environment)
-
-    done = run("--result-dir", results, "--num-stpes", "2")
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert "--num-stpes" in done.stderr
-    assert sorted(results.rglob("*.*")) == [own, earlier]
     second = folder / path_of(2).name
     second.write_text(second.read_text().replace("if __name__", "raise MemoryError\nif __name__"))
+    own, earlier = results / "notes.txt", results / "stage4" / "tiny_llama_v2_summary.json"
+    earlier.parent.mkdir(parents=True)
+    for path in (own, earlier):  # of the reader, and of an earlier run
+        path.write_text("")
+    options = {"env": {**os.environ, "PYTHON": forking_python()}, "capture_output": True}
+
+    def run(*argv: str) -> subprocess.CompletedProcess[str]:
+        command = [str(program), "--result-dir", str(results), *argv]
+        return subprocess.run(command, text=True, **options)
+
+    done = run("--num-stpes", "2")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert "--num-stpes" in done.stderr and earlier.exists()
     smaller = "--hidden-dim 16 --num-heads 1 --intermediate-dim 16 --vocab-size 20 --seq-len 2"
-    smaller += " --batch-size 1 --num-steps 1"
-    done = run("--result-dir", results, *SIZES, *words(smaller))
-    assert done.returncode == 1
-    assert done.stderr.splitlines() == [
-        "stage2: status 1: MemoryError",
-        "run_all_stages.sh: error: failed: stage2",
-    ]
+    done = run(*SIZES, *words(smaller), *words("--batch-size 1 --num-steps 1"))
+    failed = ["stage2: status 1: MemoryError", "run_all_stages.sh: error: failed: stage2"]
+    assert (done.returncode, done.stderr.splitlines()) == (1, failed)
     assert (own.exists(), earlier.exists(), (results / "running").exists()) == (True, False, False)
-    names = ["baseline", "stage4"]
     printed = done.stdout.partition("\n\n")[2]
     table, _, questions = printed.partition("\nKey observations:\n")
-    assert [line.split()[1] for line in table.splitlines()[2:]] == names
+    assert [line.split()[1] for line in table.splitlines()[2:]] == ["baseline", "stage4"]
     assert [line[:2] for line in questions.splitlines()] == [f"{n}." for n in range(1, 7)]
     assert (results / "comparison.md").read_text() == printed
-    for name in names:
-        assert "Average training speed:" in (results / f"{name}_output.log").read_text()
-        lines = (results / f"{name}_profile.csv").read_text().splitlines()
-        assert all(len(line.split(",")) == 8 for line in lines)
+    assert "Average training speed:" in (results / "stage4_output.log").read_text()
     sort = f"sort -t',' -k4 -nr {results}/stage4_profile.csv | head -20"
     assert "naive_matmul" in subprocess.check_output(["bash", "-c", sort], text=True).split("\n")[0]
 

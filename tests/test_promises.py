@@ -6,7 +6,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -243,18 +242,6 @@ def test_help_needs_no_package_and_no_docstring(tmp_path):
         assert (status, err, "usage" in out.lower()) == (0, "", True), program
 
 
-def test_programs_in_folders_find_the_root_in_one_way():
-    hidden = (".*", "tests")  # .venv and what else a participant keeps here
-    rooms = [path for path in ROOT.iterdir() if not any(map(path.match, hidden))]
-    programs = [file for path in rooms for file in (path, *path.rglob("*")) if file.suffix == ".py"]
-    line = r"sys\.path\.insert\(0, str\(Path\(__file__\)\.resolve\(\)\.parents\[(\d)\]\)\)"
-    for file in programs:
-        changes = re.findall(r"^sys\.path.*", file.read_text(), re.MULTILINE)
-        for change in changes:
-            assert file.parents[int(re.match(line, change)[1])] == ROOT, file
-        assert len(changes) <= 1, file
-
-
 TRAINS = {
     "run_pytorch_profiler.py": "",
     "run_deepspeed_flops.py": "",
@@ -319,7 +306,6 @@ V2 = "--script tiny_llama_v2.py"
 ODD = [
     (compare_runs, "nothing", "no result file"),
     (compare_runs, "missing", "no such file or directory"),
-    (compare_runs, "=nothing", "is not NAME=PATH"),
     (compare_runs, "a" * 300, "File name too long"),
     (compare_runs, "several", "tiny_llama_v1_summary.json, tiny_llama_v2_summary.json"),
     (compare_runs, f"{RUN} --csv nothing", "cannot write there"),
@@ -327,14 +313,10 @@ ODD = [
     (compare_runs, f"{RUN} --csv=", "not the name of a file"),
     (analyze_kernel_reduction, "--baseline nothing --fused nothing --top -1", "0 or more"),
     (performance_dashboard, f"{RUN} --output page.txt", "must end in .html"),
-    (performance_dashboard, "missing --output page.html", "no such file"),
     (ABLATION, "--script tiny_llama_v1.py", "adds no fusions"),
     (ABLATION, f"{V2} --fusions overlap", "tiny_llama_v2.py has qkv-fusion, flash-attention"),
     (ABLATION, f"{V2} --enable-qkv-fusion", "not allowed with argument"),
-    (ABLATION, f"{V2} --compare-fusion", "does not fit here"),
-    (ABLATION, f"{V2} --output study.txt", "must end in .json"),
     (ABLATION, "--table other.json", "another kind of file"),
-    (ABLATION, "--table cut.json", "not JSON, or cut off"),
     (ABLATION, "--table missing.json", "No such file"),
     (benchmark_suite, "--models v1,v9", "llama has v1, v2, v3, v4"),
     (benchmark_suite, "--metrics speed", "throughput, memory, accuracy"),
@@ -342,11 +324,9 @@ ODD = [
     (benchmark_suite, "--table other.json --seq-len 8", "takes no arguments"),
     (BATCH, f"{V2} --target-memory-usage 80", "not above 1"),
     (BATCH, f"{V2} --batch-size 4", "is what is looked for"),
-    (BATCH, f"{V2} --output curve.txt", ".json"),
     (BATCH, f"{V2} --hidden-dim 7", "divisible"),
     (ROOFLINE, "--script no_such.py --output nothing", "no_such.py"),
     (ROOFLINE, "--script tiny_llama_v1.py --scripts tiny_llama_v2.py", "--script"),
-    (ROOFLINE, f"{V2} --no-such-flag --output nothing", "--no-such-flag"),
     (ROOFLINE, f"{V2} --enable-torch-compile --output nothing", "--enable-torch-compile"),
     (ROOFLINE, f"{V2} --verify-accuracy --output nothing", "--verify-accuracy"),
     (ROOFLINE, "--from-rocprof-compute no_such_folder", "no_such_folder"),
@@ -367,7 +347,6 @@ ODD = [
     ),
     (check_step, "no.py", "no.py: no such file"),
     (check_step, f"{ROOT}/lab/cli.py", "neither a stage nor a version of TinyLlama"),
-    (compare_stages, "missing", "missing: no such file or directory"),
     (compare_stages, "nothing", "no results of stages"),
     (compare_stages, "other.json", "it has no stages"),
     (add_relu, "--block 3", "must be a power of two"),
@@ -383,7 +362,6 @@ ODD = [
 def test_odd_arguments_are_one_line_and_nothing_is_written(tool, argv, line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("nothing").mkdir()
-    Path("cut.json").write_text('{"rows": [')
     other = {"environment": {"device_name": "x"}, "rows": [{"batch_size": 1}]}
     Path("other.json").write_text(json.dumps(other))
     for version in (1, 2):

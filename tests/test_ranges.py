@@ -36,13 +36,15 @@ def calls(monkeypatch) -> list[str]:
         yield
         seen.append(f"pop {name}")
 
+    def watched(self, *args: object) -> None:
+        seen.append("step")
+        step(self, *args)
+
     step = torch.optim.AdamW.step
-    monkeypatch.setattr(
-        torch.optim.AdamW, "step", lambda self, *args: (seen.append("step"), step(self, *args))[1]
-    )
+    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
     monkeypatch.setattr(torch.cuda.nvtx, "range", nvtx_range)
-    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: seen.append("start"))
-    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: seen.append("stop"))
+    for name in ("start", "stop"):
+        monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name: seen.append(name))
     return seen
 
 
@@ -81,20 +83,17 @@ def test_each_module_is_a_range_of_its_name_and_computes_what_it_did_before(
     assert phases == [f"{end} {phase}" for phase in PHASES for end in ("push", "pop")]
     own = [module for module in network.modules() if "forward" in vars(module)]
     assert own == [], "every module has its own method again"
-    names = {name for name, _ in network.named_modules()}
-    pushed = [call.removeprefix("push ") for call in modules if call.startswith("push ")]
-    assert set(pushed) <= names
-    assert set(pushed) >= PARTS[model]
-    open_ranges = []
+    open_ranges, pushed = [], set()
     for call in modules:
         kind, name = call.split()
         if kind == "push":
             parent = name.rpartition(".")[0]
-            inside = parent in (*open_ranges, "layers", "blocks", "")
-            assert inside, "inside the range of the module that it is part of"
+            assert parent in (*open_ranges, "layers", "blocks", ""), "outside the module around it"
             open_ranges.append(name)
+            pushed.add(name)
         else:
             assert open_ranges.pop() == name
+    assert PARTS[model] <= pushed <= {name for name, _ in network.named_modules()}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -112,8 +111,7 @@ def test_under_rocm_the_profiler_is_resumed_and_paused(monkeypatch, calls: list[
         roctxProfilerPause=lambda which: calls.append(f"pause {which}"),
     )
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    found = {"librocprofiler-sdk-roctx.so": library}
-    monkeypatch.setattr(ctypes, "CDLL", found.get)
+    monkeypatch.setattr(ctypes, "CDLL", {"librocprofiler-sdk-roctx.so": library}.get)
     trainer = SimpleNamespace(ranges=contextlib.nullcontext)
     with contextlib.suppress(ZeroDivisionError), load(SCRIPT).recorded_region([trainer]):
         calls.append("steps")

@@ -15,8 +15,7 @@ from analysis_tools import roofline_analysis
 from lab.profile.ceilings import Ceilings
 from lab.profile.dispatches import read_counters
 from lab.profile.kernels import kernels_of
-from lab.profile.roofline import group_bytes, group_flops, rates, times_of_operators
-from lab.profile.traffic import Traffic
+from lab.profile.roofline import group_flops, rates, times_of_operators
 from lab.rocm.counters import BYTE_COUNTERS, FLOP_COUNTERS, read_rocprof_compute
 
 SMALL = words(
@@ -75,20 +74,6 @@ def test_a_kernel_belongs_to_the_operator_that_launched_it():
     )
 
 
-def test_bytes_of_groups_are_those_of_all_operators():
-    script = load("tiny_llama_v2")
-    trainer = script.Trainer(parse("tiny_llama_v2", *SMALL), CPU)
-    trainer.step()
-    moved = group_bytes(trainer, script.NO_WORK)
-    batch = trainer.next_batch()
-    with Traffic(trainer.model, {}, script.NO_WORK) as traffic:
-        trainer.compute(batch)
-    parameters = sum(p.nbytes for p in trainer.model.parameters())
-    assert moved["optimizer"] == 7 * parameters
-    assert moved.total() == sum(traffic.bytes_of.values()) + 7 * parameters
-    assert moved["GEMM"] and moved["attention"] and moved["copies"] and moved["element-wise"]
-
-
 def test_a_script_is_measured(tmp_path: Path):
     pytest.importorskip("matplotlib")
     argv = ["--script", "tiny_llama_v2.py", *SMALL, "--device", "cpu", "--output", tmp_path]
@@ -133,23 +118,19 @@ def profile(folder: Path, gpu: str, header: str = OF_MI200, **counters: int) -> 
     [
         ("MI200", "EA_RDREQ=10 EA_RDREQ_32B=4 EA_WRREQ=5", 6 * 64 + 4 * 32 + 5 * 32),
         ("MI300", "EA0_RDREQ=10 BUBBLE=3 EA0_RDREQ_32B=1", 3 * 128 + 6 * 64 + 32),
-        (
-            "MI350",
-            "EA0_RDREQ=10 EA0_RDREQ_128B=3 EA0_WRREQ_64B=2 EA0_WRREQ=2",
-            3 * 128 + 7 * 64 + 2 * 64,
-        ),
+        ("MI350", "EA0_RDREQ=10 EA0_RDREQ_128B=3 EA0_WRREQ_64B=2 EA0_WRREQ=2", 960),
     ],
 )
 def test_counters_of_amd_gpus_by_hand(tmp_path: Path, gpu, counters, moved):
+    """And what lacks one of them is refused."""
     pytest.importorskip("matplotlib")
     counts = {"MFMA_MOPS_BF16": 100, "FMA_F32": 3, "ADD_F32": 1}
     counts = {f"SQ_INSTS_VALU_{name}": count for name, count in counts.items()}
     for name, count in (pair.split("=") for pair in counters.split()):
         counts[f"TCC_{name}_sum"] = int(count)
     folder = profile(tmp_path, gpu, "HBMBw,HBMBwLow,FP32Flops,MFMABF16Flops", **counts)
-    status, out, err = call(
-        roofline_analysis, "--from-rocprof-compute", folder, "--output", tmp_path / "out"
-    )
+    argv = "--from-rocprof-compute", folder, "--output", tmp_path / "out"
+    status, out, err = call(roofline_analysis, *argv)
     assert status == 0, err
     content = json.loads((tmp_path / "out" / "roofline_analysis.json").read_text())
     (row,) = content["rows"]
@@ -158,6 +139,16 @@ def test_counters_of_amd_gpus_by_hand(tmp_path: Path, gpu, counters, moved):
     assert row["achieved_tflops"] == pytest.approx(row["flop"] / 1000 / 1e3)  # two times 500 ns
     assert (content["ceilings"]["gemm_tflops"], content["ceilings"]["copy_gb_per_s"]) == (4, 1000)
     assert f"counters of {gpu}" in out
+    for file, right, wrong, word in (
+        ("roofline.csv", "\n0,1000", "\n0,0", "no ceilings"),
+        ("pmc_perf.csv", "SQ_INSTS_VALU_FMA_F32", "other", "SQ_INSTS_VALU_FMA_F32"),
+        ("pmc_perf.csv", "\n", " ", "no dispatches"),
+    ):
+        (path,) = folder.rglob(file)
+        text = path.read_text()
+        path.write_text(text.replace(right, wrong))
+        assert_refused(call(roofline_analysis, *argv), file, word)
+        path.write_text(text)
 
 
 @pytest.mark.parametrize(
@@ -193,20 +184,3 @@ def test_counters_in_rows_are_those_in_columns(tmp_path: Path):
             lines.append(f"4,{cells['Dispatch_ID']},{dispatch.name},{times},{name},{cells[name]}")
     path.write_text("\n".join([*lines, ""]))
     assert read_rocprof_compute(folder) == expected
-
-
-@pytest.mark.parametrize(
-    ("file", "change", "word"),
-    [
-        ("pmc_perf.csv", lambda text: text.replace("TCC_BUBBLE_sum", "other"), "TCC_BUBBLE_sum"),
-        ("pmc_perf.csv", lambda text: text.splitlines()[0], "no dispatches"),
-        ("roofline.csv", lambda text: text.replace("\n0,1000", "\n0,0"), "no ceilings"),
-    ],
-)
-def test_a_damaged_profile_is_one_line(tmp_path: Path, file, change, word):
-    folder = profile(tmp_path, "MI300", SQ_INSTS_VALU_MFMA_MOPS_BF16=1)
-    (path,) = folder.rglob(file)
-    path.write_text(change(path.read_text()))
-    argv = "--from-rocprof-compute", folder, "--output", tmp_path / "out"
-    assert_refused(call(roofline_analysis, *argv), file, word)
-    assert not (tmp_path / "out").exists()

@@ -8,7 +8,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from conftest import captured, load, strict_json, words
+from conftest import captured, load, words
 
 from analysis_tools import benchmark_suite, fusion_ablation_study, optimize_batch_size
 from lab import study
@@ -75,10 +75,7 @@ def test_sets_are_named_and_none_comes_twice():
     names = [study.set_name(on, "abc") for on in study.fusion_sets("abc")]
     alone, but_one = ([f"{kind} {name}" for name in "abc"] for kind in ("only", "all but"))
     assert names == ["none", *alone, *but_one, "all"]
-    names = [study.set_name(on, "ab") for on in study.fusion_sets("ab")]
-    assert names == ["none", "only a", "only b", "all"]
     assert len(set(study.fusion_sets("abcde", every=True))) == 32
-    assert len(study.fusion_sets("abcde")) == 12
     assert study.fusion_sets("a") == [(), ("a",)]
     assert "triton-swiglu" in study.new_fusions(load("tiny_llama_v3"))
     assert not {*GAINS} & {*study.new_fusions(load("tiny_llama_v3"))}
@@ -125,8 +122,8 @@ def test_each_group_has_all_none_and_a_control():
     assert [names["group"] for names, _ in parts] == [1, 2, 3]
     assert all({"all", "none", study.CONTROL} <= {*sides} for sides in groups)
     assert max(map(len, groups)) == 6
-    every = [study.set_name(on, "abcd") for on in sets]
-    assert {*itertools.chain(*groups)} == {*every, study.CONTROL}
+    every = {study.set_name(on, "abcd") for on in sets}
+    assert {*itertools.chain(*groups)} == every | {study.CONTROL}
 
 
 @pytest.fixture
@@ -150,60 +147,46 @@ def steady(monkeypatch):
         monkeypatch.setattr(script, "memory_of_a_step", lambda trainer: 1e7)
 
 
-def fails_with(monkeypatch, script: str, when, error: BaseException) -> None:
-    """The script's model cannot be built where `when(args)` says so."""
+def no_room(monkeypatch, script: str, when) -> None:
+    """The script's model does not fit into memory where `when(args)` says so."""
     module = load(script)
     build = module.build_model
 
     def build_or_fail(args, device):
         if when(args):
-            raise error
+            raise MemoryError("no room")
         return build(args, device)
 
     monkeypatch.setattr(module, "build_model", build_or_fail)
 
 
-def test_an_ablation_goes_on_group_by_group(steady, monkeypatch, tmp_path):
+def test_an_ablation_has_the_effect_of_each_fusion(steady, monkeypatch, tmp_path):
     """The groups and sums below are those of three fusions."""
     path = tmp_path / "study.json"
     argv = [*SMALL, "--all-combinations", "--group-size", "4", "--rounds", "5", "--output", path]
-
-    def late(args) -> bool:
-        return args.flash_attention and args.swiglu_fusion and not args.qkv_fusion
-
-    with monkeypatch.context() as patch:
-        fails_with(patch, "tiny_llama_v2", late, KeyboardInterrupt())
-        status, out, err = call(fusion_ablation_study, *argv)
-    assert (status, out, err.splitlines()[-1]) == (130, "", "fusion_ablation_study.py: interrupted")
-    assert not path.exists()
-    assert len(strict_json(path.with_suffix(".partial.json").read_text())["rows"]) == 12
     status, out, err = call(fusion_ablation_study, *argv)
-    assert (status, "3 of 6" in err, "4 of 6" in err) == (0, False, True)
+    assert (status, "6 of 6" in err) == (0, True)
     rows = {row[0]: row for row in table_of(out)}
     assert (len(rows), rows["all but swiglu-fusion"][-2]) == (9, "2.50x")
     assert "each alone 2.75x as a product, all together 2.75x" in out
     assert "fp32: all again was within 0.0 % of all" in out
     assert call(fusion_ablation_study, "--table", path)[1] == out
     assert call(fusion_ablation_study, *argv)[1] == out, "nothing is left to measure"
-    status, out, err = call(fusion_ablation_study, *argv, "--use-amp")
-    assert (status, out, len(err.splitlines())) == (2, "", 1)
-    assert "other settings" in err
 
 
 def test_a_set_that_does_not_finish_is_a_row(steady, monkeypatch, tmp_path):
     argv = [*SMALL, *words("--fusions qkv-fusion,flash-attention --rounds 2 --output")]
-    v2 = "tiny_llama_v2"
-    fails_with(monkeypatch, v2, lambda a: a.qkv_fusion > a.flash_attention, MemoryError("no room"))
-    fails_with(monkeypatch, v2, lambda a: a.flash_attention, ValueError("wrong"))
+    no_room(monkeypatch, "tiny_llama_v2", lambda args: args.qkv_fusion)
     status, out, err = call(fusion_ablation_study, *argv, tmp_path / "a.json")
     assert (status, err.count("--group-size")) == (1, 1)
     assert "3 of the runs failed" in err.splitlines()[-1]
-    assert [row[4] for row in table_of(out)] == ["1.00x", "out of memory", *["failed"] * 3]
+    gone = "out of memory"
+    assert [row[4] for row in table_of(out)] == ["1.00x", gone, "2.00x", gone, gone]
     assert "cannot be said" in out
 
 
 def test_the_suite_compares_the_models_of_each_cell(steady, monkeypatch, tmp_path):
-    fails_with(monkeypatch, "tiny_llama_v1", lambda a: a.batch_size == 4, MemoryError("no room"))
+    no_room(monkeypatch, "tiny_llama_v1", lambda args: args.batch_size == 4)
 
     def short_run(script: str, argv: list[str]) -> dict:
         return {"status": "ok", "loss": {"final": 4.0 + (script[-1] == "2")}}
@@ -247,7 +230,7 @@ def test_the_search_doubles_and_then_halves_the_gap():
 
 
 def test_the_best_batch_size_is_below_the_limit(steady, monkeypatch, tmp_path):
-    fails_with(monkeypatch, "tiny_llama_v2", lambda a: a.batch_size > 4, MemoryError("no room"))
+    no_room(monkeypatch, "tiny_llama_v2", lambda args: args.batch_size > 4)
     at, path = SMALL.index("--batch-size"), tmp_path / "search.json"
     argv = [*SMALL[:at], *SMALL[at + 2 :], "--rounds", "2", "--output"]
     status, out, err = call(optimize_batch_size, *argv, path)
