@@ -21,14 +21,13 @@ class Mine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        shifted = x + bias
-        ctx.save_for_backward(shifted)
-        return shifted, F.gelu(shifted)
+        found = plain(x, bias)
+        ctx.save_for_backward(found[0])
+        return found
 
     @staticmethod
-    def backward(ctx, grad: Tensor, grad_gelu: Tensor) -> tuple[Tensor, Tensor | None]:
-        (shifted,) = ctx.saved_tensors
-        grad_x = grad + torch.ops.aten.gelu_backward(grad_gelu, shifted)
+    def backward(ctx, grad: Tensor, grad_gelu: Tensor) -> tuple[Tensor, Tensor]:
+        grad_x = grad + torch.ops.aten.gelu_backward(grad_gelu, *ctx.saved_tensors)
         return grad_x, grad_x.sum(0)
 
 
@@ -69,20 +68,14 @@ def one_is_wrong(grad: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("number", "change", "said"),
     [
-        (
-            0,
-            one_is_wrong,
-            "x is wrong: off by .* at \\[2, 5\\] it is 9 and .* 1 of 78 elements are",
-        ),
+        (0, one_is_wrong, r"x is wrong: off by .* at \[2, 5\] it is 9 and .* 1 of 78 elements are"),
         (1, lambda grad: grad / 6, "each is 0.1667 times what it should be"),
         (1, torch.zeros_like, "gradient of bias is wrong.*all is 0: does"),
         (1, lambda grad: None, "gradient of bias is missing: backward returns None for it"),
         (0, torch.empty_like, "some are NaN: did nobody write them"),
     ],
 )
-def test_a_wrong_gradient_is_named_with_its_place_and_what_is_there(
-    number, change, said, monkeypatch
-):
+def test_a_wrong_gradient_is_named_with_its_place(number, change, said, monkeypatch):
     changed(monkeypatch, number, change)
     with pytest.raises(ToolError, match=said) as error:
         check_gradients(plain, Mine.apply, inputs())
@@ -112,10 +105,7 @@ def test_a_gradient_that_is_zero_in_theory_has_no_digits():
         (lambda x, bias: (x, F.silu(x + bias)), "output 0, bfloat16, is wrong"),
         (lambda x, bias: Mine.apply(x, bias)[0], "are 1, and should be 2"),
         (lambda x, bias: (x, None), "returns NoneType, and should return a tensor"),
-        (
-            lambda x, bias: (x + bias, F.gelu(x[0])),
-            r"has the shape \[13\], and should have \[6, 13",
-        ),
+        (lambda x, bias: (x + bias, F.gelu(x[0])), r"the shape \[13\], and should have \[6, 13"),
         (lambda x, bias: plain(x.detach(), bias.detach()), "has an output without a gradient"),
         (lambda x, bias: (*Mine.apply(x, bias), x.data.mul_(2))[:2], "writes to its input x"),
     ],

@@ -8,18 +8,31 @@ import contextlib
 import io
 import json
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, assert_refused, call, read_rows, strict_json, table_of
+from conftest import (
+    ROOT,
+    assert_refused,
+    call,
+    forking_python,
+    read_rows,
+    strict_json,
+    table_of,
+)
 
-from analysis_tools import analyze_kernel_reduction, compare_runs, plot_runs
+from analysis_tools import analyze_kernel_reduction, compare_runs, plot_runs, report_generator
 from lab.files import read_json
+from lab.profile.kernels import statistics_of, write_statistics
 
 RUN = ROOT / "results/cpu/tiny_llama_v2_readme.json"
-PROFILES = ROOT / "results/h100/profiles"
+H100 = ROOT / "results/h100"
+PROFILES = H100 / "profiles"
 OOM = {"status": "oom", "error": "out of memory", "timing": {}, "memory": {}, "kernels": {}}
 FAILED = {"status": "failed", "error": "the loss became nan at step 3"}
 
@@ -86,13 +99,15 @@ def test_runs_that_did_not_finish_are_rows_without_ratios(make):
         ({"training": {"processes": None, "cuda_graph": None}}, None),  # of an earlier harness
     ],
 )
-def test_runs_that_cannot_be_compared_get_a_note_above_the_table(make, more, line):
+def test_runs_that_cannot_be_compared_get_a_note(make, more, line):
     runs, terminal = (make("a"), make("b", **more)), io.StringIO()
     with contextlib.redirect_stdout(terminal), contextlib.redirect_stderr(terminal):
         assert compare_runs.main([*map(str, runs)]) == 0
-    *notes, _, _, _, _ = terminal.getvalue().splitlines()  # a header, a rule and two rows
-    assert len(notes) == (line is not None)
+    lines = terminal.getvalue().splitlines()
+    notes = [said for said in lines if not said.startswith("|")]
+    assert len(notes) == (line is not None) and len(lines) == 4 + len(notes)
     assert not notes or line in notes[0]
+    assert notes[:1] == lines[:1] or "differs" not in str(line), "above the table"
 
 
 def test_scaling_efficiency_where_the_numbers_of_processes_differ(make):
@@ -233,16 +248,9 @@ def test_reduction_of_real_profiles(tmp_path):
     assert listed.count("\n| ") == 2 + 3 < len(rows), "long tables are cut, the csv file is not"
 
 
-HEADER = "Name,Calls,TotalDurationNs,AverageNs,Percentage,MinNs,MaxNs,StdDev"
 GEMM, ADD = "Cijk_Ailk_Bljk_SB_MT64x64x16", "add_elementwise_kernel"
 COPY = "Memcpy HtoD (Pinned -> Device)"
-Rows = dict[str, tuple[int, int]]  # of each name: calls, ns
-
-
-def statistics_text(rows: Rows) -> str:
-    total = sum(time for _, time in rows.values())
-    lines = [f'"{n}",{c},{t},{t / c},{100 * t / total},1,{t},0' for n, (c, t) in rows.items()]
-    return "\n".join([HEADER, *lines]) + "\n"
+Rows = dict[str, list[int]]  # the ns of each call, by name
 
 
 @pytest.fixture
@@ -253,9 +261,9 @@ def gpu_profile(tmp_path: Path) -> Callable[..., Path]:
         profile = read_json(PROFILES / "tiny_llama_v2/tiny_llama_v2_profile.json")
         directory = tmp_path / name
         directory.mkdir()
-        (directory / "x_kernels.csv").write_text(statistics_text(rows))
-        calls = sum(calls for name, (calls, _) in rows.items() if name != COPY)
-        profile |= {"steps": steps, "kernels_per_step": calls / steps if steps else 0, **more}
+        write_statistics(directory / "x_kernels.csv", statistics_of(rows))
+        calls = sum(len(times) for name, times in rows.items() if name != COPY)
+        profile |= {"steps": steps, "kernels_per_step": calls / steps, **more}
         (directory / "x_profile.json").write_text(json.dumps(profile))
         return directory
 
@@ -269,33 +277,32 @@ def rocprof_profile(make, tmp_path: Path) -> Callable[..., Path]:
 
     def write(name: str, rows: Rows, steps: int | None = None) -> Path:
         directory = tmp_path / name
+        directory.mkdir()
         if steps:
             make(f"{name}/hotspots", timing={"steps": steps}, training={"num_steps": steps})
-            statistics = directory / "hotspots" / "7_kernel_stats.csv"
-            statistics.write_text(statistics_text(rows))
-        directory.mkdir(exist_ok=True)
-        (directory / "stats.csv").write_text(statistics_text(rows))
+            write_statistics(directory / "hotspots/7_kernel_stats.csv", statistics_of(rows))
+        write_statistics(directory / "stats.csv", statistics_of(rows))
         return directory
 
     return write
 
 
 def test_copies_are_no_kernels_and_counts_are_per_step(gpu_profile, rocprof_profile):
-    rows = {GEMM: (12, 8_000_000), ADD: (4, 1_000_000), COPY: (6, 1_000_000)}
+    rows = {GEMM: 10 * [800_000], ADD: 6 * [250_000], COPY: 4 * [125_000]}
     before = gpu_profile("off", rows, steps=2)
-    rows = {GEMM: (12, 6_000_000), "attn_fwd.kd": (3, 300_000), COPY: (3, 2_700_000)}
+    rows = {GEMM: 12 * [500_000], "attn_fwd.kd": 3 * [100_000], COPY: 3 * [900_000]}
     after = gpu_profile("on", rows, steps=3)
     status, out, err = analyze(before, after)
     assert (status, err) == (0, "")
     assert "Kernels per step: 8 -> 5" in out and "Distinct names: 2 -> 2" in out
     assert "Kernel time per step: 5.000 ms -> 3.000 ms (-40.0 %)" in out
     rows = {row["category"]: row for row in table_of(out)}
-    assert (rows["copies"]["baseline launches"], rows["copies"]["fused launches"]) == ("3", "1")
+    assert (rows["copies"]["baseline launches"], rows["copies"]["fused launches"]) == ("2", "1")
     assert rows["element-wise"]["change"] == "-100.0 %"
     _, vanished, new, *_ = re.split("## (?:Vanished|New)", out)
     assert ADD in vanished and "attn_fwd" in new
     assert "1 launches and 0.100 ms per step" in new
-    said = analyze(after, rocprof_profile("r", {GEMM: (1, 10)}, 1))[2]
+    said = analyze(after, rocprof_profile("r", {GEMM: [10]}, 1))[2]
     assert "seq_len differs: 128 for baseline; 32 for fused" in said
     assert "two profilers may write the name" in said
 
@@ -304,7 +311,7 @@ def test_on_a_cpu_operator_calls_are_those_that_the_script_counts(gpu_profile):
     sides = []
     for name, counted in (("off", 8), ("on", 6)):
         kernels = {"unit": "operator calls", "per_step": counted, "remark": ""}
-        rows, more = {"aten::mm": (5, 5000), "aten::t": (5, 500)}, {"operators_per_step": 10}
+        rows, more = {"aten::mm": 5 * [1000], "aten::t": 5 * [100]}, {"operators_per_step": 10}
         sides.append(gpu_profile(name, rows, 1, unit="operators", kernels=kernels, **more))
     status, out, err = analyze(*sides)
     assert (status, err) == (0, "")
@@ -313,13 +320,13 @@ def test_on_a_cpu_operator_calls_are_those_that_the_script_counts(gpu_profile):
 
 
 def test_without_the_steps_totals_are_compared_and_said_to_be(rocprof_profile):
-    before = rocprof_profile("a", {GEMM: (40, 2_000_000)})
-    after = rocprof_profile("b", {GEMM: (10, 500_000)}, steps=5)
+    before = rocprof_profile("a", {GEMM: 40 * [50_000]})
+    after = rocprof_profile("b", {GEMM: 10 * [50_000]}, steps=5)
     # Statistics made from another run's database beside the files of an earlier run: their steps
     # mean nothing.
-    stale = rocprof_profile("c", {GEMM: (10, 500_000)}, steps=5)
-    row = f'"{GEMM}",15,250000,1,50,1,1,0\n'  # a name that is listed twice counts twice
-    (stale / "stats.csv").write_text(f"{HEADER}\n{row}{row}")
+    stale = rocprof_profile("c", {GEMM: 10 * [50_000]}, steps=5)
+    half = [replace(row, percentage=50) for row in statistics_of({GEMM: 15 * [50_000]})]
+    write_statistics(stale / "stats.csv", 2 * half)  # a name that is listed twice counts twice
     for baseline, counts in ((before, "40 -> 10"), (stale, "30 -> 10")):
         status, out, err = analyze(baseline, after)
         assert (status, f"Kernels in all: {counts}" in out) == (0, True)
@@ -327,9 +334,9 @@ def test_without_the_steps_totals_are_compared_and_said_to_be(rocprof_profile):
 
 
 def test_broken_profiles_are_one_line(gpu_profile, tmp_path):
-    rows = {GEMM: (2, 10)}
+    rows = {GEMM: [5, 5]}
     good, mixed, alone = (gpu_profile(name, rows, 1) for name in ("good", "mixed", "alone"))
-    (mixed / "x_kernels.csv").write_text(statistics_text({GEMM: (3, 10)}))
+    write_statistics(mixed / "x_kernels.csv", statistics_of({GEMM: [3, 3, 4]}))
     (alone / "x_profile.json").unlink()
     cpu = gpu_profile("cpu", rows, 1, unit="operators", operators_per_step=2)
     (tmp_path / "nothing").mkdir()
@@ -337,8 +344,114 @@ def test_broken_profiles_are_one_line(gpu_profile, tmp_path):
         (tmp_path / "missing", "no such directory"),
         (tmp_path / "nothing", "neither <script>_kernels.csv (run_pytorch_profiler.py) nor stats"),
         (cpu, "one side has kernels, the other operators"),
-        (gpu_profile("copies", {COPY: (2, 10)}, 1), "the profile has no kernels"),
+        (gpu_profile("copies", {COPY: [5, 5]}, 1), "the profile has no kernels"),
         (mixed, "3 calls do not belong to x_profile.json, 1 steps of 2.0 kernels"),
         (alone, "x_profile.json"),
     ):
         assert_refused(analyze(good, directory), said)
+
+
+# report_generator.py: one report of two folders has what is in them, and names what is not
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    """What run_all_profilers.sh leaves of V1 and V2, baseline and fused, by default."""
+    sides = tmp_path / "profiles_tiny_llama_v1", tmp_path / "profiles_tiny_llama_v2"
+    for side, script in zip(sides, ("tiny_llama_v1", "tiny_llama_v2"), strict=True):
+        shutil.copytree(PROFILES / script, side / "pytorch")
+        profile = read_json(side / f"pytorch/{script}_profile.json")
+        run = read_json(RUN)
+        run |= {name: profile[name] for name in ("script", "config", "fusions", "environment")}
+        (side / f"pytorch/{script}_summary.json").write_text(json.dumps(run))
+        (side / "flops").mkdir()
+        flops = read_json(H100 / "flops_tiny_llama_v2.json") | {"script": script}
+        flops |= {name: profile[name] for name in ("config", "training")}
+        (side / f"flops/{script}_flops.json").write_text(json.dumps(flops))
+    return sides
+
+
+def report(folders: tuple[Path, Path], *argv: object) -> tuple[int, str, str]:
+    return call(report_generator, "--baseline", folders[0], "--fused", folders[1], *argv)
+
+
+def sections(text: str) -> list[str]:
+    return re.findall(r"^## (.+)", text, re.MULTILINE)
+
+
+def test_the_report_has_what_the_files_have(folders, tmp_path):
+    """Under its other name, and with the default folders."""
+    for side, calls in zip(folders, (4, 2), strict=True):
+        place = side / f"rocprofv3_results_{side.name}"
+        place.mkdir()
+        write_statistics(place / "stats.csv", statistics_of({"Cijk_Ailk": [1000] * calls}))
+    roofline = folders[1] / "flops" / "tiny_llama_v2_roofline.png"
+    roofline.write_bytes(b"")
+    program = ROOT / "analysis_tools" / "generate_fusion_report.py"
+    command = [forking_python(), str(program), "--output-dir", "./deep/report"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    path = tmp_path / "deep" / "report" / "fusion_report.md"
+    assert (done.returncode, done.stderr) == (0, "")
+    text = path.read_text()
+    kernels = ["Kernels by the PyTorch profiler", "Kernels by rocprofv3"]
+    assert sections(text) == ["Runs", *kernels, "FLOPs of modules", "Rooflines"]
+    counts = []
+    for label, side in zip(("baseline", "fused"), folders, strict=True):
+        run = read_json(next(side.glob("pytorch/*_summary.json")))
+        row = next(line for line in text.splitlines() if line.startswith(f"| {label} "))
+        assert f" {run['timing']['batch_ms']:.2f} |" in row
+        assert f" {run['loss']['final']:.4f} |" in row
+        counts.append(read_json(next(side.glob("pytorch/*_profile.json")))["kernels_per_step"])
+    assert "Kernels per step: {:.10g} -> {:.10g}".format(*counts) in text
+    assert "- Kernels in all: 4 -> 2" in text
+    modules = read_json(folders[1] / "flops" / "tiny_llama_v2_flops.json")["modules"]
+    row = next(line for line in text.splitlines() if line.startswith("| layers.*.self_attn "))
+    attention = next(row for row in modules if row["module"] == "layers.*.self_attn")
+    assert row.endswith(f" {attention['flop_per_byte']:.2f} |")
+    (link,) = re.findall(r"!\[fused: .+\]\(<(.+)>\)", text)
+    assert (path.parent / link).resolve() == roofline.resolve()
+    assert "Not in this report" not in text
+
+
+def test_what_is_missing_is_named_with_its_reason(folders):
+    """The files of an earlier run are not taken."""
+    step = {"name": "flops", "status": "skipped", "reason": "no such package"}
+    summary = {"script": "tiny_llama_v2.py", "steps": [step]}
+    (folders[1] / "summary.json").write_text(json.dumps(summary))
+    status, out, err = report(folders)
+    assert (status, err) == (0, "")
+    assert sections(out) == ["Runs", "Kernels by the PyTorch profiler"]
+    last = out.splitlines()[-1]
+    missing = "Kernels by rocprofv3 (baseline, fused: nothing there); "
+    assert last.startswith(f"Not in this report: {missing}")
+    assert "FLOPs of modules (fused: no such package)" in last
+
+
+def test_other_sizes_are_named_and_a_failed_run_is_a_row_and_status_1(folders):
+    path = folders[1] / "pytorch" / "tiny_llama_v2_summary.json"
+    run = read_json(path) | {key: {} for key in ("timing", "memory", "kernels", "loss")}
+    run["config"]["seq_len"] = 999
+    path.write_text(json.dumps(run | {"status": "failed", "error": "the loss became nan"}))
+    status, out, err = report(folders)
+    assert (status, "fused failed: the loss became nan" in err) == (1, True)
+    assert "- note: seq_len differs: 128 for baseline; 999 for fused" in out.partition("## ")[0]
+    assert re.search(r"^\| fused +\| +failed \|", out, re.MULTILINE)
+    assert "- note: fused did not finish: the loss became nan" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong", "said"),
+    [
+        ("*_kernels.csv", "\n", "", "_kernels.csv"),
+        ("*_flops.json", "tiny_llama_v1", "tiny_openfold_v1", "is a run of tiny_"),
+        ("summary.json", "steps", "others", "it has no steps"),
+    ],
+)
+def test_what_cannot_be_reported_is_one_line(name, right, wrong, said, folders, tmp_path):
+    (folders[0] / "summary.json").write_text('{"steps": []}')
+    path, output = next(folders[0].rglob(name)), tmp_path / "report.md"
+    path.write_text(path.read_text().replace(right, wrong))
+    assert_refused(report(folders, "--output", output), said)
+    assert not output.exists()
+    assert_refused(report((tmp_path, folders[1])), "nothing that both have")
+    assert_refused(report((tmp_path / "none", folders[1])), "no such directory; ./run_all_prof")

@@ -26,6 +26,7 @@ from analysis_tools import (
     plot_runs,
     regression_tester,
     roofline_analysis,
+    validate_numerical_accuracy,
 )
 from bench import versions
 from exercises.performance_debugging import check_step, compare_stages
@@ -301,7 +302,8 @@ def test_a_wrapper_names_the_script_that_nobody_gave(name):
 # --- odd arguments are one line, and nothing is written
 
 ABLATION, BATCH = fusion_ablation_study, optimize_batch_size
-ROOFLINE = roofline_analysis
+ROOFLINE, VALIDATE = roofline_analysis, validate_numerical_accuracy
+BOTH = "--baseline tiny_llama_v1.py --optimized"
 V2 = "--script tiny_llama_v2.py"
 ODD = [
     (compare_runs, "nothing", "no result file"),
@@ -353,6 +355,11 @@ ODD = [
     (check_custom_kernel, "none.py", "none.py: no such module"),
     (measure, "other.json", "no file of these programs"),
     (versions, "table missing", "missing: no result files"),
+    (VALIDATE, f"{BOTH} tiny_openfold_v1.py", "different models"),
+    (VALIDATE, f"{BOTH} ../version2/tiny_llama_v2.py", "no such file"),
+    (VALIDATE, f"{BOTH} tiny_llama_v2.py --tolerance nan", "--tolerance: must be above 0"),
+    (VALIDATE, f"{BOTH} tiny_llama_v2.py --verify-accuracy", "--verify-accuracy does not fit here"),
+    (VALIDATE, f"{BOTH} tiny_llama_v2.py --num-blocks 1", "unrecognized arguments: --num-blocks"),
     (versions, "ddp .", "torchrun --nproc-per-node N"),
     (versions, "headline . --only fp8", "'fp8'; there are 'tiny_llama, small'"),
 ]
