@@ -3,16 +3,16 @@ never over its input."""
 
 from __future__ import annotations
 
-import csv
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, call, run_main
+from conftest import ROOT, call, read_rows, run_main
 
 import run_deepspeed_flops
 import run_pytorch_profiler
@@ -72,18 +72,11 @@ def test_what_was_saved_is_read_and_not_what_is_there_now(tmp_path):
     assert not (tmp_path / "saved.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("argv", "status", "outcome"),
-    [
-        ("--learning-rate 1e30 --warmup-steps 0", 1, "failed"),
-        (f"--text-file {ROOT}/README.md --vocab-size 256", 0, "1.00x"),
-    ],
-)
-def test_what_a_script_leaves_is_read(argv, status, outcome, tmp_path):
-    """Also of a run that failed, which has no turns and no rates."""
-    run_main("tiny_llama_v2", tmp_path, "--num-steps", "9", *argv.split())
-    found, out, _ = call(compare_runs, tmp_path)
-    assert (found, outcome in out.splitlines()[2]) == (status, True), out
+def test_what_a_run_that_failed_leaves_is_read(tmp_path):
+    """It has no turns and no rates."""
+    run_main("tiny_llama_v2", tmp_path, *["--learning-rate", "1e30", "--warmup-steps", "0"])
+    status, out, _ = call(compare_runs, tmp_path)
+    assert (status, "failed" in out.splitlines()[2]) == (1, True), out
 
 
 # --- never over an input, never half a file
@@ -92,17 +85,17 @@ def test_what_a_script_leaves_is_read(argv, status, outcome, tmp_path):
 @pytest.mark.parametrize(
     ("tool", "source", "argv"),
     [
-        (compare_runs, RUN, ["./in.json", "--save", "link.json"]),
-        (plot_runs, RUN, ["memory", "x=in.svg", "--output", "in.svg"]),
-        (compare_stages, STAGES, ["in.json", "--output", "in.json"]),
+        (compare_runs, RUN, "./in.json --save link.json"),
+        (plot_runs, RUN, "memory x=in.svg --output in.svg"),
+        (compare_stages, STAGES, "in.json --output in.json"),
     ],
 )
 def test_an_input_is_not_written_on(tool, source, argv, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("in.json", "in.svg"):
-        Path(name).write_bytes(source.read_bytes())
+        shutil.copy(source, name)
     Path("link.json").symlink_to("in.json")
-    status, _, err = call(tool, *argv)
+    status, _, err = call(tool, *argv.split())
     assert (status, "is an input" in err.splitlines()[-1]) == (2, True), err
     assert Path("in.json").read_bytes() == Path("in.svg").read_bytes() == source.read_bytes()
     assert Path("link.json").is_symlink()
@@ -158,12 +151,12 @@ def test_a_failure_while_writing_leaves_what_was_there(tmp_path):
 
 
 def test_a_name_is_no_formula_and_breaks_no_table(tmp_path):
-    rows = [{"name": text, "value": -1.5} for text in ("=1+1", "+x", "-x", "@x", "x=1", "")]
-    write_csv(tmp_path / "table.csv", rows)
-    with (tmp_path / "table.csv").open(newline="") as file:
-        found = [row["name"] for row in csv.DictReader(file)]
-    assert found == ["'=1+1", "'+x", "'-x", "'@x", "x=1", ""]
-    assert "-1.5" in (tmp_path / "table.csv").read_text()
+    path = tmp_path / "table.csv"
+    names = ("=1+1", "+x", "-x", "@x", "x=1", "")
+    write_csv(path, [{"name": text, "value": -1.5} for text in names])
+    found = read_rows(path)
+    assert [row["name"] for row in found] == ["'=1+1", "'+x", "'-x", "'@x", "x=1", ""]
+    assert {row["value"] for row in found} == {"-1.5"}
     table = render([Column("a", str)], ["two\nlines\r\nor\u2028three"])
     assert len(table.splitlines()) == 3
 
@@ -239,8 +232,8 @@ def run_without_packages(commands: list[list[str]], cwd: Path) -> list[tuple]:
 def test_help_needs_no_package_and_no_docstring(tmp_path):
     found = run_without_packages([[str(path), "--help"] for path in PROGRAMS], tmp_path)
     assert len(found) == len(PROGRAMS)
-    for program, status, out, err in found:
-        assert (status, err, "usage" in out.lower()) == (0, "", True), program
+    wrong = [f for f in found if f[1:4:2] != [0, ""] or "usage" not in f[2].lower()]
+    assert not wrong
 
 
 TRAINS = {
