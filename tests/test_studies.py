@@ -309,14 +309,14 @@ def steady(monkeypatch):
         monkeypatch.setattr(script, "memory_of_a_step", lambda trainer: 1e7)
 
 
-def no_room(monkeypatch, script: str, when) -> None:
-    """The script's model does not fit into memory where `when(args)` says so."""
+def fails_where(when, monkeypatch, script: str, error: type[Exception] = MemoryError) -> None:
+    """The script's model cannot be built where `when(args)` says so."""
     module = load(script)
     build = module.build_model
 
     def build_or_fail(args, device):
         if when(args):
-            raise MemoryError("no room")
+            raise error("no room")
         return build(args, device)
 
     monkeypatch.setattr(module, "build_model", build_or_fail)
@@ -338,17 +338,18 @@ def test_an_ablation_has_the_effect_of_each_fusion(steady, monkeypatch, tmp_path
 
 def test_a_set_that_does_not_finish_is_a_row(steady, monkeypatch, tmp_path):
     argv = [*SMALL, *words("--fusions qkv-fusion,flash-attention --rounds 2 --output")]
-    no_room(monkeypatch, "tiny_llama_v2", lambda args: args.qkv_fusion)
+    v2 = monkeypatch, "tiny_llama_v2"
+    fails_where(lambda args: args.qkv_fusion > args.flash_attention, *v2)
+    fails_where(lambda args: args.flash_attention, *v2, ValueError)
     status, out, err = call(fusion_ablation_study, *argv, tmp_path / "a.json")
     assert (status, err.count("--group-size")) == (1, 1)
     assert "3 of the runs failed" in err.splitlines()[-1]
-    gone = "out of memory"
-    assert [row[4] for row in table_of(out)] == ["1.00x", gone, "2.00x", gone, gone]
+    assert [row[4] for row in table_of(out)] == ["1.00x", "out of memory", *["failed"] * 3]
     assert "cannot be said" in out
 
 
 def test_the_suite_compares_the_models_of_each_cell(steady, monkeypatch, tmp_path):
-    no_room(monkeypatch, "tiny_llama_v1", lambda args: args.batch_size == 4)
+    fails_where(lambda args: args.batch_size == 4, monkeypatch, "tiny_llama_v1")
 
     def short_run(script: str, argv: list[str]) -> dict:
         return {"status": "ok", "loss": {"final": 4.0 + (script[-1] == "2")}}
@@ -392,7 +393,7 @@ def test_the_search_doubles_and_then_halves_the_gap():
 
 
 def test_the_best_batch_size_is_below_the_limit(steady, monkeypatch, tmp_path):
-    no_room(monkeypatch, "tiny_llama_v2", lambda args: args.batch_size > 4)
+    fails_where(lambda args: args.batch_size > 4, monkeypatch, "tiny_llama_v2")
     at, path = SMALL.index("--batch-size"), tmp_path / "search.json"
     argv = [*SMALL[:at], *SMALL[at + 2 :], "--rounds", "2", "--output"]
     status, out, err = call(optimize_batch_size, *argv, path)
