@@ -1,15 +1,14 @@
 """Slow float64 reference of the AlphaFold 2 Evoformer block, for tests.
 
 Written from the equations of the AlphaFold 2 supplementary information (algorithms 6 to 15), with
-explicit indices and nothing but elementary torch operations, so that it shares no code with a fast
-implementation and can be differentiated by torch.autograd. There are no masks and no dropout.
+explicit indices and elementary operations, so that it shares no code with a fast implementation.
+There are no masks and no dropout.
 
 Every operation takes a flat dict `p` of parameters named relative to its module and returns the
 update without the residual. Shapes: msa [B, S, N, c_m], pair [B, N, N, c_z].
 
 Index letters: b batch; s sequences; i, j, k residues; r rows that attend each to itself; h head;
-d, e channels inside a head or of a hidden layer; c input channel; o output channel. Weights are
-[output, input]; of a weight [heads*d, c], row h*d + i belongs to head h, channel i.
+d, e channels inside a head or of a hidden layer; c input channel; o output channel.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from torch import Tensor
 
 Params = dict[str, Tensor]
 
-LAYER_NORM_EPS = 1e-5
-
 
 def layer_norm(p: Params, name: str, x: Tensor) -> Tensor:
     """Normalise the last axis to mean 0 and (biased) variance 1, scale and shift each channel."""
@@ -30,7 +27,7 @@ def layer_norm(p: Params, name: str, x: Tensor) -> Tensor:
     size = x.shape[-1]
     centred = x - x.sum(dim=-1, keepdim=True) / size
     variance = (centred * centred).sum(dim=-1, keepdim=True) / size
-    return centred / torch.sqrt(variance + LAYER_NORM_EPS) * p[f"{name}.weight"] + p[f"{name}.bias"]
+    return centred / torch.sqrt(variance + 1e-5) * p[f"{name}.weight"] + p[f"{name}.bias"]
 
 
 def linear(p: Params, name: str, x: Tensor, bias: bool = True) -> Tensor:
@@ -38,11 +35,6 @@ def linear(p: Params, name: str, x: Tensor, bias: bool = True) -> Tensor:
     y = torch.einsum("oc,...c->...o", p[f"{name}.weight"], x)
     assert bias == (f"{name}.bias" in p), f"{name}: the paper has it otherwise"
     return y + p[f"{name}.bias"] if bias else y
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)); in float64 this is safe for every |x| below 700."""
-    return 1.0 / (1.0 + torch.exp(-x))
 
 
 def transition(p: Params, x: Tensor) -> Tensor:
@@ -61,7 +53,7 @@ def attention(p: Params, x: Tensor, heads: int, bias: Tensor | None = None) -> T
         return y.reshape(*y.shape[:-1], heads, y.shape[-1] // heads)
 
     q, k, v = (of_heads(linear(p, f"linear_{name}", x, bias=False)) for name in "qkv")
-    gate = of_heads(sigmoid(linear(p, "linear_g", x)))
+    gate = of_heads(torch.sigmoid(linear(p, "linear_g", x)))
     logits = torch.einsum("brihd,brjhd->brijh", q, k) / math.sqrt(q.shape[-1])
     if bias is not None:
         logits = logits + bias[:, None]
@@ -112,10 +104,10 @@ def outer_product_mean(p: Params, msa: Tensor) -> Tensor:
 def tri_mul(p: Params, pair: Tensor, subscripts: str) -> Tensor:
     """Algorithms 11 and 12, which differ only in the indices of the sum over k."""
     z = layer_norm(p, "layer_norm_in", pair)
-    a = sigmoid(linear(p, "linear_a_g", z)) * linear(p, "linear_a_p", z)
-    b = sigmoid(linear(p, "linear_b_g", z)) * linear(p, "linear_b_p", z)
+    a = torch.sigmoid(linear(p, "linear_a_g", z)) * linear(p, "linear_a_p", z)
+    b = torch.sigmoid(linear(p, "linear_b_g", z)) * linear(p, "linear_b_p", z)
     x = torch.einsum(subscripts, a, b)
-    return sigmoid(linear(p, "linear_g", z)) * linear(
+    return torch.sigmoid(linear(p, "linear_g", z)) * linear(
         p, "linear_z", layer_norm(p, "layer_norm_out", x)
     )
 
@@ -157,9 +149,8 @@ def mean_of_each(error: Tensor, counted: Tensor) -> Tensor:
 def distogram_loss(logits: Tensor, coords: Tensor, pair_valid: Tensor) -> Tensor:
     """Supplement section 1.9.8, of coords [B, N, 3] in Angstrom and the valid pairs [B, N, N].
 
-    The 64 bins between 2 and 22 Angstrom are equally wide, so the 63 boundaries between them are
-    2 + 20 k / 64 with k from 1 to 63; the first and the last bin also take what lies outside. The
-    bin of a pair is the number of boundaries that its distance exceeds.
+    There are 63 boundaries between 64 equal bins from 2 to 22 Angstrom. The bin of a pair is the
+    number of boundaries that its distance exceeds.
     """
     x = coords.detach().double()
     distance = (x[:, :, None, :] - x[:, None, :, :]).square().sum(dim=-1).sqrt()

@@ -22,16 +22,15 @@ COVERED = "--target gfx942 --dtype bfloat16 --size default"
 LDS = 65536  # bytes that a workgroup can have there
 
 
-def compile_for_amd(script: Path | str, options: str) -> subprocess.CompletedProcess:
-    command = [
-        sys.executable,
-        str(ROOT / "tools/compile_for_amd.py"),
-        str(script),
-        *options.split(),
-    ]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"}
-    )
+def run(folder: Path, *command: object) -> subprocess.CompletedProcess:
+    """In a process that interprets, as those of the other tests do."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *map(str, command)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+
+
+def compile_for_amd(script: Path, options: str) -> subprocess.CompletedProcess:
+    return run(script.parent, ROOT / "tools/compile_for_amd.py", script, *options.split())
 
 
 def kernels(script: Path) -> set[str]:
@@ -55,48 +54,29 @@ from tools.compile_for_amd import Needs, main, problem
 for spills, sgpr_spills, lds in ((0, 0, 1024), (2, 0, 1024), (0, 3, 1024), (0, 0, 65537)):
     print(problem("gfx942", Needs(9, 0, 9, lds, spills, sgpr_spills, 8)))
 for argv in (["--summary", "whole.csv"], ["--summary", "cut_off.csv"], [sys.argv[1]]):
-    print("\\n--- status", main(argv), flush=True)
+    print("--- status", main(argv), file=sys.stderr)
 """
 
 
-@pytest.fixture(scope="module")
-def said(tmp_path_factory) -> list[str]:
-    """What the tool says in one process, call by call: here Triton interprets."""
-    folder = tmp_path_factory.mktemp("amd")
-    (folder / "whole.csv").write_text(
+def test_what_spills_or_does_not_fit_is_a_problem_and_a_summary_has_what_needs_most(tmp_path: Path):
+    """A file that is cut off and a script without kernels are one line."""
+    (tmp_path / "whole.csv").write_text(
         HEADER
         + "tiny_x_v3,gfx942,small,bfloat16,C=1,20,0,8,65536,0,0,8\n"
         + "tiny_x_v3,gfx942,large,bfloat16,C=1,200,60,8,1024,0,0,1\n"
     )
-    (folder / "cut_off.csv").write_text(HEADER + "tiny_x_v3,gfx942,small\n")
-    done = subprocess.run(
-        [sys.executable, "-c", CALLS, str(ROOT / "tiny_llama_v2.py")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    return done.stdout.split("\n--- status ")
-
-
-def test_what_spills_or_needs_too_much_lds_is_a_problem(said):
-    problems = ["", "spills 2 VGPRs", "spills 3 SGPRs", "needs 65537 bytes of LDS"]
-    assert said[0].splitlines()[:4] == problems
-
-
-def test_the_summary_names_the_kernel_that_needs_most(said):
-    cells = [cell.strip() for cell in said[0].splitlines()[-1].strip("|").split("|")]
+    (tmp_path / "cut_off.csv").write_text(HEADER + "tiny_x_v3,gfx942,small\n")
+    done = run(tmp_path, "-c", CALLS, ROOT / "tiny_llama_v2.py")
+    problems, _, summary = done.stdout.partition("spills 3 SGPRs\nneeds 65537 bytes of LDS\n")
+    assert problems == "\nspills 2 VGPRs\n"
+    cells = [cell.strip() for cell in summary.splitlines()[-1].strip("|").split("|")]
     assert cells == (
         ["tiny_x_v3", "gfx942", "2", "0", "64 of 64 (small)", "260 of 512 (large)", "1"]
     )
-
-
-def test_a_file_that_is_cut_off_and_a_script_without_kernels_are_one_line(said):
-    assert [status[:1] for status in said[1:]] == ["0", "2", "2"]
-    for before, word in zip(said[1:], ("cut_off.csv", "tiny_llama_v2"), strict=False):
-        _, *lines = before.splitlines()
-        assert (len(lines), word in lines[0]) == (1, True)
+    whole, cut_off, cut_off_status, no_kernels, status = done.stderr.splitlines()
+    assert [line[-1] for line in (whole, cut_off_status, status)] == ["0", "2", "2"]
+    assert "cut_off.csv" in cut_off
+    assert "tiny_llama_v2" in no_kernels
 
 
 @pytest.mark.parametrize(

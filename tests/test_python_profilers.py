@@ -212,11 +212,19 @@ def test_on_a_gpu_flops_of_v4_need_no_flag_against_its_graph(tmp_path: Path, no_
     assert flops_tool.main([*argv, "--enable-cuda-graph", "--profile-dir", str(tmp_path)]) == 2
 
 
-def test_flops_that_our_own_kernels_hide_are_said(tmp_path: Path, no_deepspeed):
+def test_what_hides_flops_is_said_and_too_large_a_run_is_status_3(
+    tmp_path: Path, monkeypatch, no_deepspeed
+):
     result = run_tool(flops_tool, tmp_path, *tiny("tiny_llama_v4"))
     assert result.status == 0
     assert "not counted" in result.stderr
     assert "--disable-triton-attention" in result.stderr
+
+    def fail(*unused):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(flops_tool, "count_modules", fail)
+    assert_one_error(run_tool(flops_tool, tmp_path, *tiny("tiny_llama_v2")), 3, "--batch-size")
 
 
 MODULE_TRACE = [
@@ -242,7 +250,9 @@ class Small(nn.Module):
         return (x * x).t()[:2].add_(1.0).zero_()
 
 
-def test_bytes_of_each_module_by_hand():
+def test_bytes_in_memory_of_each_module_by_hand():
+    sizes = (torch.zeros(3, 4), 48), (torch.zeros(3, 1).expand(3, 4), 12), (torch.zeros(0, 4), 0)
+    assert all(bytes_behind(tensor) == expected for tensor, expected in sizes)
     model, index = Small(), torch.arange(5)
     kinds = roofline.module_kinds(model)
     with Traffic(model, kinds, load("tiny_llama_v2").NO_WORK) as traffic:
@@ -262,13 +272,6 @@ def test_bytes_of_each_module_by_hand():
     assert rows["blocks.*.0"]["ms"] is None
     assert traffic.by_operator["aten::zero_"] == 4 * 2 * 5
     assert sum(traffic.by_operator.values()) == sum(traffic.bytes_of.values())
-
-
-def test_memory_behind_a_tensor():
-    assert bytes_behind(torch.zeros(3, 4)) == 48
-    assert bytes_behind(torch.zeros(3, 1).expand(3, 4)) == 12
-    assert bytes_behind(torch.zeros(0, 4)) == 0
-    assert bytes_behind(torch.zeros(())) == 4
 
 
 def test_a_module_takes_the_time_of_its_kernels_or_without_a_gpu_of_its_range():
@@ -294,14 +297,6 @@ def test_roofline(tmp_path: Path, no_deepspeed):
         assert row["bytes"] > 0 or row["module"].endswith("(rest)"), row["module"]
         if row["flop"]:
             assert row["achieved_tflops"] == pytest.approx(row["flop"] / row["ms"] / 1e9)
-
-
-def test_out_of_memory_is_status_3(tmp_path: Path, monkeypatch, no_deepspeed):
-    def fail(*unused):
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(flops_tool, "count_modules", fail)
-    assert_one_error(run_tool(flops_tool, tmp_path, *tiny("tiny_llama_v2")), 3, "--batch-size")
 
 
 def test_deepspeed_counts_the_same_multiplications(tmp_path: Path, monkeypatch):

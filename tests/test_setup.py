@@ -162,17 +162,14 @@ def test_cpu_track_installs_the_requirements_file_or_takes_pytorch_from_an_index
     made = [str(machine.bin / "python3"), "-m", "venv", str(venv)]
     assert machine.commands() == [made, [*install, str(repository / "setup/requirements.txt")]]
     assert machine.commands("--dev") == [made, [*install, str(repository / "requirements-dev.txt")]]
-    _, torch, rest = machine.commands("--index-url", "https://example.org/whl")
-    assert torch[3:] == ["install", "--index-url", "https://example.org/whl", TORCH]
-    assert rest[-3:] == ["triton", *REST]
-
-
-def test_nvidia_is_found_where_nvidia_smi_lists_a_gpu(machine):
-    machine.add_python()
+    # nvidia is found where nvidia-smi lists a GPU
     write_program(machine.bin / "nvidia-smi", "echo 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)'")
     assert "Track: nvidia" in machine.setup("--dry-run").stdout
     write_program(machine.bin / "nvidia-smi", "echo 'Failed to initialize NVML'; exit 9")
     assert "Track: cpu" in machine.setup("--dry-run").stdout
+    _, torch, rest = machine.commands("--index-url", "https://example.org/whl")
+    assert torch[3:] == ["install", "--index-url", "https://example.org/whl", TORCH]
+    assert rest[-3:] == ["triton", *REST]
 
 
 @pytest.mark.slow
@@ -207,13 +204,6 @@ def test_pytorch_of_a_site_is_kept(machine, track, build):
         # such a build's has the module's name, but not the package's
         (machine.site / "triton.py").touch()
         assert machine.commands("--track", track)[-1][-3:] == [f"torch=={version})", *REST]
-
-
-@pytest.mark.parametrize(("build", "track", "reason"), BAD_TORCH[1:6:2])
-def test_pytorch_that_cannot_be_used_stops_the_setup(machine, build, track, reason):
-    machine.add_python(write_torch(machine.site, build))
-    assert_refused(machine.setup("--track", track), 1, reason)
-    assert not (machine.repository / ".venv").exists()
 
 
 def test_conda_environment_is_used_but_not_base(machine):
@@ -276,33 +266,30 @@ def test_an_interrupted_setup_goes_on_at_the_next_call(machine):
     assert (machine.path / ".venv/mine").exists(), "a finished one is not made anew"
 
 
-def test_wrong_options(machine):
+def test_what_is_wrong_or_missing_is_one_line_and_nothing_is_made(machine):
+    """Called by a link, of which it finds the parts."""
+    script, python = machine.repository / "setup/environment_setup.sh", machine.bin / "python3"
+    script.symlink_to(script.rename(script.with_name("x.sh")).name)
     for argv in ("--gpu", "now", "--track tpu", "--venv"):
         assert_refused(machine.setup(*words(argv)), 2, words(argv)[0], words(argv)[-1])
     text = machine.setup("--help").stdout
     assert all(option in text for option in words("--track --venv --index-url --dev --dry-run"))
-
-
-def test_the_setup_script_finds_its_parts_through_a_link_or_says_which_is_missing(machine):
-    script = machine.repository / "setup/environment_setup.sh"
-    script.rename(script.with_name("x.sh"))
-    script.symlink_to("x.sh")
     assert_refused(machine.setup(), 1, "no Python 3.10 or newer")
-    (machine.repository / "setup/validation_scripts/checks.py").unlink()
-    assert_refused(machine.setup(), 4, "checks.py is not there")
-
-
-def test_python_that_cannot_be_used(machine):
+    write_program(python, "exit 1")  # as an older one answers
     assert_refused(machine.setup(), 1, "no Python 3.10 or newer")
-    write_program(machine.bin / "python3", "exit 1")  # as an older one answers
-    assert_refused(machine.setup(), 1, "no Python 3.10 or newer")
-    without = f'case $2 in *ensurepip*) exit 1;; esac; exec {BASE_PYTHON} "$@"'
-    write_program(machine.bin / "python3", without)
+    write_program(python, f'case $2 in *ensurepip*) exit 1;; esac; exec {BASE_PYTHON} "$@"')
     assert_refused(machine.setup(), 1, "no venv module")
     machine.add_python()
+    for track, build in (("rocm", CPU), ("nvidia", HIP), ("cpu", ("2.5.1", None, None))):
+        write_torch(machine.site, build)
+        refusal = machine.setup("--track", track, PYTHONPATH=str(machine.site))
+        assert_refused(refusal, 1, build[0].partition("+")[0])
+    assert not (machine.repository / ".venv").exists()
     (machine.repository / ".venv").mkdir()
     assert_refused(machine.setup(), 1, "is not a Python environment")
     assert_refused(machine.setup(VIRTUAL_ENV="/no/such"), 1, "/no/such does not exist")
+    (machine.repository / "setup/validation_scripts/checks.py").unlink()
+    assert_refused(machine.setup(), 4, "checks.py is not there")
 
 
 # --- the validation scripts
@@ -379,6 +366,9 @@ def test_this_machine_can_run_the_scripts(site):
 
 
 def test_the_profiler_works_on_this_machine(site):
+    command = [forking_python(), VALIDATION / "test_profiling_tools.py", "--track", "tpu"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert_refused(result, 2, "tools.py: error", "tpu")
     rows = site.validate("test_profiling_tools", "cpu").has("-", *ROCM_TOOLS, ROCTX).rows
     assert re.fullmatch(r"sees [1-9]\d* events, 0 GPU kernels", rows["torch.profiler"]["found"])
     site.validate("test_rocm_installation", "cpu").has("-", "ROCm")
@@ -450,12 +440,15 @@ def rocm(site: Site) -> Site:
     return site
 
 
-def test_rocm_that_is_complete_passes(rocm):
+def test_rocm_that_is_complete_passes_but_not_a_profiler_without_kernels_or_markers(rocm):
     found = rocm.validate("test_rocm_installation", None)
     rows = found.has("ok", "torch", "amd-smi or rocm-smi").rows
     assert rows["rocminfo"]["found"] == "1 x gfx90a"
     assert rows["ROCm"]["found"].startswith("7.0.1 in")
     rocm.validate("test_profiling_tools", None).has("ok", *ROCM_TOOLS, ROCTX, "torch.profiler")
+    rocm.answers["profile"] = {"events": 5, "kernels": 0}
+    rocm.answers["roctx"] = {"error": "OSError: no", "missing": None}
+    rocm.validate("test_profiling_tools", "rocm").has("MISSING", "torch.profiler", ROCTX)
 
 
 # What is done to that machine, the row, its state, and what it says is found or mends it.
@@ -513,16 +506,3 @@ def test_rocminfo_that_hangs_is_ended_with_what_it_has_started(rocm):
     with contextlib.suppress(OSError):
         while ") Z " not in stat.read_text():
             assert time.monotonic() < deadline, "what the tool had started still runs"
-
-
-def test_profiler_without_kernels_and_markers_that_do_not_load_are_rows(rocm):
-    rocm.answers.update(
-        profile={"events": 5, "kernels": 0}, roctx={"error": "OSError: no", "missing": None}
-    )
-    rocm.validate("test_profiling_tools", "rocm").has("MISSING", "torch.profiler", ROCTX)
-
-
-def test_a_wrong_option_of_a_check_is_one_line():
-    command = [forking_python(), VALIDATION / "test_profiling_tools.py", "--track", "tpu"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert_refused(result, 2, "tools.py: error", "tpu")
