@@ -10,6 +10,7 @@ Environment variables for tests:
 STANDIN_LOG=FILE     append a line of JSON per call: tool, argv, application
 STANDIN_ROCM=6       rocprofv3 of ROCm 6: no --selected-regions, --pmc and databases; csv by default
 STANDIN_PROCESSES=2  rocprofv3 writes files for so many processes
+STANDIN_GPU=NAMES    rocminfo lists these GPUs
 STANDIN_FAIL=MODE    status, killed: the tool dies so; nothing: it writes no files; truncated: they
                      are cut off; noformat: they are of another format; noplots: rocprof-compute
                      draws nothing
@@ -25,7 +26,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -48,31 +48,48 @@ UNFUSED = (
 STATISTICS = ("Name", "Calls", "TotalDurationNs", "AverageNs", "Percentage")
 STATISTICS += ("MinNs", "MaxNs", "StdDev")
 TRACE = ("Kind", "Agent_Id", "Queue_Id", "Kernel_Name", "Start_Timestamp", "End_Timestamp")
+# of a tool or one of its commands: `=` takes a value, `=+` several, `=*` any number, of these
+OPTIONS = {
+    "rocprofv3": "--kernel-trace --runtime-trace --sys-trace --marker-trace --stats -d= -o="
+    " --truncate-kernels --output-format=+csv,pftrace"
+    + ",rocpd --selected-regions --pmc=+SQ_WAVES,SQ_INSTS_VALU,GRBM_GUI_ACTIVE"
+    * NEW,
+    "rocprof-sys-run": "-T/--trace -P/--profile -S/--sample=*cputime,realtime -o/--output=+",
+    "rocprof-compute profile": "-n/--name= -p/--path= --no-roof --roof-only"
+    " --kernel-names --device=",
+    "rocprof-compute analyze": "-p/--path= --list-stats -d/--dispatch=+",
+    "rocpd convert": "-i/--input=+ -f/--output-format=+csv,pftrace,otf2 -d/--output-path="
+    " -o/--output-file=",
+    "rocpd summary": "-i/--input=+ --region-categories=+",
+}
 Rows = list[dict]
 
 
-class Parser(argparse.ArgumentParser):
-    """As in the real tools an unknown option ends with status 2 before anything runs."""
-
-    def __init__(self, prog: str = TOOL, **arguments):
-        super().__init__(prog=prog, allow_abbrev=False, **arguments)
-
-    def take(self, options: str, **arguments) -> None:
-        """Add options that differ in nothing but their names, short/long."""
-        for names in options.split():
-            self.add_argument(*names.split("/"), **arguments)
-
-    def parse(self) -> argparse.Namespace:
-        """The options and, as `application`, the command behind the first `--`."""
-        argv = sys.argv[1:]
-        place = argv.index("--") if "--" in argv else len(argv)
-        args = self.parse_args(argv[:place])
-        args.application = argv[place + 1 :]
-        if path := os.environ.get("STANDIN_LOG"):
-            call = {"tool": TOOL, "argv": argv, "application": args.application}
-            with open(path, "a") as log:
-                log.write(json.dumps(call) + "\n")
-        return args
+def parse(tool: str, argv: list[str]) -> argparse.Namespace:
+    """The options, None if not given, the command and, as `application`, what is behind the first
+    `--`. As in the real tools an unknown option ends with status 2 before anything runs."""
+    place = argv.index("--") if "--" in argv else len(argv)
+    own, application = argv[:place], argv[place + 1 :]
+    command = tool if tool in OPTIONS else " ".join((tool, *own[:1]))
+    parser = argparse.ArgumentParser(prog=command, allow_abbrev=False)
+    if command not in OPTIONS:
+        parser.error("no such command")
+    for option in OPTIONS[command].split():
+        names, value, spec = option.partition("=")
+        if not value:
+            parser.add_argument(*names.split("/"), action="store_true")
+        else:
+            choices = spec[1:].split(",") if spec[1:] else None
+            parser.add_argument(*names.split("/"), nargs=spec[:1] or None, choices=choices)
+    args = parser.parse_args(own if command == tool else own[1:])
+    if bool(application) != (command.partition(" ")[2] in ("", "profile")):
+        parser.error("an application is needed after ' -- ', or none can be given")
+    args.command, args.application = command, application
+    if path := os.environ.get("STANDIN_LOG"):
+        with open(path, "a") as log:
+            call = {"tool": TOOL, "argv": argv, "application": application}
+            log.write(json.dumps(call) + "\n")
+    return args
 
 
 def run_application(application: list[str]) -> tuple[int, int]:
@@ -90,6 +107,12 @@ def writes() -> bool:
     if FAIL == "status":
         sys.exit(f"[{TOOL}] fatal error: the profiler could not be configured")
     return FAIL != "nothing"
+
+
+def write(path: Path | str, text: str) -> None:
+    """Into a folder that may not be there yet."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text)
 
 
 def dispatches(application: list[str]) -> Rows:
@@ -115,8 +138,7 @@ def write_csv(path: Path | str, header: Iterable[str], rows: Iterable[dict]) -> 
         lines[-1] = lines[-1][: len(lines[-1]) // 2]
     elif FAIL == "noformat":
         lines[0] = '"KernelName","Count","Share"\n'
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text("".join(lines))
+    write(path, "".join(lines))
 
 
 def statistics_of(records: Rows) -> Rows:
@@ -138,10 +160,9 @@ def write_kernel_trace(prefix: object, records: Rows) -> None:
     write_csv(f"{prefix}_kernel_trace.csv", TRACE, [r | more for r in records])
 
 
-def write_database(path: Path, records: Rows) -> None:
+def write_database(path: str, records: Rows) -> None:
     """rocpd's tables have the session's UUID in their names; readers use views without it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
+    write(path, "")
     with contextlib.closing(sqlite3.connect(path)) as database, database:
         columns = "id INTEGER PRIMARY KEY, name TEXT, start BIGINT, end BIGINT"
         database.execute(f"CREATE TABLE rocpd_kernel_dispatch_5a1d7b32 ({columns})")
@@ -162,91 +183,50 @@ def read_database(path: str) -> Rows:
         sys.exit(f"[{TOOL}] {path}: {error}")
 
 
-def rocprofv3() -> int:
+def rocprofv3(args: argparse.Namespace) -> int:
     """Kernel traces, statistics, counters."""
-    parser = Parser()
-    traces = "--kernel-trace --runtime-trace --sys-trace --marker-trace"
-    parser.take(traces, action="store_const", const=True, dest="traced")
-    parser.take("--stats --truncate-kernels", action="store_true")
-    parser.take("-d", default=".")
-    parser.take("-o", default="%hostname%/%pid%")
-    formats = ("csv", "pftrace", *["rocpd"] * NEW)
-    default = ["rocpd" if NEW else "csv"]
-    parser.take("--output-format", nargs="+", choices=formats, default=default)
-    if NEW:
-        parser.take("--selected-regions", action="store_true")
-        names = ("SQ_WAVES", "SQ_INSTS_VALU", "GRBM_GUI_ACTIVE")
-        parser.take("--pmc", nargs="+", choices=names, default=[])
-    args = parser.parse()
-    if not args.application:
-        parser.error("no application: give it after ' -- '")
-    if args.stats and not args.traced:
-        parser.error("--stats needs at least one trace option, such as --kernel-trace")
     status, pid = run_application(args.application)
     records = dispatches(args.application)
+    traced = args.kernel_trace or args.runtime_trace or args.sys_trace or args.marker_trace
+    formats = args.output_format or ["rocpd" if NEW else "csv"]
     for process in range(pid, pid + int(os.environ.get("STANDIN_PROCESSES", "1")) * writes()):
-        name = args.o.replace("%pid%", str(process)).replace("%hostname%", socket.gethostname())
-        prefix = f"{args.d}/{name}"
-        if "rocpd" in args.output_format:
-            write_database(Path(f"{prefix}_results.db"), records)
-        if "csv" in args.output_format and args.traced:
+        prefix = f"{args.d or '.'}/{args.o or 'host/%pid%'}".replace("%pid%", str(process))
+        if "rocpd" in formats:
+            write_database(f"{prefix}_results.db", records)
+        if "csv" in formats and traced:
             write_kernel_trace(prefix, records)
             if args.stats:
                 write_csv(f"{prefix}_kernel_stats.csv", STATISTICS, statistics_of(records))
-        if NEW and "csv" in args.output_format and args.pmc:
+        if "csv" in formats and NEW and args.pmc:
             rows = [
                 {**r, "Counter_Name": c, "Counter_Value": 1024.0} for r in records for c in args.pmc
             ]
             write_csv(f"{prefix}_counter_collection.csv", rows[0], rows)
-        if "pftrace" in args.output_format:
-            Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-            Path(f"{prefix}_results.pftrace").write_text("" if FAIL else "perfetto")
+        if "pftrace" in formats:
+            write(f"{prefix}_results.pftrace", "" if FAIL else "perfetto")
     return status
 
 
-def rocprof_sys_run() -> int:
+def rocprof_sys(args: argparse.Namespace) -> int:
     """A Perfetto trace and call-stack profiles, in a folder named after the time."""
-    parser = Parser()
-    parser.take("-T/--trace -P/--profile", action="store_true")
-    parser.take("-S/--sample", nargs="*", choices=("cputime", "realtime"))
-    parser.take("-o/--output", nargs="+", default=["rocprof-sys-output"])
-    args = parser.parse()
-    if not args.application:
-        parser.error("no application: give it after ' -- '")
     status, pid = run_application(args.application)
     if writes():
-        place, prefix = [*args.output, ""][:2]
+        place, prefix = [*(args.output or ["rocprof-sys-output"]), ""][:2]
         if os.environ.get("ROCPROFSYS_TIME_OUTPUT", "ON") == "ON":
             place += "/2026-01-31_12.00"
-        Path(place).mkdir(parents=True, exist_ok=True)
         if args.trace:
-            proto = Path(f"{place}/{prefix}perfetto-trace-{pid}.proto")
-            proto.write_text("" if FAIL else "perfetto")
+            write(f"{place}/{prefix}perfetto-trace-{pid}.proto", "" if FAIL else "perfetto")
         names = {"wall_clock": args.profile, "sampling_wall_clock": args.sample is not None}
         for name in (name for name, wanted in names.items() if wanted):
-            Path(f"{place}/{prefix}{name}-{pid}.txt").write_text(
-                "| LABEL  | COUNT  | SUM (sec) |\n"
-            )
+            write(f"{place}/{prefix}{name}-{pid}.txt", "| LABEL  | COUNT  | SUM (sec) |\n")
     return status
 
 
-def rocprof_compute() -> int:
+def rocprof_compute(args: argparse.Namespace) -> int:
     """Counters of every dispatch, roofline plots, and their analysis."""
-    parser = Parser()
-    commands = parser.add_subparsers(dest="command", required=True)
-    profile, analyze = map(commands.add_parser, ("profile", "analyze"))
-    profile.take("-n/--name", required=True)
-    profile.take("--no-roof --roof-only --kernel-names", action="store_true")
-    profile.take("--device -p/--path")
-    analyze.take("-p/--path", required=True)
-    analyze.take("--list-stats", action="store_true")
-    analyze.take("-d/--dispatch", nargs="+", type=int, default=[])
-    args = parser.parse()
-    if (args.command == "profile") != bool(args.application):
-        parser.error("profile needs an application after ' -- ', analyze takes none")
-    if args.command == "profile":
-        if re.search(r"[./,-]", args.name):
-            parser.error("-n NAME: '.', ',', '-' and '/' are not permitted in a workload name")
+    if args.command.endswith("profile"):
+        if not args.name or re.search(r"[./,-]", args.name):
+            sys.exit("-n NAME: '.', ',', '-' and '/' are not permitted in a workload name")
         place = Path(args.path or f"workloads/{args.name}") / "MI300A_A1"
         place.mkdir(parents=True, exist_ok=True)
         for _ in range(2):  # one run for each set of counters
@@ -259,12 +239,12 @@ def rocprof_compute() -> int:
             write_csv(place / "pmc_perf.csv", (*header, "SQ_INSTS_VALU"), rows)
             plots = ["empirRoof_gpu-0_FP32", *["kernelName_legend"] * args.kernel_names]
             for name in plots if args.roof_only and FAIL != "noplots" else ():
-                (place / f"{name}.pdf").write_text("%PDF-1.4\n%%EOF\n")
+                write(place / f"{name}.pdf", "%PDF-1.4\n%%EOF\n")
         return 0
     with (Path(args.path) / "pmc_perf.csv").open(newline="") as lines:
-        rows = {int(row["Dispatch_ID"]): row for row in csv.DictReader(lines)}
-    if unknown := set(args.dispatch) - set(rows):
-        sys.exit(f"ERROR dispatch id {unknown.pop()} is not in this profile (0 to {max(rows)})")
+        rows = {row["Dispatch_ID"]: row for row in csv.DictReader(lines)}
+    if unknown := set(args.dispatch or ()) - set(rows):
+        sys.exit(f"ERROR dispatch id {unknown.pop()} is not in this profile of {len(rows)}")
     print("0. Top Stats\n0.1 Top Kernels")
     for row in statistics_of(list(rows.values())):
         print(f"| {row['Name']} | {row['Calls']} | {row['TotalDurationNs']} |")
@@ -276,61 +256,53 @@ def rocprof_compute() -> int:
     return 0
 
 
-def rocpd() -> int:
+def rocpd(args: argparse.Namespace) -> int:
     """Converts and summarises the databases of rocprofv3."""
-    parser = Parser()
-    commands = parser.add_subparsers(dest="command", required=True)
-    convert, summary = map(commands.add_parser, ("convert", "summary"))
-    formats = ("csv", "pftrace", "otf2")
-    convert.take("-f/--output-format", nargs="+", choices=formats, required=True)
-    convert.take("-d/--output-path", default="rocpd-output-data")
-    convert.take("-o/--output-file", default="out")
-    summary.take("--region-categories", nargs="+")
-    for command in (convert, summary):
-        command.take("-i/--input", nargs="+", required=True)
-    args = parser.parse()
     records = [record for name in args.input for record in read_database(name)]
     if not writes():
         return 0
-    if args.command == "summary":
+    if args.command == "rocpd summary":
         print("KERNEL_DISPATCH SUMMARY")
         rows = [row.values() for row in statistics_of(records)]
         csv.writer(sys.stdout).writerows([STATISTICS, *rows])
     elif "csv" in args.output_format:
-        write_kernel_trace(Path(args.output_path) / args.output_file, records)
+        folder, file = args.output_path or "rocpd-output-data", args.output_file or "out"
+        write_kernel_trace(f"{folder}/{file}", records)
     return 0
 
 
-def rocpd2csv() -> int:
-    """Another name of `rocpd convert -f csv`."""
-    sys.argv[1:1] = ["convert", "-f", "csv"]
-    return rocpd()
-
-
-def rocminfo() -> int:
-    """The agents of the machine; STANDIN_GPU=gfx1036,gfx942 are other GPUs than gfx942."""
+def rocminfo() -> None:
+    """The agents of the machine."""
     print("HSA Agents\n  Name:                    AMD EPYC 9654 96-Core Processor")
     for name in os.environ.get("STANDIN_GPU", "gfx942").split(","):
         print(f"  Name:                    {name}\n      Name:  amdgcn-amd-amdhsa--{name}:xnack-")
-    return 0
 
 
-def rocm_smi() -> int:
+def rocm_smi() -> None:
     """The start of its table for one GPU."""
     print("===== ROCm System Management Interface =====")
     print("Device  Node  IDs              Temp    Power   SCLK    MCLK    VRAM%  GPU%")
     print("0       4     0x74a0,   28851  38.0°C  112.0W  100Mhz  900Mhz  0%     0%")
-    return 0
 
 
-TOOLS: dict[str, Callable[[], int]] = {
-    tool.__name__.replace("_", "-"): tool
-    for tool in (rocprofv3, rocprof_sys_run, rocprof_compute, rocpd, rocpd2csv, rocminfo, rocm_smi)
+PROFILERS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "rocprofv3": rocprofv3,
+    "rocprof-sys-run": rocprof_sys,
+    "rocprof-compute": rocprof_compute,
+    "rocpd": rocpd,
 }
-TOOLS["omnitrace-run"] = rocprof_sys_run  # its older name
+OTHER_NAMES = {  # of a tool and its first arguments
+    "omnitrace-run": ("rocprof-sys-run",),
+    "rocpd2csv": ("rocpd", "convert", "-f", "csv"),
+}
+PRINTED = {"rocminfo": rocminfo, "rocm-smi": rocm_smi}
 
 if __name__ == "__main__":
-    if TOOL in TOOLS:
-        sys.exit(TOOLS[TOOL]())
-    for tool in TOOLS:
-        (Path(sys.argv[1]) / tool).symlink_to(Path(__file__).resolve())
+    if TOOL in PRINTED:
+        PRINTED[TOOL]()
+    elif TOOL in PROFILERS or TOOL in OTHER_NAMES:
+        tool, *first = OTHER_NAMES.get(TOOL, (TOOL,))
+        sys.exit(PROFILERS[tool](parse(tool, [*first, *sys.argv[1:]])))
+    else:
+        for name in (*PROFILERS, *OTHER_NAMES, *PRINTED):
+            (Path(sys.argv[1]) / name).symlink_to(Path(__file__).resolve())
