@@ -45,7 +45,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
-from lab.cli import Parser, ToolError, print_notes, program
+from lab.cli import Parser, ToolError, note, program
 from lab.files import write_text
 from lab.profile.ceilings import measure_ceilings
 from lab.profile.roofline import (
@@ -152,7 +152,7 @@ def measure(module: ModuleType, args: argparse.Namespace, intensity: bool, roofl
     on = [flag for flag, attribute, _ in module.FUSIONS if getattr(args, attribute)]
     if hidden := [f"--disable-{flag}" for flag in on if flag in NOT_SEEN]:
         lost = "what our own kernels multiply is not counted, so FLOP and rates are too low"
-        print_notes(PROG, f"{lost}; try {' '.join(hidden)}")
+        note(f"{lost}; try {' '.join(hidden)}")
     total = sum(flop.values())
     result = {
         "schema_version": 1,

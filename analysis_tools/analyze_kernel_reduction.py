@@ -23,8 +23,6 @@ Examples:
       --fused profiles_tiny_llama_v2
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -32,12 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the 
 
 import argparse
 
-from lab.cli import Parser, documented_parser, print_notes, program
+from lab.cli import Parser, documented_parser, note, program
 from lab.files import write_text
 from lab.profile.reduction import SIDES, Kernel, compare, load_profile
 from lab.show import write_csv
-
-PROG = Path(__file__).name
 
 
 def as_row(kernel: Kernel) -> dict:
@@ -55,7 +51,7 @@ def analyse(args: argparse.Namespace) -> int:
     """Print and write the comparison; returns the exit status."""
     sides = [load_profile(args.baseline), load_profile(args.fused)]
     kernels, notes, text = compare(sides, args.top)
-    print_notes(PROG, *notes)
+    note(*notes)
     print(text, end="")
     if args.output:
         write_csv(args.output / "kernel_reduction.csv", list(map(as_row, kernels)))
@@ -65,8 +61,7 @@ def analyse(args: argparse.Namespace) -> int:
 
 
 def build_parser() -> Parser:
-    """The command line."""
-    parser = documented_parser(PROG, __doc__)
+    parser = documented_parser(__file__, __doc__)
     parser.add_path("--baseline", "DIR", "profile without fusion", required=True)
     parser.add_path("--fused", "DIR", "profile with fusion", required=True)
     parser.add_path("--output", "DIR", "also write CSV and Markdown there")

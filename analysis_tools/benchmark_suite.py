@@ -17,8 +17,6 @@ Examples:
   python analysis_tools/benchmark_suite.py --table benchmark_llama.json
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -35,13 +33,11 @@ from lab.script import parser_around
 from lab.show import Column, range_of_speeds, render
 from lab.study import beside_first, versions_part
 
-PROG = Path(__file__).name
 METRICS = ("throughput", "memory", "accuracy")
 
 
 def build_parser() -> Parser:
-    """The command line."""
-    parser = parser_around(PROG, __doc__, "tiny_llama_v2.py", "the scripts")
+    parser = parser_around(__file__, __doc__, "tiny_llama_v2.py", "the scripts")
     add, sizes = parser.add_argument, {"type": several(at_least(1)), "metavar": "N,N"}
     metrics = {"type": several(among=METRICS), "default": METRICS, "metavar": "M,M"}
     families = {"choices": ("llama", "openfold"), "default": "llama", "help": "(default: llama)"}

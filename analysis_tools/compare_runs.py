@@ -23,8 +23,6 @@ Examples:
   python analysis_tools/compare_runs.py sweep.json/batch_1 sweep.json/batch_4
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -35,18 +33,16 @@ import json
 from collections.abc import Sequence
 
 from lab import records
-from lab.cli import Parser, documented_parser, print_notes, program
+from lab.cli import Parser, documented_parser, note, program
 from lab.files import write_text
 from lab.script import precision_of
 from lab.show import write_csv
 
-PROG = Path(__file__).name
 ASKED = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", "deterministic")
 
 
 def build_parser() -> Parser:
-    """The command line."""
-    parser = documented_parser(PROG, __doc__)
+    parser = documented_parser(__file__, __doc__)
     help = "result file or directory of a run"
     parser.add_argument("runs", nargs="+", metavar="[NAME=]PATH", help=help)
     parser.add_flag("--no-times", "only memory, kernels and loss: they need no turns")
@@ -79,17 +75,17 @@ def compare(args: argparse.Namespace) -> int:
     """Print the table; returns the exit status."""
     runs = records.load_runs(args.runs)
     named = [(run.name, run.result) for run in runs]
-    print_notes(PROG, *records.differences(named))
+    note(*records.differences(named))
     rows = [records.beside(run, runs[0]) for run in runs]
     print(records.runs_table(runs, rows, not args.no_times), flush=True)
     if args.csv:
         write_csv(args.csv, csv_rows(rows, runs))
     if args.save:
         write_text(args.save, json.dumps({"runs": records.by_name(named)}, indent=1) + "\n")
-    print_notes(PROG, *records.unsteady(runs))
+    note(*records.unsteady(runs))
     if runs[0].status != "ok":
-        print_notes(PROG, f"the baseline {runs[0].name} did not finish, so there are no ratios")
-    return records.report_failed(PROG, runs)
+        note(f"the baseline {runs[0].name} did not finish, so there are no ratios")
+    return records.report_failed(runs)
 
 
 main = program(build_parser, compare)

@@ -18,8 +18,6 @@ Examples:
       --hidden-dim 64 --num-layers 2 --seq-len 32 --batch-size 2
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -29,18 +27,16 @@ import argparse
 from collections.abc import Sequence
 
 from lab import records, study
-from lab.cli import Parser, ToolError, print_notes, program
+from lab.cli import Parser, ToolError, note, program
 from lab.files import write_text
 from lab.script import parser_around
 
-PROG = Path(__file__).name
 VERSIONS = ("v1", "v2", "v3", "v4")
 LOSS_STEPS = ["--warmup-steps", "2", "--num-steps", "8"]
 
 
 def build_parser() -> Parser:
-    """The command line."""
-    parser = parser_around(PROG, __doc__, "tiny_llama_v2.py", "all scripts")
+    parser = parser_around(__file__, __doc__, "tiny_llama_v2.py", "all scripts")
     add, model = parser.add_argument, "which arguments of one model need (default: both)"
     add("--family", choices=("llama", "openfold"), help=model)
     taken = "to measure (default: all; without a GPU v1 v2)"
@@ -60,7 +56,7 @@ def measured(args: argparse.Namespace, models: Sequence[str], argv: Sequence[str
     wanted = args.versions or (VERSIONS if torch.cuda.is_available() else VERSIONS[:2])
     if not args.versions and len(wanted) < len(VERSIONS):
         left_out = "V3 and V4 would run in Triton's interpreter (see --versions)"
-        print_notes(PROG, f"no GPU: V1 and V2 only, {left_out}; at the default sizes it takes long")
+        note(f"no GPU: V1 and V2 only, {left_out}; at the default sizes it takes long")
     parts = []
     for model in models:
         sides = {v.upper(): (f"{model}_{v}", [*argv]) for v in VERSIONS if v in wanted}
@@ -79,7 +75,7 @@ def read(given: dict[str, Path], models: Sequence[str]) -> list[dict]:
         wanted += [f"{model}_{version}_summary.json in {top}" for version, top in given.items()]
         if len(runs) >= min(2, len(given)):
             named = [(run.result["script"], run.result) for run in runs]
-            print_notes(PROG, *records.differences(named))
+            note(*records.differences(named))
             rows += [{"side": run.name, **run.row(alone=True)} for run in runs]
     if not rows:
         raise ToolError(f"there is no {' or '.join(wanted)}")

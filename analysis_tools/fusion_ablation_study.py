@@ -25,8 +25,6 @@ Examples:
   python analysis_tools/fusion_ablation_study.py --table small.json
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -36,18 +34,16 @@ import argparse
 from collections.abc import Sequence
 
 from lab import study
-from lab.cli import Parser, ToolError, print_notes, program, several
+from lab.cli import Parser, ToolError, note, program, several
 from lab.script import add_script, load_script, parser_around, precision_of, script_arguments
 from lab.turns import graph_of
 
-PROG = Path(__file__).name
 SCRIPT = "tiny_llama_v2.py"
 KEYS = ("script", "argv", "batch_size", "precision", "side")  # of any row
 
 
 def build_parser() -> Parser:
-    """The command line."""
-    parser = parser_around(PROG, __doc__, SCRIPT)
+    parser = parser_around(__file__, __doc__, SCRIPT)
     add_script(parser, SCRIPT)
     parser.add_flag("--all-combinations", "every set of the fusions")
     fusions = {"type": several(), "metavar": "A,B", "help": "that vary (default: what is new)"}
@@ -93,7 +89,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     print("\n\n".join(tables), flush=True)
     if any(row.get("status") == "oom" for row in rows):
         beside = "out of memory beside the other sets of a group"
-        print_notes(PROG, f"{beside}: a smaller --group-size takes less")
+        note(f"{beside}: a smaller --group-size takes less")
     study.check_failed(rows)
     return 0
 

@@ -16,8 +16,6 @@ Examples:
       --output energy.json
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -35,13 +33,10 @@ from lab.show import Column, render
 from lab.study import measure_study
 from lab.turns import TURN_MS, alternating, begin, free_memory, graph_of, named, parse_quiet
 
-PROG = Path(__file__).name
-
 
 def build_parser() -> Parser:
-    """The command line."""
     usage = "%(prog)s --scripts FILE... [arguments of the scripts]"
-    parser = documented_parser(PROG, __doc__, usage)
+    parser = documented_parser(__file__, __doc__, usage)
     scripts = {"nargs": "+", "required": True, "metavar": "FILE", "help": "version scripts"}
     parser.add_argument("--scripts", **scripts)
     parser.add_count("--seconds", 8, "of a turn", least=3)

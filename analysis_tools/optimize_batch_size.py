@@ -14,8 +14,6 @@ Examples:
   python analysis_tools/optimize_batch_size.py --script tiny_openfold_v3.py --output v3.json
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -30,7 +28,6 @@ from lab.show import Column, cell, range_of_speeds, render
 from lab.study import SEARCH, check_failed, heading, measure_study, memory_mb, read_study, search
 from lab.turns import graph_of, speeds, words_of
 
-PROG = Path(__file__).name
 SCRIPT = "tiny_llama_v2.py"
 TARGETS = {  # most samples per second, shortest step, fewest MB per sample: the smaller the better
     "throughput": lambda row: -row["samples_per_sec"],
@@ -41,8 +38,7 @@ GROWTH = 1.03  # more samples per second than by this factor is growth
 
 
 def build_parser() -> Parser:
-    """The command line."""
-    parser = parser_around(PROG, __doc__, SCRIPT)
+    parser = parser_around(__file__, __doc__, SCRIPT)
     add_script(parser, SCRIPT)
     add, default = parser.add_argument, "(default: %(default)s)"
     part = {"type": positive(1), "default": 0.8, "metavar": "X"}

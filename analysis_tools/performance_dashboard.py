@@ -23,8 +23,6 @@ Examples:
   python analysis_tools/performance_dashboard.py profiles_tiny_llama_v2 ablation.json
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -37,11 +35,10 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
-from lab.cli import Parser, ToolError, documented_parser, print_notes, program
+from lab.cli import Parser, ToolError, documented_parser, note, program, say
 from lab.dashboard import Found, Panel, found_panels, only, read
 from lab.files import ROOT, below, write_text
 
-PROG = Path(__file__).name
 CHARTS = ("versions", "memory", "ablation", "kernels", "roofline")
 PRECISIONS = ("bf16", "fp16", "TF32", "fp32", "medium fp32")  # in the order of the drop-down
 
@@ -98,15 +95,14 @@ def build(args: argparse.Namespace) -> int:
         print(f"Written: {args.output} ({', '.join(f'{name} {there[name]}' for name in CHARTS)})")
     if left_out:
         files = f"{len(left_out)} of the files, first {left_out[0]}"
-        print_notes(PROG, f"no chart shows what is in {files}")
+        note(f"no chart shows what is in {files}")
     for line in failed:
-        print(f"{PROG}: {line}", file=sys.stderr)
+        say(line)
     return 1 if failed else 0
 
 
 def build_parser() -> Parser:
-    """The command line."""
-    parser = documented_parser(PROG, __doc__)
+    parser = documented_parser(__file__, __doc__)
     paths = {"nargs": "*", "type": Path, "default": [ROOT / "results"], "metavar": "PATH"}
     places = "files and folders (default: results/ of the repository)"
     parser.add_argument("paths", **paths, help=places)

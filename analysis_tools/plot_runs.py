@@ -10,8 +10,6 @@ Examples:
   python analysis_tools/plot_runs.py memory v2='sweep/*' --x batch_size
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -22,16 +20,14 @@ from collections.abc import Sequence
 from functools import partial
 
 from lab import records
-from lab.cli import Parser, ToolError, documented_parser, print_notes, program
+from lab.cli import Parser, ToolError, documented_parser, note, program
 from lab.show import Column, drawing, ended, render, save_figure
 
-PROG = Path(__file__).name
 Points = dict[str, dict[float, records.Run]]  # of each line, the run at a place on the x-axis
 
 
 def build_parser() -> Parser:
-    """The command line."""
-    parser = documented_parser(PROG, __doc__)
+    parser = documented_parser(__file__, __doc__)
     add = parser.add_argument
     add("what", choices=("memory",))
     add("runs", nargs="+", metavar="NAME=PATH", help="a line and its runs, more PATHs may follow")
@@ -56,7 +52,7 @@ def points_of(runs: Sequence[records.Run], x: str) -> Points:
         named.append((f"{run.name} at {place}", run.result))
     if not points:
         raise ToolError("none of these runs got as far as its first step")
-    print_notes(PROG, *records.differences(named, ignore=(x,)), *lost)
+    note(*records.differences(named, ignore=(x,)), *lost)
     return points
 
 
@@ -111,7 +107,7 @@ def plot(args: argparse.Namespace) -> int:
     if output:
         draw(output, points, label)
         print(f"\nWritten: {output}")
-    return records.report_failed(PROG, runs)
+    return records.report_failed(runs)
 
 
 main = program(build_parser, plot)

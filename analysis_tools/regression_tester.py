@@ -15,8 +15,6 @@ Examples:
       --current-results profiles/v2 --min-speedup 1.3
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -25,11 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the 
 import argparse
 from operator import itemgetter
 
-from lab.cli import Parser, ToolError, documented_parser, positive, print_notes, program
+from lab.cli import Parser, ToolError, documented_parser, note, positive, program
 from lab.records import Entry, load_entries
 from lab.show import Column, cell, ended, render
 
-PROG = Path(__file__).name
 NOTED = ("num_steps", "warmup_steps", "learning_rate", "seed")  # what may differ
 NOTED += ("torch_compile", "cuda_graph", "torch")
 LABELS = ("run", "what", "verdict", "baseline", "current", "change")
@@ -45,7 +42,7 @@ def pair(before: dict[str, Entry], after: dict[str, Entry]) -> dict[str, tuple[E
     elif not pairs:
         raise ToolError("nothing has the same name in both files")
     elif alone := sorted(before.keys() ^ after.keys()):
-        print_notes(PROG, f"{len(alone)} are in one file only and left out, first {alone[0]}")
+        note(f"{len(alone)} are in one file only and left out, first {alone[0]}")
     notes: dict[str, None] = {}
     for name, (old, new) in pairs.items():
         for key, first in old.settings.items():
@@ -54,7 +51,7 @@ def pair(before: dict[str, Entry], after: dict[str, Entry]) -> dict[str, tuple[E
                 raise ToolError(f"{name} cannot be compared, {key} differs: {first} and {second}")
             if first != second:
                 notes[f"{key} differs: {first} and {second}"] = None
-    print_notes(PROG, *notes)
+    note(*notes)
     return pairs
 
 
@@ -98,7 +95,7 @@ def test(args: argparse.Namespace) -> int:
     print(render(COLUMNS, [line for lines, _ in found.values() for line in lines]))
     every = (entry.row for both in pairs.values() for entry in both)
     if any("status" not in row and len(row.get("turns_ms") or ()) < 5 for row in every):
-        print_notes(PROG, "fewer than 5 turns, or one: ranges can part by chance")
+        note("fewer than 5 turns, or one: ranges can part by chance")
     bad = [name for name, (_, good) in found.items() if not good]
     wanted = "A regression" if least is None else f"Not {least:g}x as fast"
     print(f"\n{wanted}: {len(bad)} of {len(found)}{f', first {bad[0]}' if bad else ''}")
@@ -106,8 +103,7 @@ def test(args: argparse.Namespace) -> int:
 
 
 def build_parser() -> Parser:
-    """The command line."""
-    parser = documented_parser(PROG, __doc__)
+    parser = documented_parser(__file__, __doc__)
     parser.add_path("--baseline-results", "PATH", "the earlier result", required=True)
     parser.add_path("--current-results", "PATH", "the result that is tested", required=True)
     parser.add_argument("--min-speedup", type=positive(), metavar="X", help="that all have to have")

@@ -20,8 +20,6 @@ Examples:
       --output-dir ./analysis
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -34,7 +32,6 @@ from lab.cli import Parser, ToolError, documented_parser, program
 from lab.files import write_text
 from lab.profile import reduction, roofline
 
-PROG = Path(__file__).name
 NAME = "fusion_report.md"
 DEFAULTS = {"baseline": "profiles_tiny_llama_v1", "fused": "profiles_tiny_llama_v2"}
 TOP = 10  # kernels per table
@@ -96,12 +93,11 @@ def generate(args: argparse.Namespace) -> int:
         print(f"Written: {output}")
     else:
         print("\n".join(text))
-    return records.report_failed(PROG, records.renamed(runs))
+    return records.report_failed(records.renamed(runs))
 
 
 def build_parser() -> Parser:
-    """The command line."""
-    parser = documented_parser(PROG, __doc__)
+    parser = documented_parser(__file__, __doc__)
     for label, folder in DEFAULTS.items():  # where run_all_profilers.sh leaves it
         parser.add_path(f"--{label}", "DIR", default=Path(folder))
     where = parser.add_mutually_exclusive_group()

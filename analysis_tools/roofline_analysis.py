@@ -25,8 +25,6 @@ Examples:
       --output ./roofline
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -37,7 +35,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from lab.cli import Parser, ToolError, print_notes, program
+from lab.cli import Parser, ToolError, note, program
 from lab.files import write_text
 from lab.profile import roofline
 from lab.profile.ceilings import Ceilings
@@ -46,7 +44,6 @@ from lab.rocm.counters import read_rocprof_compute
 from lab.script import DEFAULT_SCRIPT, add_script, load_script, parser_around, script_arguments
 from lab.show import cell, drawing, write_csv
 
-PROG = Path(__file__).name
 NAME = "roofline_analysis"
 
 
@@ -65,7 +62,7 @@ def analyse_script(script: str, argv: Sequence[str], output: Path) -> tuple:
     print(f"All groups: {flop / 1e9:.3f} GFLOP, {moved / 1e6:.2f} MB, {ms:.3f} ms")
     print(ceilings := Ceilings(**result["ceilings"]))
     if getattr(module, "INTERPRETED", False):
-        print_notes(PROG, "Triton kernels ran in an interpreter: the times say nothing about them")
+        note("Triton kernels ran in an interpreter: the times say nothing about them")
     content = {"schema_version": 1, "runs": [result], "rows": rows}
     return content, title, {row["group"]: row for row in rows}, ceilings
 
@@ -102,8 +99,7 @@ def analyse(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def build_parser() -> Parser:
-    """The command line."""
-    parser = parser_around(PROG, __doc__, DEFAULT_SCRIPT)
+    parser = parser_around(__file__, __doc__, DEFAULT_SCRIPT)
     what = parser.add_mutually_exclusive_group()
     add_script(what, DEFAULT_SCRIPT)
     read = "read a profile, run nothing"

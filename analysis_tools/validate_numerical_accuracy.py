@@ -26,8 +26,6 @@ Examples:
       --optimized tiny_openfold_v2.py --steps 10 --use-amp --tolerance 0.01
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -40,7 +38,6 @@ from lab.cli import Parser, ToolError, documented_parser, positive, program
 from lab.script import load_script, script_arguments
 from lab.show import Column, render
 
-PROG = Path(__file__).name
 COLUMNS = [
     Column("what", "what"),
     Column("worst", "worst", text=True),
@@ -51,10 +48,9 @@ COLUMNS = [
 
 
 def build_parser() -> Parser:
-    """The command line."""
     usage = "%(prog)s --baseline FILE --optimized FILE [arguments] [arguments of both scripts]"
     note = "Every other argument goes to both scripts.\n\n"
-    parser = documented_parser(PROG, __doc__, usage, note)
+    parser = documented_parser(__file__, __doc__, usage, note)
     parser.add_path("--baseline", "FILE", "version script whose values are expected", required=True)
     parser.add_path("--optimized", "FILE", "version script that is checked", required=True)
     limit = "limit, looser or tighter (default: 1e-3, for gradients 3e-3, below float32 0.05)"

@@ -17,8 +17,6 @@ of our versions is furthest above V1: its worst row or column over V1's.
 Equal bits: are loss and gradients of RUNS runs, of plain input in bfloat16, all the same?
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from collections.abc import Callable, Iterator, Sequence

@@ -12,8 +12,6 @@ Examples:
   python bench/before_after.py --table results/DIR/before_after.json
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -35,7 +33,6 @@ from lab.show import Column, render, side_columns
 from lab.study import TIMES, Part, add_study, as_rows, by_side, chosen, measure_study, read_study
 from lab.turns import all_measured, graph_of, ratios
 
-PROG = Path(__file__).name
 KEYS = ("version", "shape", "precision")
 SIDES = ("before", "after", "again")
 BEYOND = "beyond what is allowed"
@@ -155,8 +152,7 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def build_parser() -> Parser:
-    """The command line."""
-    parser = documented_parser(PROG, __doc__)
+    parser = documented_parser(__file__, __doc__)
     add = parser.add_argument
     add("before", nargs="?", metavar="REVISION|FOLDER", help="where the scripts before are")
     add("--only", nargs="+", default=[], metavar="NAME", help="versions, sizes and precisions")

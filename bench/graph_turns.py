@@ -2,21 +2,17 @@
 their memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from bench.peers import Step
-from lab.cli import print_notes
+from lab.cli import note
 from lab.profile.ceilings import seconds
 from lab.turns import alternating, attempt, captured, failure, free_memory, warm_up
 
@@ -120,7 +116,7 @@ def steps_in_turns(sides: dict[str, Step], rounds: int) -> dict[str, dict]:
     def failed(name: str, error: Exception) -> None:
         missing = {"status": "missing"} if isinstance(error, ImportError) else {}
         rows[name] = failure(error) | missing
-        print_notes(Path(sys.argv[0]).name, f"{name}: {rows[name]['error']}")
+        note(f"{name}: {rows[name]['error']}")
         if GPU:  # the old one may still belong to a capture that failed
             pools.append(torch.cuda.graph_pool_handle())
 

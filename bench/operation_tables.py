@@ -1,7 +1,5 @@
 """The tables of bench/operations.py, from the result files of a device."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 from collections.abc import Mapping

@@ -60,7 +60,6 @@ with needed():
     from lab.cli import Parser, ToolError, documented_parser, program
     from lab.study import Part, as_rows, measure_study
 
-PROG = Path(__file__).name
 # of triangle multiplication: samples, length
 TRIANGLE = {f"N={n}": (1, n) for n in (256, 384, 512, 768, 1024)} | {"N=64, batch 4": (4, 64)}
 # samples, rows, length, heads, head dimension
@@ -306,8 +305,7 @@ def run_study(args: argparse.Namespace) -> int:
 
 
 def build_parser() -> Parser:
-    """The command line."""
-    parser = documented_parser(PROG, __doc__)
+    parser = documented_parser(__file__, __doc__)
     add = parser.add_argument
     add("what", choices=(*STUDIES, "rows", *STEPS, "table"))
     add("directory", type=Path)

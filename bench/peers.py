@@ -5,8 +5,6 @@ beforehand, no mask where none is needed, and its settings for this GPU. A side 
 begins with what our projection leaves and ends with what the next one takes, as in a model.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import os

@@ -2,8 +2,6 @@
 bench/versions.py, and their tables.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import itertools

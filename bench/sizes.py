@@ -1,7 +1,5 @@
 """Sizes, precisions and modes in which versions are measured, by the names that results have."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from lab.turns import GRAPH

@@ -1,7 +1,5 @@
 """The tables of bench/versions.py, from the result files of a device."""
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping

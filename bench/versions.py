@@ -72,7 +72,6 @@ from lab.study import (
 )
 from lab.turns import all_measured, graph_of, in_turns, make_trainer, named, short_run
 
-PROG = Path(__file__).name
 TINY_LLAMA = "--hidden-dim 2048 --num-layers 22 --num-heads 32 --num-kv-heads 4"  # TinyLlama 1.1B's
 TINY_LLAMA += " --intermediate-dim 5632 --seq-len 2048 --batch-size 2 --vocab-size 32000"
 UNTUNED = {  # sizes that no block was chosen for
@@ -349,8 +348,7 @@ KEPT = ("overview", "trunk", "scaling")  # whose earlier rows stay, and are not 
 
 
 def build_parser() -> Parser:
-    """The command line."""
-    parser = documented_parser(PROG, __doc__)
+    parser = documented_parser(__file__, __doc__)
     add = parser.add_argument
     add("suite", choices=(*SUITES, "table"), metavar="SUITE", help=f"{', '.join(SUITES)} or table")
     add("directory", type=Path)

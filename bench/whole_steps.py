@@ -2,8 +2,6 @@
 moves, and how long it is beside that of Hugging Face's Llama.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import itertools

@@ -8,8 +8,6 @@ In a notebook, for a kernel of one's own:
     print(check_gradients(plain, mine, {"x": torch.randn(5, 13), "bias": torch.randn(13)}))
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import math

@@ -1,8 +1,6 @@
 """Command lines of the programs here: arguments, what a user can put right in one line, exit
 statuses."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import math
@@ -13,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 inputs: set[str] = set()  # the files that the program that runs has read; see files.py
+running = [Path(sys.argv[0]).name]  # the program's name
 
 
 class ToolError(Exception):
@@ -59,7 +58,7 @@ def needed() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        print(f"{Path(sys.argv[0]).name}: error: {missing(error)}", file=sys.stderr)
+        say(f"error: {missing(error)}")
         sys.exit(4)
 
 
@@ -110,14 +109,14 @@ def several(
 def documented_parser(
     prog: str, documentation: str | None, usage: str | None = None, note: str = ""
 ) -> Parser:
-    """A parser whose help is the documentation.
+    """A parser whose help is the documentation of a program, or of the file of one.
 
     Its part after 'Examples:' comes last, behind the note.
     """
     # there is none under python -OO
     description, _, examples = (documentation or "").partition("\nExamples:\n")
     return Parser(
-        prog=prog,
+        prog=Path(prog).name,
         usage=usage,
         description=description,
         epilog=f"{note}examples:\n{examples}",
@@ -129,6 +128,7 @@ def documented_parser(
 def run_tool(prog: str, body: Callable[[], int]) -> int:
     """Call `body` and return its exit status; what the user can put right is one line on stderr."""
     inputs.clear()
+    running[:] = [prog]
     if hasattr(sys.stdout, "reconfigure"):
         # a name that the terminal's encoding does not have
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -148,9 +148,9 @@ def run_tool(prog: str, body: Callable[[], int]) -> int:
         where = f"{error.filename}: " if error.filename else ""
         message, status = f"{where}{error.strerror or error}", 2
     except KeyboardInterrupt:
-        print(f"{prog}: interrupted", file=sys.stderr)
+        say("interrupted")
         return 130
-    print(f"{prog}: error: {one_line(message)}", file=sys.stderr)
+    say(f"error: {message}")
     return status
 
 
@@ -179,12 +179,12 @@ def one_line(text: str) -> str:
     return " ".join(text.splitlines())
 
 
-def print_notes(prog: str, *lines: str) -> None:
-    """Say on stderr what the user should know beside a result."""
+def say(*lines: str) -> None:
+    """Print on stderr, with the name of the program."""
     for line in lines:
-        print(f"{prog}: note: {one_line(line)}", file=sys.stderr)
+        print(f"{running[0]}: {one_line(line)}", file=sys.stderr)
 
 
-def note(line: str) -> None:
-    """The same from a part that several programs share."""
-    print_notes(Path(sys.argv[0]).name, line)
+def note(*lines: str) -> None:
+    """Say on stderr what the user should know beside a result."""
+    say(*(f"note: {line}" for line in lines))

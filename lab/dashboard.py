@@ -1,8 +1,6 @@
 """The dashboard: what result files have for it, as panels: each a chart for a model, device and
 precision, in HTML."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import math

@@ -4,8 +4,6 @@ Triton's interpreter and its compiler answer the same mistake with different err
 interpreter lets some pass. Here both lead to the same sentence.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import difflib

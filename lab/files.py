@@ -1,7 +1,5 @@
 """Files: read as checked, written whole or not at all, and never over an input."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -1,7 +1,5 @@
 """How long the steps of a version script take on a CPU, said before they begin."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from datetime import timedelta

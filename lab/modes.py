@@ -1,8 +1,6 @@
 """What version scripts run in place of training, where a flag asks for it: --compare-fusion and
 --verify-accuracy. `script` is the module of the version."""
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from types import ModuleType

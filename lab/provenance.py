@@ -5,8 +5,6 @@ Readings are texts as the tools say them, with their units. Of what cannot be re
 reason; nothing raises because a tool is missing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import statistics

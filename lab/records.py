@@ -8,11 +8,8 @@ Several runs may be in one file, as `compare_runs.py --save` writes it; FILE.jso
 path of one of them.
 """
 
-from __future__ import annotations
-
 import glob
 import statistics
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from types import NoneType, UnionType
 from typing import Annotated, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
-from lab.cli import ToolError
+from lab.cli import ToolError, say
 from lab.files import read_json
 from lab.script import model_and_version, named_run, precision_of
 from lab.show import Column, ended, rate, render
@@ -798,15 +795,14 @@ def load_entries(path: Path) -> dict[str, Entry]:
     return found
 
 
-def report_failed(prog: str, runs: Iterable[Run]) -> int:
+def report_failed(runs: Iterable[Run]) -> int:
     """Name runs that failed on stderr; returns the exit status, 1 if there are any.
 
     Out of memory is a result.
     """
     failed = [run for run in runs if run.status == "failed"]
     for run in failed:
-        reason = run.result.get("error") or "no message"
-        print(f"{prog}: {run.name} failed: {reason} ({run.path})", file=sys.stderr)
+        say(f"{run.name} failed: {run.result.get('error') or 'no message'} ({run.path})")
     return 1 if failed else 0
 
 

@@ -1,7 +1,5 @@
 """Version scripts: find one, load it, and read its arguments."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib.util
@@ -13,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
-from lab.cli import Parser, ToolError, documented_parser, print_notes
+from lab.cli import Parser, ToolError, documented_parser, note
 from lab.files import ROOT
 
 DEFAULT_SCRIPT = "tiny_openfold_v2.py"
@@ -128,7 +126,7 @@ def load_script(name: str) -> ModuleType:
     """Import a version script by its path. It is looked at before, so nothing else is ever run."""
     path = find_script(name)
     if isinstance(name, Default):
-        print_notes(Path(sys.argv[0]).name, f"no --script is given, {name} is taken")
+        note(f"no --script is given, {name} is taken")
     interpret_without_gpu()
     loaded = sys.modules.get(path.stem)
     if loaded is not None and getattr(loaded, "__file__", None) == str(path):

@@ -7,8 +7,6 @@ differences are none. Effects are computed on the logarithms of times, where gai
 up, and turn by turn; so they are ratios, above 1 where time is saved (two-level factorial design).
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import itertools

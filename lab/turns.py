@@ -8,8 +8,6 @@ In a notebook, for two ways to do the same:
     print(compare_in_turns({"before": lambda: plain(x), "after": lambda: mine(x)}))
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import importlib

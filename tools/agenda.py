@@ -12,8 +12,6 @@ Examples:
   python tools/agenda.py rehearse rehearsal.json docs/INSTRUCTOR.md
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -34,7 +32,6 @@ from lab.cli import Parser, ToolError, documented_parser, needed, program
 from lab.files import ROOT, read_json, write_text
 from lab.show import Column, render
 
-PROG = Path(__file__).name
 PLAN = ROOT / "docs/agenda.json"
 GUIDE = "docs/INSTRUCTOR.md"
 NEXT_DAY = "0 next day"
@@ -163,8 +160,7 @@ def rehearse(args: argparse.Namespace) -> int:
 
 
 def build_parser() -> Parser:
-    """The command line."""
-    parser = documented_parser(PROG, __doc__)
+    parser = documented_parser(__file__, __doc__)
     does = parser.add_subparsers(required=True)
     table = does.add_parser("table", help="print a table")
     table.add_argument("name", choices=TABLES)

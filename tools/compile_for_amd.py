@@ -22,8 +22,6 @@ Examples:
   python tools/compile_for_amd.py --summary        what this file says of each script and target
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import itertools
@@ -54,11 +52,10 @@ with needed():
     from torch._subclasses import FakeTensorMode
     from triton.backends.compiler import GPUTarget
 
-    from lab.cli import Parser, ToolError, documented_parser, print_notes, program
+    from lab.cli import Parser, ToolError, documented_parser, note, program, say
     from lab.script import load_script
     from lab.show import Column, render, write_csv
 
-PROG = Path(__file__).name
 REGISTERS = ROOT / "results/amd/registers.csv"
 SCRIPTS = sorted(path.name for path in ROOT.glob("tiny_*_v[34].py"))
 # for Triton, and the KiB of LDS (NVIDIA: shared memory) of a compute unit, which a workgroup can
@@ -338,7 +335,7 @@ def rows_of(
     kernels = {blocks.partition(":")[0] for blocks in args.blocks or ()} or kernels_of(module)
     launches = record(module, backend, args.dtype, args.size, options)
     launches = sorted((each for each in launches if each.name in kernels), key=lambda e: e.name)
-    print_notes(PROG, f"{module.SCRIPT}: {len(launches)} configurations for {', '.join(targets)}")
+    note(f"{module.SCRIPT}: {len(launches)} configurations for {', '.join(targets)}")
     rows = []
     for launch, found in zip(launches, compile_all(launches, targets), strict=True):
         for target, needs in zip(targets, found, strict=True):
@@ -372,7 +369,7 @@ def check(args: argparse.Namespace) -> int:
                 print(f"{module.SCRIPT}, on {target}:\n\n{render(columns, of_target)}\n")
     wrong = [row for row in all_rows if row["error"]]
     for row in wrong:
-        print(f"{PROG}: {row['script']}: {row['error']}", file=sys.stderr)
+        say(f"{row['script']}: {row['error']}")
     if args.write and not wrong:
         REGISTERS.parent.mkdir(parents=True, exist_ok=True)
         write_csv(REGISTERS, [{k: v for k, v in row.items() if k != "error"} for row in all_rows])
@@ -414,8 +411,7 @@ def summary(path: Path) -> int:
 
 
 def build_parser() -> Parser:
-    """The command line."""
-    parser = documented_parser(PROG, __doc__)
+    parser = documented_parser(__file__, __doc__)
 
     def add(flag: str, default: list[str], choices: Iterable[str], remark: str = "") -> None:
         text = f"of {', '.join(choices)} (default: all{remark})"

@@ -10,8 +10,6 @@ Examples:
   python tools/draw_figures.py launch_timeline        one of them
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -49,7 +47,6 @@ from tools.sheet import (
 )
 from tools.traces import two_layers
 
-PROG = Path(__file__).name
 FIGURES = ROOT / "docs/figures"
 H100 = ROOT / "results/h100"
 FIGURE: dict[str, Callable[[], Sheet | str]] = {}  # by name
@@ -630,8 +627,7 @@ def turn_ratios() -> Sheet:
 
 
 def build_parser() -> Parser:
-    """The command line."""
-    parser = documented_parser(PROG, __doc__)
+    parser = documented_parser(__file__, __doc__)
     names = f"of: {', '.join(FIGURE)} (default: all)"
     parser.add_argument("names", nargs="*", metavar="NAME", help=names)
     return parser

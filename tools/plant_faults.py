@@ -13,8 +13,6 @@ Examples:
   python tools/plant_faults.py --whole             # each with all tests
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -41,7 +39,6 @@ import torch  # noqa: F401 - once for all forks
 from lab.cli import Parser, ToolError, documented_parser, program
 from lab.files import ROOT
 
-PROG = Path(__file__).name
 TABLE = ROOT / "tools" / "faults.txt"
 LIMIT = 900  # seconds for the tests of one fault; a fault may hang them
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
@@ -169,8 +166,7 @@ def plant(args: argparse.Namespace) -> int:
 
 
 def build_parser() -> Parser:
-    """The command line."""
-    parser = documented_parser(PROG, __doc__)
+    parser = documented_parser(__file__, __doc__)
     parser.add_argument("--only", default="", metavar="PATTERN", help="plant these")
     parser.add_flag("--whole", "run all tests for each fault")
     return parser

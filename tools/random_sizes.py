@@ -14,8 +14,6 @@ Examples:
   python tools/random_sizes.py --output other.json --seed 1 --cases 3000 --seconds 1500
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -49,7 +47,6 @@ from lab.script import load_script
 from lab.study import measure_study
 from lab.turns import free_memory, short_run
 
-PROG = Path(__file__).name
 VERDICTS = ("passed", "refused", "failed")
 # By model: the widest last. Heads have 4 to 128 channels.
 WIDTHS = {
@@ -335,8 +332,7 @@ def run_random_sizes(args: argparse.Namespace) -> int:
 
 
 def build_parser() -> Parser:
-    """The command line."""
-    parser = documented_parser(PROG, __doc__)
+    parser = documented_parser(__file__, __doc__)
     gpu, cores = torch.cuda.is_available(), len(os.sched_getaffinity(0))
     parser.add_path("--output", "FILE.json", "the result", required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if gpu else "cpu")

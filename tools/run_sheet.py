@@ -22,8 +22,6 @@ Examples:
   python tools/run_sheet.py docs/START.md --directory . --log logs --long --keep-going
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -47,7 +45,6 @@ from lab.cli import Parser, ToolError, documented_parser, program
 from lab.files import ROOT, write_text
 from tools import small_runs
 
-PROG = Path(__file__).name
 TAIL = 20  # lines shown of what a failed block printed
 PATIENCE = 15  # seconds after Ctrl-C, for the scripts to leave their records
 OK, FAILED, SKIPPED, INTERRUPTED = "ok", "failed", "skipped", "interrupted"
@@ -354,8 +351,7 @@ def run_sheet(args: argparse.Namespace) -> int:
 
 
 def build_parser() -> Parser:
-    """The command line."""
-    parser = documented_parser(PROG, __doc__)
+    parser = documented_parser(__file__, __doc__)
     add = parser.add_argument
     add("sheet", type=Path, metavar="SHEET.md")
     add("--directory", type=Path, metavar="DIR", help="run there, not in a scratch copy")

@@ -4,8 +4,6 @@ A picture is 800 pixels wide, and its smallest words have 18: at half a page's w
 slide, they can be read.
 """
 
-from __future__ import annotations
-
 import html
 import math
 from collections.abc import Iterable, Sequence

@@ -12,8 +12,6 @@ Example:
   python tools/small_runs.py tiny_llama_v2.py --seq-len 128 --enable-torch-compile
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -19,8 +19,6 @@ Examples:
   python tools/tables.py --check README.md   exit 1 and name tables that differ or fail
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -33,11 +31,10 @@ import shlex
 import subprocess
 from operator import itemgetter
 
-from lab.cli import Parser, ToolError, documented_parser, program
+from lab.cli import Parser, ToolError, documented_parser, program, say
 from lab.files import ROOT, write_text
 from lab.show import Column, render
 
-PROG = Path(__file__).name
 TABLE = re.compile(
     r"^(<!-- tables?: (.+?) -->\n)(.*?)^(<!-- end of tables? -->)$", re.MULTILINE | re.DOTALL
 )
@@ -141,13 +138,12 @@ def update_all(args: argparse.Namespace) -> int:
     """Name on stderr what is wrong; returns the exit status."""
     wrong = [line for path in args.files for line in update(path, args.check)]
     for line in wrong:
-        print(f"{PROG}: {line}", file=sys.stderr)
+        say(line)
     return int(bool(wrong))
 
 
 def build_parser() -> Parser:
-    """The command line."""
-    parser = documented_parser(PROG, __doc__)
+    parser = documented_parser(__file__, __doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.md")
     parser.add_flag("--check", "write nothing")
     return parser

@@ -11,8 +11,6 @@ Example:
   python tools/traces.py traces/v1 results/DIR/traces/tiny_llama_v1_eager.json.gz
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -27,7 +25,6 @@ from lab.cli import Parser, ToolError, documented_parser, program
 from lab.files import write_file
 from lab.profile.kernels import ON_GPU, category, complete, load_trace, ranges_of
 
-PROG = Path(__file__).name
 STEP = 1  # of the three in a trace; the first one may still load kernels
 HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
 ARROWS = {"ac2g", "fwdbwd"}  # from a launch to its kernel, from an operator to its gradient
@@ -135,8 +132,7 @@ def write_step(args: argparse.Namespace) -> int:
 
 
 def build_parser() -> Parser:
-    """The command line."""
-    parser = documented_parser(PROG, __doc__)
+    parser = documented_parser(__file__, __doc__)
     parser.add_argument("run", type=Path, metavar="DIR")
     parser.add_argument("output", type=Path, metavar="FILE.json.gz")
     return parser

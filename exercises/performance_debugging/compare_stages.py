@@ -27,7 +27,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from lab.cli import ToolError, documented_parser, print_notes, run_tool
+from lab.cli import ToolError, documented_parser, note, run_tool
 from lab.files import write_text
 from lab.profile.kernels import (
     WITH_WARM_UP,
@@ -161,11 +161,11 @@ def compare(source: Path, output: Path | None) -> int:
     stages = read_folder(source) if source.is_dir() else read_study(source)
     if not stages:
         raise ToolError(f"{source}: it has no results of stages")
-    print_notes(PROG, *differences((stage.run.name, stage.run.result) for stage in stages))
+    note(*differences((stage.run.name, stage.run.result) for stage in stages))
     print(table(stages), flush=True)
     if output:
         write_text(output, json.dumps(study(stages), indent=1) + "\n")
-    return report_failed(PROG, [stage.run for stage in stages])
+    return report_failed([stage.run for stage in stages])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

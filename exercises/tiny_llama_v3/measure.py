@@ -21,7 +21,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterable
 
-from lab.cli import ToolError, documented_parser, needed, print_notes, run_tool
+from lab.cli import ToolError, documented_parser, needed, note, run_tool
 from lab.files import read_json, write_text
 from lab.show import Column, render
 
@@ -108,7 +108,7 @@ def run(
             raise ToolError("--output needs a GPU: nothing is timed without one", status=4)
         print(check())
         if not GPU:
-            print_notes(prog, "no GPU: nothing is timed")
+            note("no GPU: nothing is timed")
             return 0
         rows = [timed_copy(), *measured()]
         print(table(rows))

@@ -26,7 +26,7 @@ from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton: kernels are to be compiled
 
-from lab.cli import ToolError, documented_parser, needed, print_notes, run_tool
+from lab.cli import ToolError, documented_parser, needed, note, run_tool
 from lab.show import Column, render
 
 with needed():
@@ -101,7 +101,7 @@ def measured(kernel: str, name: str, values: dict[int, dict[str, str]]) -> Itera
             moved = sum(t.nbytes for t in (*inputs, *results) if isinstance(t, torch.Tensor))
             yield measure.timed(f"{name}={value}", lambda: function(*inputs), moved, **columns)
         except triton.runtime.errors.OutOfResources as error:
-            print_notes(PROG, f"{name}={value}: {error}")
+            note(f"{name}={value}: {error}")
 
 
 def main(argv: list[str] | None = None) -> int:

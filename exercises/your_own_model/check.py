@@ -21,7 +21,7 @@ import json
 from collections.abc import Callable
 from unittest import mock
 
-from lab.cli import ToolError, documented_parser, needed, print_notes, run_tool
+from lab.cli import ToolError, documented_parser, needed, note, run_tool
 from lab.files import read_json, write_text
 from lab.script import import_file, interpret_without_gpu
 from lab.turns import Turns, compare_in_turns
@@ -205,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{args.file.name}, next: {error}")
             return 1
         if not measure.GPU:
-            print_notes(PROG, "no GPU: nothing is timed")
+            note("no GPU: nothing is timed")
             return 0
         turns = measured(module.add_norm)
         show(turns)

@@ -8,8 +8,6 @@ their place, each with the time spent in itself and not in operators that it cal
 standard library is needed.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

@@ -3,8 +3,6 @@
 A profile is what run_pytorch_profiler.py or run_rocprofv3.sh left in a folder.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

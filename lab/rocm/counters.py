@@ -1,7 +1,5 @@
 """What rocprof-compute counted on an AMD GPU: FLOP, bytes of HBM and time of each kernel."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -12,8 +12,6 @@ Usage:
 A file that is missing, cut off or of another format is one line on stderr and status 1.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

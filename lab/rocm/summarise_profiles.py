@@ -7,8 +7,6 @@ start as Unix time, seconds. Status 1 if a step failed; a step that ended with s
 package or device missing) was skipped.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
