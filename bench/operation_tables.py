@@ -1,17 +1,17 @@
 """The tables of bench/operations.py, from the result files of a device."""
 
-import statistics
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from bench.version_tables import lines_of
+from bench.version_tables import best_column, joined, lines_of
 from lab.cli import ToolError
 from lab.profile.kernels import CATEGORIES
 from lab.records import Count, Positive, Row, WholeStep
 from lab.show import Column, ended, render, side_columns
 from lab.study import by_side, read_rows
+from lab.turns import speedup
 
 OPERATIONS = ("attention", "triangle", "block", "causal", "optimizer")
 
@@ -31,33 +31,11 @@ class Traffic(Row):
     gb: Positive
 
 
-def over(first: dict, second: dict) -> float | None:
-    """How many times as long the first side takes: the median over the turns."""
-    if "turns_us" not in first or "turns_us" not in second:
-        return None
-    pairs = zip(first["turns_us"], second["turns_us"], strict=True)
-    return statistics.median(a / b for a, b in pairs)
-
-
 def lines_in(path: Path, kind: type[Row] = Row) -> tuple[list[dict], list[str]]:
     """The sides of a study, a row for each shape and precision with its name; and their names."""
     rows = read_rows(path, ("shape", "precision", "side"), kind=kind)
     sides = dict.fromkeys(row["side"] for row in rows)
     return lines_of(by_side(rows, "shape", "precision")), [*sides]
-
-
-def best_of_others(sides: Mapping) -> str | None:
-    """The fastest side beside our kernel."""
-    others = [name for name in sides if name not in ("name", "triton")]
-    finished = [name for name in others if "us" in sides[name]]
-    return min(finished, key=lambda name: sides[name]["us"], default=None)
-
-
-def best_ratio(sides: Mapping) -> str:
-    """The best of the others over ours, and its name."""
-    best = best_of_others(sides)
-    ratio = over(sides[best], sides["triton"]) if best else None
-    return f"{ratio:.2f}x ({best})" if ratio else ""
 
 
 def memory_of(side: Mapping) -> str:
@@ -66,20 +44,19 @@ def memory_of(side: Mapping) -> str:
     return " / ".join(dict.fromkeys(f"{value:.0f}" for value in mb)) or ended(side) or ""
 
 
-def sides_tables(directory: Path, study: str) -> list[str]:
+def sides_tables(directory: Path, study: str) -> str:
     """Time of each side, the best of the others over ours; then memory."""
     rows, sides = lines_in(directory / f"{study}.json")
     work = "a step" if study == "optimizer" else "forward + backward"
     times = [
         Column(f"{study}, {work}, warm L2", "name"),
         *side_columns("{}, us", sides, "us", ".0f", ends=True),
-        Column("best of the others / triton", best_ratio),
+        best_column("best of the others / triton", [s for s in sides if s != "triton"], "triton"),
     ]
     memory = side_columns("{}", sides, memory_of)
-    tables = [render(times, rows)] if rows else []
-    if any(column.of(row) for row in rows for column in memory):
-        tables.append(render([Column(f"{study}, MB at the peak / held", "name"), *memory], rows))
-    return tables
+    known = rows if any(column.of(row) for row in rows for column in memory) else []
+    memory.insert(0, Column(f"{study}, MB at the peak / held", "name"))
+    return joined(render(times, rows), render(memory, known))
 
 
 def rows_table(directory: Path) -> str:
@@ -91,14 +68,12 @@ def rows_table(directory: Path) -> str:
         Column("GB/s", "gb_per_s", ".0f"),
         Column("of a copy's rate", lambda row: 100 * row["of_copy"], ".0f", " %"),
     ]
-    return render(columns, [row for row in rows if row["side"] == "kernel"]) if rows else ""
+    return render(columns, [row for row in rows if row["side"] == "kernel"])
 
 
-def step_tables(directory: Path) -> list[str]:
+def step_tables(directory: Path) -> str:
     """The whole step beside its reference, the time of each category, the ten longest kernels."""
     rows = read_rows(directory / "step.json", kind=WholeStep)
-    if not rows:
-        return []
     names = [f"{row['shape']}, {row['precision']}" for row in rows]
     spent = []  # microseconds of each category
     for row in rows:
@@ -127,27 +102,26 @@ def step_tables(directory: Path) -> list[str]:
             Column("of the step", lambda k, ms=row["batch_ms"]: k["us"] / ms / 10, ".1f", " %"),
         ]
         tables.append(render(longest, row["kernels"][:10]))
-    return tables
+    return joined(*tables)
 
 
 def llama_table(directory: Path) -> str:
     """The whole step of each side in milliseconds, its time over the first one's, memory."""
     rows, sides = lines_in(directory / "llama.json")
-    if not rows:
-        return ""
-    first, *others = sides
 
     def milliseconds(side: Mapping) -> float | None:
         return side["us"] / 1e3 if "us" in side else None
 
     def over_first(name: str, row: Mapping) -> object:
-        ratio = over(row[name], row[first]) if name in row else None
-        return ratio or ""
+        return speedup(row.get(name), row.get(sides[0])) or ""
 
     columns = [
         Column("whole step", "name"),
         *side_columns("{}, ms", sides, milliseconds, ".2f", ends=True),
-        *(Column(f"{name} / {first}", partial(over_first, name), ".2f", "x") for name in others),
+        *(
+            Column(f"{name} / {sides[0]}", partial(over_first, name), ".2f", "x")
+            for name in sides[1:]
+        ),
         *side_columns("{}, MB", sides, "extra_mb", ".0f", ends=True),
     ]
     return render(columns, rows)
@@ -165,14 +139,14 @@ def traffic_table(directory: Path) -> str:
         *side_columns("{}", ("V1", "V2", "V3", "V4"), "gb", ".2f"),
         Column("V4 of V1", left, ".0f", " %"),
     ]
-    return render(columns, rows) if rows else ""
+    return render(columns, rows)
 
 
 def table(directory: Path) -> str:
     """The tables of one device as Markdown."""
-    tables = [part for study in OPERATIONS for part in sides_tables(directory, study)]
-    tables.append(rows_table(directory))
-    tables += [*step_tables(directory), llama_table(directory), traffic_table(directory)]
-    if not any(tables):
+    tables = [sides_tables(directory, study) for study in OPERATIONS]
+    of_steps = rows_table, step_tables, llama_table, traffic_table
+    found = joined(*tables, *(tables_of(directory) for tables_of in of_steps))
+    if not found:
         raise ToolError(f"{directory}: no result files of these studies")
-    return "\n\n".join(filter(None, tables))
+    return found

@@ -46,7 +46,7 @@ with needed():
         matmul_precision,
         steps_in_turns,
     )
-    from bench.operation_tables import over, table
+    from bench.operation_tables import table
     from bench.peers import (
         JoinedTriangle,
         Step,
@@ -59,6 +59,7 @@ with needed():
     from bench.whole_steps import LLAMAS, STEPS
     from lab.cli import Parser, ToolError, documented_parser, program
     from lab.study import Part, as_rows, measure_study
+    from lab.turns import speedup
 
 # of triangle multiplication: samples, length
 TRIANGLE = {f"N={n}": (1, n) for n in (256, 384, 512, 768, 1024)} | {"N=64, batch 4": (4, 64)}
@@ -260,7 +261,7 @@ def beside_a_copy(function: Callable, arguments: list, source: Tensor, rounds: i
     check_ours(sides)
     for side, count in (("kernel", moved), ("copy", 2 * source.nbytes)):
         sides[side] |= {"bytes": count, "gb_per_s": count / sides[side]["us"] / 1e3}
-    longer = over(sides["copy"], sides["kernel"])
+    longer = speedup(sides["copy"], sides["kernel"])
     sides["kernel"]["of_copy"] = longer * moved / (2 * source.nbytes)
     return as_rows(sides)
 

@@ -207,14 +207,15 @@ def step_times(trainer, steps: int) -> list[float]:
 # Tables
 
 
-def scaling_tables(directory: Path) -> list[str]:
+def scaling_tables(directory: Path) -> str:
     """Weak scaling, eager and as graphs, then strong scaling."""
     keys = ("precision", "mode", "side", "batch_size")
     rows = read_rows(directory / "scaling.json", keys, ["batch_ms"], kind=Scaling)
-    return [
+    tables = (
         scaling_table([row for row in rows if row["mode"] == mode], mode, weak)
         for weak, mode in itertools.product((True, False), ("eager", "graph"))
-    ]
+    )
+    return "\n\n".join(filter(None, tables))
 
 
 def scaling_table(rows: Sequence[dict], mode: str, weak: bool) -> str:
@@ -239,8 +240,7 @@ def scaling_table(rows: Sequence[dict], mode: str, weak: bool) -> str:
     for n, version in sorted({(n, version) for n, version, _ in found}):
         ratio = partial(lambda at, place: found.get((*at, place)), (n, version))
         columns.append(Column(f"{n} GPUs, {version}", ratio, ".2f", "" if weak else "x"))
-    lines = list(dict.fromkeys(place for *_, place in found))
-    return render(columns, lines) if lines else ""
+    return render(columns, list(dict.fromkeys(place for *_, place in found)))
 
 
 def described(name: str, precision: str) -> str:
@@ -262,4 +262,4 @@ def ddp_table(directory: Path) -> str:
         Column("slowest of them", "slowest_ms", ".1f"),
         Column("all, with DDP", "ddp_ms", ".1f"),
     ]
-    return render(columns, rows) if rows else ""
+    return render(columns, rows)

@@ -12,7 +12,16 @@ from lab.cli import ToolError
 from lab.profile.kernels import CATEGORIES
 from lab.records import Profile, Record, Row, read
 from lab.show import Column, ended, render, side_columns
-from lab.study import Ablated, by_shape, by_side, costs_table, read_rows, read_study, sets_table
+from lab.study import (
+    Ablated,
+    by_shape,
+    by_side,
+    costs_table,
+    read_rows,
+    read_study,
+    sets_table,
+    unit_of,
+)
 from lab.turns import speedup
 
 FINISHED = ("batch_ms", "turns_ms", "per_step")  # what a side has that finished
@@ -65,12 +74,28 @@ def names_in(measured: Mapping[tuple, dict[str, dict]]) -> list[str]:
 
 def over(before: str, after: str, label: str) -> Column:
     """A column: how many times as fast one side is as another, None where one was not measured."""
+    return Column(label, lambda sides: speedup(sides.get(before), sides.get(after)), ".2f", "x")
 
-    def gain(sides: Mapping) -> float | None:
-        both = before in sides and after in sides
-        return speedup(sides[before], sides[after]) if both else None
 
-    return Column(label, gain, ".2f", "x")
+def best_over(
+    others: Iterable[str], ours: str, sides: Mapping[str, dict]
+) -> tuple[float, str] | None:
+    """How many times as long the fastest of the others takes, and its name; None without both."""
+    times = {name: time_of(sides[name]) for name in others if name in sides}
+    best = min(filter(times.get, times), key=times.get, default=None)
+    ratio = speedup(sides.get(best), sides.get(ours))
+    return (ratio, best) if ratio else None
+
+
+def best_column(label: str, others: Iterable[str], ours: str) -> Column:
+    """A column of the same."""
+    form = "{:.2f}x ({})".format
+    return Column(label, lambda sides: (best := best_over(others, ours, sides)) and form(*best))
+
+
+def time_of(side: Mapping) -> float | None:
+    """Milliseconds of a step, or microseconds of an operation; None of one that did not finish."""
+    return side.get("batch_ms") or side.get("us")
 
 
 def share_table(directory: Path) -> str:
@@ -81,7 +106,7 @@ def share_table(directory: Path) -> str:
         if any(name in profile["categories"] for profile in profiles):
             share = partial(share_of, name)
             columns.append(Column(name, share, ".1f", " %"))
-    return render(columns, profiles) if profiles else ""
+    return render(columns, profiles)
 
 
 def share_of(category: str, profile: Mapping) -> float | None:
@@ -96,7 +121,7 @@ def versions_of(path: Path, *keys: str) -> dict[tuple, dict[str, dict]]:
     return by_side(rows, *names)
 
 
-def headline_tables(path: Path) -> list[str]:
+def headline_tables(path: Path) -> str:
     """Milliseconds per step of each size, precision and mode, the ratio as graphs.
 
     Kernels, memory.
@@ -113,25 +138,25 @@ def headline_tables(path: Path) -> list[str]:
         return side_columns(label, [name for name in names if name in measured], key, form)
 
     times = columns(MODES, "batch_ms", ".2f")
-    pairs = itertools.pairwise(VERSIONS)
     times += [
         over(f"graph {before}", f"graph {after}", f"{after} over {before}, graph")
-        for before, after in pairs
+        for before, after in itertools.pairwise(VERSIONS)
         if f"graph {after}" in measured
     ]
     # A graph replays what its mode launches.
     kernels = columns(("eager", "compiled"), "per_step")
     kernels = kernels or columns(("graph", "compiled graph"), "per_step")
     peaks = columns(("eager", "graph", "compiled graph"), "peak_mb", ".0f", "{}, MB")
-    rows = [*lines.values()]
-    return [
-        render([Column(title, "name"), *those], rows)
-        for title, those in (
-            ("ms per step", times),
-            ("kernels per step, then peak memory in MB", kernels + peaks),
-        )
-        if rows
-    ]
+    rows, title = [*lines.values()], "kernels per step, then peak memory in MB"
+    return joined(
+        render([Column("ms per step", "name"), *times], rows),
+        render([Column(title, "name"), *kernels, *peaks], rows),
+    )
+
+
+def joined(*tables: str) -> str:
+    """Tables below each other, without those that have no rows."""
+    return "\n\n".join(filter(None, tables))
 
 
 def as_graphs(directory: Path) -> dict[tuple, dict[str, dict]]:
@@ -163,7 +188,7 @@ def model_table(directory: Path, model: str) -> str:
         Column("kernels, V1 / V3 / V4", partial(each, "per_step")),
         Column("peak MB, V1 / V3 / V4", partial(each, "peak_mb")),
     ]
-    return render(columns, rows) if rows else ""
+    return render(columns, rows)
 
 
 def overview_table(directory: Path) -> str:
@@ -179,40 +204,23 @@ def overview_table(directory: Path) -> str:
         if precision == "bf16"
     ]
     columns = [Column("bf16, as graphs", "name"), *side_columns("{}", ALL_VERSIONS, cost)]
-    return render(columns, rows) if rows else ""
+    return render(columns, rows)
 
 
-def best_compiled(sides: Mapping[str, dict]) -> str | None:
-    """The fastest of the compiled sides of `fastest`, None where none was measured."""
-    names = (name for name in sides if name != "name")
-    compiled = [name for name in names if sides[name]["mode"].startswith("compiled")]
-    return min(compiled, key=lambda name: sides[name]["batch_ms"], default=None)
-
-
-def over_best_compiled(sides: Mapping[str, dict]) -> float | None:
-    """How many times as fast V4 is, None where one of the two was not measured."""
-    best = best_compiled(sides)
-    return speedup(sides[best], sides["V4"]) if best and "V4" in sides else None
-
-
-def best_over_v4(sides: Mapping[str, dict]) -> str | None:
-    """The same, with the name of the compiled side."""
-    ratio = over_best_compiled(sides)
-    return f"{ratio:.2f}x ({best_compiled(sides)})" if ratio else None
+COMPILED = [f"{version} compiled" for version in ALL_VERSIONS]
 
 
 def fastest_table(directory: Path, model: str) -> str:
     """Milliseconds per step of V4 and the others, the best compiled one's over V4's, memory."""
     measured = versions_of(directory / f"{FASTEST[model]}.json")
-    sides = measured.values()
     names = names_in(measured)
     columns = [
         Column(f"{model} as graphs", "name"),
         *side_columns("{}, ms", names, "batch_ms", ".2f"),
-        *([Column("best compiled / V4", best_over_v4)] if any(map(best_compiled, sides)) else []),
+        *([best_column("best compiled / V4", COMPILED, "V4")] if {*names} & {*COMPILED} else []),
         *side_columns("{}, MB", names, "peak_mb", ".0f"),
     ]
-    return render(columns, lines_of(measured)) if measured else ""
+    return render(columns, lines_of(measured))
 
 
 def untuned_table(directory: Path) -> str:
@@ -231,14 +239,13 @@ def untuned_table(directory: Path) -> str:
         *(Column(f"{name} / V4", partial(over_v4, name), ".2f", "x") for name in names[1:]),
         *side_columns("{}, MB", names, "peak_mb", ".0f"),
     ]
-    return render(columns, lines_of(measured)) if measured else ""
+    return render(columns, lines_of(measured))
 
 
 def trunk_table(directory: Path) -> str:
     """Milliseconds per step and peak memory of each side, without and with checkpoints."""
-    rows = read_rows(directory / "trunk.json", ("shape", "side"), kind=Trunk)
     lines: dict[str, dict] = {}
-    for row in rows:
+    for row in read_rows(directory / "trunk.json", ("shape", "side"), kind=Trunk):
         name = f"{row['shape']}, {row['side']}"
         line = lines.setdefault(name, {"name": name})
         line["checkpointed" if row["checkpointed"] else "plain"] = row
@@ -246,17 +253,13 @@ def trunk_table(directory: Path) -> str:
     for label, key in (("ms", "batch_ms"), ("MB", "peak_mb")):
         columns += side_columns(label, ["plain"], key, ".0f", ends=True)
         columns += side_columns(f"{label}, {{}}", ["checkpointed"], key, ".0f", ends=True)
-    return render(columns, [*lines.values()]) if lines else ""
+    return render(columns, [*lines.values()])
 
 
 def inference_table(directory: Path) -> str:
     """Microseconds of a layer in each way, and how many kernels these are."""
-    rows = read_rows(
-        directory / "inference.json", ("batch_size", "seq_len", "side", "us"), kind=Layer
-    )
-    measured = by_side(rows, "batch_size", "seq_len")
-    if not measured:
-        return ""
+    keys = ("batch_size", "seq_len", "side", "us")
+    measured = by_side(read_rows(directory / "inference.json", keys, kind=Layer), *keys[:2])
     kernels = {name: side["kernels"] for sides in measured.values() for name, side in sides.items()}
     columns = [Column("one layer, bf16", "name")]
     for name, count in kernels.items():
@@ -264,14 +267,14 @@ def inference_table(directory: Path) -> str:
     return render(columns, lines_of(measured, "batch size {}, length {}"))
 
 
-def ablation_tables(directory: Path, script: str) -> list[str]:
+def ablation_tables(directory: Path, script: str) -> str:
     """What is gained by each set of a version's fusions, and what each costs if it is left out."""
     rows = read_rows(directory / f"ablation_{script}.json", ("precision", "side"), kind=Ablated)
     tables = [
         sets_table(", ".join(filter(None, (script, shape.partition(", ")[2]))), same)
         for shape, same in by_shape(rows).items()
     ]
-    return [*tables, costs_table(script, rows)] if rows else []
+    return joined(*tables, costs_table(script, rows) if rows else "")
 
 
 def padding_table(directory: Path) -> str:
@@ -287,22 +290,19 @@ def padding_table(directory: Path) -> str:
         *side_columns("{}, ms", names, "batch_ms", ".2f"),
         *(Column(f"{name} padded", partial(longer, name), "+.1f", " %") for name in names),
     ]
-    return render(columns, lines_of(measured)) if measured else ""
+    return render(columns, lines_of(measured))
 
 
 def counts_table(directory: Path) -> str:
     """Kernels per step at each batch size."""
-    keys = ("script", "shape", "batch_size", "unit", "per_step")
-    rows = read_rows(directory / "counts.json", keys)
-    if not rows:
-        return ""
+    rows = read_rows(directory / "counts.json", ("script", "shape", "batch_size", "per_step"))
     lines: dict[str, dict] = {}
     for row in rows:
         name = f"{row['script']} {row['shape']}"
         lines.setdefault(name, {"name": name})[row["batch_size"]] = row["per_step"]
-    columns = [Column(f"{rows[0]['unit']} per step", "name")]
-    for size in dict.fromkeys(row["batch_size"] for row in rows):
-        columns.append(Column(f"batch size {size}", size))
+    sizes = dict.fromkeys(row["batch_size"] for row in rows)
+    columns = [Column(f"{unit_of(rows)} per step", "name")]
+    columns += [Column(f"batch size {size}", size) for size in sizes]
     return render(columns, [*lines.values()])
 
 
@@ -310,12 +310,12 @@ def memory_table(directory: Path) -> str:
     """Peak memory of TinyLlama V2 at each length."""
     rows = read_rows(directory / "memory.json", ("seq_len", "side", "peak_mb"))
     names = {"scores": "materialised scores, MB", "flash": "flash attention, MB"}
-    lines = {side: {"name": name} for side, name in names.items()}
+    lines = {side: {"name": name} for side, name in names.items() if rows}
     for row in rows:
         lines[row["side"]][row["seq_len"]] = ended(row) or row["peak_mb"]
     lengths = dict.fromkeys(row["seq_len"] for row in rows)
     columns = [Column("sequence length", "name"), *(Column(str(n), n, ".0f") for n in lengths)]
-    return render(columns, [*lines.values()]) if rows else ""
+    return render(columns, [*lines.values()])
 
 
 def furthest(sides: dict[str, dict]) -> str:
@@ -344,13 +344,10 @@ def worst(found: dict | None) -> str:
 
 def accuracy_table(directory: Path) -> str:
     """A line for each subject, case and precision; then whether bits were equal."""
-    path = directory / "accuracy.json"
-    if not path.exists():
+    if not (path := directory / "accuracy.json").exists():
         return ""
-    study = read_study(path, kind=Compared)
-    rows, equal = study["rows"], defaultdict(set)
-    lines = []
-    for row in rows:
+    study, equal, lines = read_study(path, kind=Compared), defaultdict(set), []
+    for row in study["rows"]:
         name = f"{row['subject']}, {row['case']}, {row['precision']}"
         errors = {side: worst(found) for side, found in row["sides"].items()}
         lines.append({"name": name, "furthest": furthest(row["sides"]), **errors})
@@ -368,28 +365,29 @@ def accuracy_table(directory: Path) -> str:
 
 
 ABLATIONS = [script_of(model, version) for version in ALL_VERSIONS[1:] for model in FASTEST]
-TABLES: dict[str, Callable[[Path], list[str]]] = {
+OF_ABLATIONS = {
+    f"ablation_{script}": partial(ablation_tables, script=script) for script in ABLATIONS
+}
+TABLES: dict[str, Callable[[Path], str]] = {
     "headline": lambda where: headline_tables(where / "headline.json"),  # V1 and V2, all modes
     "versions": lambda where: headline_tables(where / "headline_v3.json"),  # V1 to V3, as graphs
-    "ablation": lambda where: [t for script in ABLATIONS for t in ablation_tables(where, script)],
-    "padding": lambda where: [padding_table(where)],
-    "overview": lambda where: [overview_table(where)],
-    "llama": lambda where: [model_table(where, "tiny_llama")],
-    "openfold": lambda where: [model_table(where, "tiny_openfold")],
-    "inference": lambda where: [inference_table(where)],
-    "fastest": lambda where: [fastest_table(where, model) for model in FASTEST],
-    "untuned": lambda where: [untuned_table(where)],
-    "trunk": lambda where: [trunk_table(where)],
-    "share": lambda where: [share_table(where)],
-    "memory": lambda where: [memory_table(where)],
-    "counts": lambda where: [counts_table(where)],
+    "ablation": lambda where: joined(*(tables(where) for tables in OF_ABLATIONS.values())),
+    "padding": padding_table,
+    "overview": overview_table,
+    "llama": partial(model_table, model="tiny_llama"),
+    "openfold": partial(model_table, model="tiny_openfold"),
+    "inference": inference_table,
+    "fastest": lambda where: joined(*(fastest_table(where, model) for model in FASTEST)),
+    "untuned": untuned_table,
+    "trunk": trunk_table,
+    "share": share_table,
+    "memory": memory_table,
+    "counts": counts_table,
     "scaling": scaling_tables,
-    "ddp": lambda where: [ddp_table(where)],
+    "ddp": ddp_table,
 }
-SINGLE = {  # only where they are named: a long one, and one of those that come together
-    "accuracy": lambda where: [accuracy_table(where)],
-    **{f"ablation_{script}": partial(ablation_tables, script=script) for script in ABLATIONS},
-}
+# only where they are named: a long one, and those that come together
+SINGLE = {"accuracy": accuracy_table, **OF_ABLATIONS}
 
 
 def table(directory: Path, names: Iterable[str] = TABLES) -> str:
@@ -397,10 +395,10 @@ def table(directory: Path, names: Iterable[str] = TABLES) -> str:
     tables = []
     for name in names:
         try:
-            tables += (TABLES | SINGLE)[name](directory)
+            tables.append((TABLES | SINGLE)[name](directory))
         except (LookupError, TypeError, ValueError) as error:
             what = f"rows of the table {name} do not belong together ({error!r})"
             raise ToolError(f"{directory}: {what}") from error
     if not any(tables):
         raise ToolError(f"{directory}: no result files of these measurements")
-    return "\n\n".join(filter(None, tables))
+    return joined(*tables)

@@ -82,10 +82,9 @@ def beside(row: dict, first: dict) -> str:
         return f"{len(alike)} runs: {min(alike):.2f} to {max(alike):.2f}" if len(alike) > 1 else ""
     if row is first or not first.get("batch_ms"):
         return ""
-    if not (row.get("turns_ms") and first.get("turns_ms")):
-        return f"{first['batch_ms'] / row['batch_ms']:.2f}x"
-    turns = ratios(first, row)
-    return f"{statistics.median(turns):.2f}x ({spread(turns)})"
+    if turns := ratios(first, row):
+        return f"{statistics.median(turns):.2f}x ({spread(turns)})"
+    return f"{first['batch_ms'] / row['batch_ms']:.2f}x"
 
 
 def draw_ablation(rows: Sequence[dict]) -> str:
@@ -93,9 +92,8 @@ def draw_ablation(rows: Sequence[dict]) -> str:
     none = {(row.get("seed"), row.get("group")): row for row in rows if not row["on"]}
     turns = {row["side"]: [] for row in rows if row["on"]}
     for row in rows:
-        base = none.get((row.get("seed"), row.get("group")), {})
-        if row["side"] in turns and "turns_ms" in row and "turns_ms" in base:
-            turns[row["side"]] += ratios(base, row)
+        if row["side"] in turns:
+            turns[row["side"]] += ratios(none.get((row.get("seed"), row.get("group")), {}), row)
     every = [1, 1.01, *itertools.chain(*turns.values())]
     low, high = min(every), max(every)
     lines = []

@@ -73,7 +73,8 @@ def side_columns(
 
 
 def render(columns: Sequence[Column], rows: Sequence, style: str = "markdown") -> str:
-    """A table as "markdown" or "text", aligned, or as "csv", where numbers are not rounded.
+    """A table as "markdown" or "text", aligned, or as "csv", where numbers are not rounded; nothing
+    where Markdown would have no rows.
 
     A cell of a CSV file that a spreadsheet would take for a formula begins with a '.
     """
@@ -83,6 +84,8 @@ def render(columns: Sequence[Column], rows: Sequence, style: str = "markdown") -
         lines += [[column.of(row) for column in columns] for row in rows]
         csv.writer(file, lineterminator="\n").writerows(map(harmless, line) for line in lines)
         return file.getvalue()
+    if not rows and style == "markdown":
+        return ""
     lines = [[column.label for column in columns]]
     lines += [[cell(c.of(row), c.form, c.unit) for c in columns] for row in rows]
     between = " | " if style == "markdown" else "  "

@@ -28,7 +28,7 @@ from lab.provenance import watched
 from lab.records import NONE, Positive, Row, Study, check_rows, read
 from lab.script import interpret_without_gpu, load_script, script_arguments
 from lab.show import Column, ended, rate, render
-from lab.turns import graph_of, in_turns, on_gpu, ratios, short_run, speeds, spread
+from lab.turns import graph_of, in_turns, on_gpu, ratios, short_run, speeds, speedup, spread
 
 # what names a row, and what measures the rest of it, or of several
 Part = tuple[dict, Callable[[], dict | list[dict]]]
@@ -249,8 +249,7 @@ def beside_first(rows: Iterable[dict]) -> list[dict]:
             known = row is not first and row.get(key) and first.get(key)
             return row[key] / first[key] if known else None
 
-        turns = row is not first and "turns_ms" in row and "turns_ms" in first
-        over = ratios(first, row) if turns else []
+        over = ratios(first, row) if row is not first else []
         slower, loss = ratio("batch_ms"), ratio("final_loss")
         beside = {
             "over_first": statistics.median(over) if over else slower and 1 / slower,
@@ -349,10 +348,8 @@ def speedups_over_unfused(
     measured = in_turns({name: side for name, (_, side) in sides.items()}, rounds, counted)
     rows = []
     for name, (on, _) in sides.items():
-        row = measured[name]
-        finished = "turns_ms" in row and "turns_ms" in measured["none"]
-        gain = statistics.median(ratios(measured["none"], row)) if finished else None
-        rows.append({"side": name, "on": [*on], **row, "speedup": gain})
+        gain = speedup(measured["none"], measured[name])
+        rows.append({"side": name, "on": [*on], **measured[name], "speedup": gain})
     return rows
 
 

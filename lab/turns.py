@@ -226,14 +226,18 @@ def speeds(row: dict) -> dict[str, float | None]:
     }
 
 
-def ratios(first: dict, second: dict) -> list[float]:
-    """Time of the first side over that of the second, turn by turn."""
-    return [a / b for a, b in zip(first["turns_ms"], second["turns_ms"], strict=True)]
+def ratios(first: Mapping, second: Mapping) -> list[float]:
+    """Time of the first side over that of the second, turn by turn; none where one took none."""
+    for key in ("turns_ms", "turns_us"):
+        if first.get(key) and second.get(key):
+            return [a / b for a, b in zip(first[key], second[key], strict=True)]
+    return []
 
 
-def speedup(first: dict, second: dict) -> float:
-    """How many times as fast the second side is: the median over the turns."""
-    return statistics.median(ratios(first, second))
+def speedup(first: Mapping | None, second: Mapping | None) -> float | None:
+    """How many times as fast the second side is: the median over the turns, None without any."""
+    found = ratios(first or {}, second or {})
+    return statistics.median(found) if found else None
 
 
 def verdict(ratios: Sequence[float]) -> str:
@@ -271,7 +275,7 @@ class Turns:
     def ratios(self, side: str) -> list[float]:
         """Time of the first side over that of this one, turn by turn."""
         first = next(iter(self.ms.values()))
-        return [a / b for a, b in zip(first, self.ms[side], strict=True)]
+        return ratios({"turns_ms": first}, {"turns_ms": self.ms[side]})
 
     def __repr__(self) -> str:
         first, *others = self.ms
