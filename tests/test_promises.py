@@ -260,7 +260,7 @@ def test_a_package_that_is_missing_is_one_line(tmp_path):
 # --- what was run is named
 
 
-@pytest.mark.parametrize("tool", DEFAULTS, ids=lambda tool: tool.PROG)
+@pytest.mark.parametrize("tool", DEFAULTS, ids=lambda tool: tool.__name__)
 def test_a_tool_names_the_script_that_nobody_gave(tool):
     default = getattr(tool, "SCRIPT", DEFAULT_SCRIPT)
     for given, notes in ([], 1), (["--script", default], 0):
