@@ -109,7 +109,10 @@ def measure_study(
             if first.RANK == 0:
                 # what comes next may follow from the rows
                 whole = len(parts) if isinstance(parts, Sized) else None
-                line = f"{number + 1}{f' of {whole}' if whole else ''}: {in_words(names)}"
+                words = (
+                    f"{k} {' '.join(v) if isinstance(v, list) else v}" for k, v in names.items()
+                )
+                line = f"{number + 1}{f' of {whole}' if whole else ''}: {', '.join(words)}"
                 if whole and seconds:
                     left = math.ceil(statistics.fmean(seconds) * (whole - number))
                     line += f"; about {left} s left"
@@ -124,15 +127,6 @@ def measure_study(
     if first.RANK == 0:
         unfinished.unlink(missing_ok=True)
     return rows
-
-
-def in_words(names: Mapping[str, object]) -> str:
-    """What names a row, for a line of progress."""
-    words = (
-        f"{key} {' '.join(value) if isinstance(value, list) else value}"
-        for key, value in names.items()
-    )
-    return ", ".join(words)
 
 
 def chosen(parts: Sequence[Part], words: Sequence[str]) -> list[Part]:
@@ -448,24 +442,38 @@ def sets_table(script: str, rows: Sequence[dict], wide: bool = False) -> str:
 
     `wide`: memory and the range of turns, too.
     """
-    unit = unit_of(rows)
     rows = sorted(rows, key=lambda row: len(row["on"]))
-    sets = {row["side"]: {"name": row["side"]} for row in rows}  # and its rows of each precision
-    for row in rows:
-        sets[row["side"]].setdefault(row["precision"], []).append(row)
+    lines = {row["side"]: {"name": row["side"]} for row in rows}
     columns = [Column(script, "name")]
     for precision in dict.fromkeys(row["precision"] for row in rows):
-        counted = any("per_step" in row for row in rows if row["precision"] == precision)
+        sets = defaultdict(list)
+        for row in rows:
+            if row["precision"] == precision:
+                sets[row["side"]].append(row)
+        logs = log_speedups(itertools.chain(*sets.values()))
+        for side, same in sets.items():
+            cells = {key: median(known(same, key)) for key in ("peak_mb", "per_step", "batch_ms")}
+            ends = filter(None, map(ended, same))
+            cells["gain"] = next(ends, None) or median(known(same, "speedup"))
+            turns = logs.get(frozenset(same[0]["on"]), {}) if same[0]["on"] else {}
+            cells["turns"] = range_of([*map(math.exp, turns.values())])
+            lines[side] |= {(precision, key): value for key, value in cells.items()}
+        counted = any(known(same, "per_step") for same in sets.values())
+        peak = Column(f"{precision} peak MB", (precision, "peak_mb"), ".1f")
+        count = Column(f"{precision} {unit_of(rows)}", (precision, "per_step"), ".10g")
         columns += [
-            *[Column(f"{precision} peak MB", median_of(precision, "peak_mb"), ".1f")] * wide,
-            *[Column(f"{precision} {unit}", median_of(precision, "per_step"), ".10g")] * counted,
-            Column(f"{precision} ms per step", median_of(precision, "batch_ms"), ".2f"),
-            Column(f"{precision} speed-up", partial(gain_or_end, precision), ".2f", "x"),
+            *[peak] * wide,
+            *[count] * counted,
+            Column(f"{precision} ms per step", (precision, "batch_ms"), ".2f"),
+            Column(f"{precision} speed-up", (precision, "gain"), ".2f", "x"),
+            *[Column(f"{precision} in turns", (precision, "turns"))] * wide,
         ]
-        if wide:
-            logs = log_speedups(row for row in rows if row["precision"] == precision)
-            columns.append(Column(f"{precision} in turns", partial(gain_in_turns, precision, logs)))
-    return render(columns, [*sets.values()])
+    return render(columns, [*lines.values()])
+
+
+def known(rows: Iterable[dict], key: str) -> list[float]:
+    """What these rows have of it."""
+    return [row[key] for row in rows if row.get(key) is not None]
 
 
 def costs_table(title: str, rows: Sequence[dict]) -> str:
@@ -501,29 +509,6 @@ def costs_table(title: str, rows: Sequence[dict]) -> str:
     for cell, (what, key) in itertools.product(cells, kinds):
         columns.append(Column(f"{cell}, {what}", partial(more, key, cell)))
     return render(columns, [*fusions, CONTROL])
-
-
-def median_of(precision: str, key: str) -> Callable[[dict], float | None]:
-    """Of a set: the median of its rows in this precision."""
-
-    def value(of_set: dict) -> float | None:
-        found = (row.get(key) for row in of_set.get(precision, ()))
-        return median([number for number in found if number is not None])
-
-    return value
-
-
-def gain_or_end(precision: str, of_set: dict) -> object:
-    """Of a set: its speed-up, or how the first of its rows ended that did not finish."""
-    ends = filter(None, map(ended, of_set.get(precision, ())))
-    return next(ends, None) or median_of(precision, "speedup")(of_set)
-
-
-def gain_in_turns(precision: str, logs: Logs, of_set: dict) -> str | None:
-    """Of a set: the range of its speed-up over none."""
-    rows = of_set.get(precision)
-    turns = logs.get(frozenset(rows[0]["on"]), {}) if rows and rows[0]["on"] else {}
-    return spread(list(map(math.exp, turns.values()))) if turns else None
 
 
 def by_shape(rows: Iterable[dict]) -> dict[str, list[dict]]:
