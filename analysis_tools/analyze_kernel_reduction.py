@@ -37,7 +37,6 @@ from lab.show import write_csv
 
 
 def as_row(kernel: Kernel) -> dict:
-    """A row of the CSV file."""
     return {
         "name": kernel.name,
         "category": kernel.category,
@@ -48,7 +47,6 @@ def as_row(kernel: Kernel) -> dict:
 
 
 def analyse(args: argparse.Namespace) -> int:
-    """Print and write the comparison; returns the exit status."""
     sides = [load_profile(args.baseline), load_profile(args.fused)]
     kernels, notes, text = compare(sides, args.top)
     note(*notes)

@@ -51,7 +51,6 @@ def build_parser() -> Parser:
 
 
 def scripts_of(args: argparse.Namespace) -> dict[str, str]:
-    """The script of each model."""
     there = sorted(path.stem.rpartition("_")[2] for path in ROOT.glob(f"tiny_{args.family}_v*.py"))
     if unknown := [model for model in args.models if model not in there]:
         raise ToolError(f"--models {unknown[0]}: {args.family} has {', '.join(there)}")
@@ -73,7 +72,6 @@ def measure(args: argparse.Namespace, argv: Sequence[str]) -> Path:
 
 
 def table(rows: Sequence[dict], metrics: Sequence[str]) -> str:
-    """The rows in Markdown, with the columns of these metrics."""
     first = rows[0]["side"]
     of_metrics = [
         ("throughput", Column("samples/sec", "samples_per_sec", ".1f")),
@@ -98,7 +96,6 @@ def table(rows: Sequence[dict], metrics: Sequence[str]) -> str:
 
 
 def benchmark(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Measure or read, and print; returns the exit status."""
     path = study.study_asked_for(args.table, argv) or measure(args, argv)
     keys = ("batch_size", "seq_len", "side", "script", "argv")
     content = study.read_study(path, keys)

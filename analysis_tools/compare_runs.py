@@ -72,7 +72,6 @@ def csv_rows(rows: Sequence[dict], runs: Sequence[records.Run]) -> list[dict]:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Print the table; returns the exit status."""
     runs = records.load_runs(args.runs)
     named = [(run.name, run.result) for run in runs]
     note(*records.differences(named))

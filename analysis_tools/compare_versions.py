@@ -50,7 +50,6 @@ def build_parser() -> Parser:
 
 
 def measured(args: argparse.Namespace, models: Sequence[str], argv: Sequence[str]) -> dict:
-    """The study of these models, measured as far as it is not yet."""
     import torch
 
     wanted = args.versions or (VERSIONS if torch.cuda.is_available() else VERSIONS[:2])
@@ -83,7 +82,6 @@ def read(given: dict[str, Path], models: Sequence[str]) -> list[dict]:
 
 
 def compare(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Print the tables, write the report; returns the exit status."""
     models = [f"tiny_{args.family}"] if args.family else ["tiny_llama", "tiny_openfold"]
     given = {version: path for version in VERSIONS if (path := getattr(args, version))}
     if given and (argv or args.versions):

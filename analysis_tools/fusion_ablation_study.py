@@ -79,7 +79,6 @@ def measure(args: argparse.Namespace, argv: Sequence[str]) -> Path:
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Measure or read, and print; returns the exit status."""
     path = study.study_asked_for(args.table, argv) or measure(args, argv)
     content = study.read_study(path, KEYS, study.TIMES, kind=study.Ablated)
     rows, script = content["rows"], content["rows"][0]["script"]

@@ -71,7 +71,6 @@ def energy(modules: Sequence, argv: list[str], seconds: int, rounds: int) -> lis
 
 
 def table(rows: Sequence[dict]) -> str:
-    """The rows in Markdown, energy also as a part of the first one's."""
 
     def of_first(row: dict) -> float:
         both = zip(row["turns_joules"], rows[0]["turns_joules"], strict=True)
@@ -90,7 +89,6 @@ def table(rows: Sequence[dict]) -> str:
 
 
 def measure(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Measure and print the table; returns the exit status."""
     modules = [load_script(name) for name in args.scripts]
     provenance.reading()  # before anything takes long
     argv = graph_of(rest)

@@ -56,7 +56,6 @@ def beside_memory(row: dict, mb: float) -> dict:
 
 
 def table(rows: Sequence[dict], target: float) -> str:
-    """The rows in Markdown."""
 
     def memory(row: dict) -> str:
         return cell(row["part"], ".1%", ", above the limit" * ((row["part"] or 0) > target))
@@ -87,7 +86,6 @@ def answer(rows: Sequence[dict], objective: str) -> str:
 
 
 def optimize(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Search and print; returns the exit status."""
     if "--batch-size" in words_of(argv):
         raise ToolError("--batch-size is what is looked for: --max-batch-size limits it")
     module, target = load_script(args.script), args.target_memory_usage

@@ -76,7 +76,6 @@ def page_of(panels: Sequence[Panel]) -> str:
 
 
 def build(args: argparse.Namespace) -> int:
-    """Read all files and write the page; returns the exit status."""
     if args.output.suffix != ".html":
         raise ToolError(f"--output {args.output}: must end in .html")
     found = {path: read(path, name) for path, name in files_in(args.paths)}

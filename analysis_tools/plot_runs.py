@@ -97,7 +97,6 @@ def draw(path: Path, points: Points, label: str) -> None:
 
 
 def plot(args: argparse.Namespace) -> int:
-    """Print the table, draw the picture; returns the exit status."""
     output, runs = args.output, records.load_runs(args.runs, lines=True)
     if output and output.suffix not in (".png", ".svg", ".pdf"):
         raise ToolError(f"--output {output}: must end in .png, .svg, .pdf")

@@ -85,7 +85,6 @@ def lines_of(name: str, old: Entry, new: Entry, least: float | None) -> tuple[li
 
 
 def test(args: argparse.Namespace) -> int:
-    """Print the table; returns the exit status."""
     pairs = pair(*map(load_entries, (args.baseline_results, args.current_results)))
     first, *others = (old for old, _ in pairs.values())
     if all("status" in old.row for old in (first, *others)):

@@ -57,7 +57,6 @@ SECTIONS = {
 
 
 def generate(args: argparse.Namespace) -> int:
-    """Write or print the report; returns the exit status."""
     output = args.output or (args.output_dir / NAME if args.output_dir else None)
     folders = {label: getattr(args, label) for label in DEFAULTS}
     sections, missing, every, known, runs = [], [], [], {}, {}

@@ -82,7 +82,6 @@ def analyse_rocprof_compute(directory: Path) -> tuple:
 
 
 def analyse(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Measure scripts or read a profile; returns the exit status."""
     drawing()  # before anything is measured
     if args.from_rocprof_compute and argv:
         raise ToolError(f"--from-rocprof-compute runs no script: {argv[0]} has no meaning here")

@@ -60,7 +60,6 @@ def build_parser() -> Parser:
 
 
 def validate(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Print the table; returns the exit status."""
     scripts = [load_script(str(path)) for path in (args.baseline, args.optimized)]
     from lab.accuracy import Side, compare_scripts
 

@@ -264,7 +264,6 @@ def compared(make: Callable[[], tuple[Side, dict[str, Side]]]) -> dict[str, dict
 
 
 def study(args: argparse.Namespace) -> Iterator[Part]:
-    """Rows of the study."""
     for subject, precision, case in itertools.product((*SIZES, *PARTS), PRECISIONS, LENGTHS):
         if case == "odd" and precision != "bf16":
             continue

@@ -101,7 +101,6 @@ def measured(sides: dict[str, tuple[str, list[str]]], rounds: int, alone: bool) 
 
 
 def first_losses(run: object) -> dict:
-    """What the row of a Run has beside time and memory."""
     return {"first_losses": [loss for turn in run.turns for loss in turn.losses][:5]}
 
 
@@ -125,7 +124,6 @@ def judged(sides: Mapping[str, dict]) -> dict:
 
 
 def table(cases: Mapping[tuple, dict]) -> str:
-    """A line in Markdown for each case: its sides, and what they show."""
     lines = [{"name": ", ".join(case), **line} for case, line in cases.items()]
     columns = [Column("whole steps", "name"), *side_columns("{}, ms", SIDES, "batch_ms", ".3f")]
     columns += [Column(key, key) for key in lines[0] if key not in ("name", *SIDES)]
@@ -133,7 +131,6 @@ def table(cases: Mapping[tuple, dict]) -> str:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Measure what is asked for and print the table; returns the exit status."""
     if bool(args.before) == bool(args.table):
         raise ToolError("a revision or a folder to measure, or --table FILE.json")
     path = args.table or args.output or Path("before_after.json")

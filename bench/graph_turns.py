@@ -38,7 +38,6 @@ def matmul_precision(products: str) -> Iterator[None]:
 
 
 def as_tuple(found: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-    """What an operation returns, also where it is a single tensor."""
     return (found,) if isinstance(found, Tensor) else found
 
 
@@ -98,7 +97,6 @@ class Side:
         self.graph()
 
     def take(self) -> None:
-        """A turn: microseconds of a step."""
         self.row["turns_us"].append(1e6 * seconds(self.graph, DEVICE) / self.repeats)
 
 

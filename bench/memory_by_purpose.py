@@ -40,7 +40,6 @@ MODULES = (  # of what is kept: the first pattern that the name of the module ha
 
 
 def storage(tensor: Tensor) -> tuple[int, int]:
-    """Where a tensor's memory is, and how many bytes of it there are."""
     memory = tensor.untyped_storage()
     return memory.data_ptr(), memory.nbytes()
 
@@ -125,7 +124,6 @@ def measure(module: ModuleType, argv: list[str]) -> dict:
 
 
 def study(args: argparse.Namespace) -> Iterator[Part]:
-    """Rows of the study: each version of a large Llama, and of a real crop."""
     for shape, version in itertools.product(
         ("tiny_llama, medium", "tiny_openfold, crop"), ALL_VERSIONS
     ):

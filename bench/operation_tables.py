@@ -60,7 +60,6 @@ def sides_tables(directory: Path, study: str) -> str:
 
 
 def rows_table(directory: Path) -> str:
-    """Rate of each kernel that moves bytes."""
     rows = read_rows(directory / "rows.json", ("side",), kind=Moved)
     columns = [
         Column("operator", "operator"),
@@ -106,7 +105,6 @@ def step_tables(directory: Path) -> str:
 
 
 def llama_table(directory: Path) -> str:
-    """The whole step of each side in milliseconds, its time over the first one's, memory."""
     rows, sides = lines_in(directory / "llama.json")
 
     def milliseconds(side: Mapping) -> float | None:
@@ -128,7 +126,6 @@ def llama_table(directory: Path) -> str:
 
 
 def traffic_table(directory: Path) -> str:
-    """GB per step of each version, and the part of V1's that V4 has left."""
     rows, _ = lines_in(directory / "traffic.json", Traffic)
 
     def left(row: Mapping) -> float | None:
@@ -143,7 +140,6 @@ def traffic_table(directory: Path) -> str:
 
 
 def table(directory: Path) -> str:
-    """The tables of one device as Markdown."""
     tables = [sides_tables(directory, study) for study in OPERATIONS]
     of_steps = rows_table, step_tables, llama_table, traffic_table
     found = joined(*tables, *(tables_of(directory) for tables_of in of_steps))

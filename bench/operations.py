@@ -87,7 +87,6 @@ def parts_of(study: str, args: argparse.Namespace) -> Iterator[Part]:
 
 
 def measure_shape(sides_of: Callable, sizes: tuple, precision: str, rounds: int) -> list[dict]:
-    """A row for each side, in turns, with this precision of float32 products."""
     dtype, products = PRECISIONS[precision]
     with matmul_precision(products):
         return as_rows(steps_in_turns(sides_of(sizes, dtype), rounds))
@@ -280,7 +279,6 @@ def check_ours(sides: Mapping[str, dict]) -> None:
 
 
 def run_study(args: argparse.Namespace) -> int:
-    """Measure, or print the tables; returns the exit status."""
     if args.what == "table":
         print(table(args.directory))
         return 0

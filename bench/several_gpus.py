@@ -32,8 +32,6 @@ from lab.turns import alternating, failure, free_memory, graph_of, make_trainer,
 
 
 class Scaling(Row):
-    """A version on several GPUs."""
-
     name: str  # of a size in SCALING
     processes: Count  # that shared the batch, on a GPU each
     backward_ms: Positive = None
@@ -244,12 +242,10 @@ def scaling_table(rows: Sequence[dict], mode: str, weak: bool) -> str:
 
 
 def described(name: str, precision: str) -> str:
-    """A row of `scaling` in words."""
     return f"{name}, {SCALING[name].per_gpu} per GPU, {precision}"
 
 
 def ddp_table(directory: Path) -> str:
-    """What a step on several GPUs consists of."""
     rows = read_rows(directory / "ddp_4.json", kind=Apart)
 
     def name(row: dict) -> str:

@@ -10,13 +10,10 @@ RUNS = 100  # of the same batch: are all bits equal?
 
 
 def script_of(model: str, version: str) -> str:
-    """The script of a version: tiny_llama_v1."""
     return f"{model}_{version.lower()}"
 
 
 class Shape(NamedTuple):
-    """Sizes of a model."""
-
     model: str
     argv: list[str]
 

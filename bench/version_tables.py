@@ -30,8 +30,6 @@ FASTEST = {"tiny_llama": "fastest", "tiny_openfold": "fastest_openfold"}  # file
 
 
 class Trunk(Row):
-    """A whole trunk of blocks."""
-
     checkpointed: bool  # with --checkpoint-blocks
 
 
@@ -54,8 +52,6 @@ class Errors(Record):
 
 
 class Compared(Row):
-    """The sides of one case."""
-
     subject: str
     case: str
     precision: str
@@ -68,12 +64,10 @@ def lines_of(measured: Mapping[tuple, dict[str, dict]], words: str = "{}, {}") -
 
 
 def names_in(measured: Mapping[tuple, dict[str, dict]]) -> list[str]:
-    """The sides of a study, each once."""
     return list(dict.fromkeys(name for sides in measured.values() for name in sides))
 
 
 def over(before: str, after: str, label: str) -> Column:
-    """A column: how many times as fast one side is as another, None where one was not measured."""
     return Column(label, lambda sides: speedup(sides.get(before), sides.get(after)), ".2f", "x")
 
 
@@ -88,7 +82,6 @@ def best_over(
 
 
 def best_column(label: str, others: Iterable[str], ours: str) -> Column:
-    """A column of the same."""
     form = "{:.2f}x ({})".format
     return Column(label, lambda sides: (best := best_over(others, ours, sides)) and form(*best))
 
@@ -110,7 +103,6 @@ def share_table(directory: Path) -> str:
 
 
 def share_of(category: str, profile: Mapping) -> float | None:
-    """Per cent of a profile's kernel time, None if it has no such kernel."""
     return profile["categories"].get(category, {}).get("percent")
 
 

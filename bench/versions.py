@@ -183,7 +183,6 @@ def untuned(args: argparse.Namespace) -> Iterator[Part]:
 
 
 def one_side(name: str, side: tuple[str, list[str]], rounds: int) -> dict:
-    """Turns of a side alone."""
     return in_turns({name: side}, rounds)[name]
 
 
@@ -308,7 +307,6 @@ def counts(args: argparse.Namespace) -> Iterator[Part]:
 
 
 def kernels_of_a_step(script: str, argv: list[str]) -> dict:
-    """What is counted, and how many."""
     module = importlib.import_module(script)
     trainer = make_trainer(module, argv)
     counted = module.count_kernels(trainer)
@@ -364,7 +362,6 @@ def build_parser() -> Parser:
 
 
 def run_suite(args: argparse.Namespace) -> int:
-    """Measure, or print the tables; returns the exit status."""
     if args.suite == "table":
         print(table(args.directory, args.tables))
         return 0

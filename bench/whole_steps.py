@@ -83,7 +83,6 @@ def kernels_and_reference(script: str, argv: list[str], rounds: int) -> dict:
 
 
 def traffic(args: argparse.Namespace) -> Iterator[Part]:
-    """Rows of the study: what the operators of a step read and write, of each version."""
     for precision, (name, shape) in of_models(args):
         argv = [*shape.argv, *ARGUMENTS[precision]]
         yield {"shape": name, "precision": precision}, partial(gigabytes, shape.model, argv)
@@ -126,7 +125,6 @@ def training_step(
 
 
 def one_step(trainer, batch: dict[str, Tensor]) -> Sequence[Tensor]:
-    """A training step of a version's own trainer -> the loss."""
     return (trainer.compute(batch),)
 
 
@@ -171,7 +169,6 @@ EAGER = "Liger, eager"
 
 
 def libraries_llamas() -> dict[str, Callable]:
-    """What is made of Hugging Face's Llama."""
     return {
         "Hugging Face": lambda model: model,
         "Hugging Face compiled": torch.compile,

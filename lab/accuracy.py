@@ -102,7 +102,6 @@ def check_close(found: Tensor, right: Tensor, what: str, limit: float | None = N
 
 
 def checked(*differences: Difference) -> Report:
-    """The report; ToolError with all that is wrong in it."""
     if wrong := [str(one) for one in differences if not one.right]:
         raise ToolError("; ".join(wrong), status=1)
     return Report(differences)
@@ -401,7 +400,6 @@ class Side:
         return trainer
 
     def batches(self) -> object:
-        """The source of its batches, from the first on."""
         return self.script.make_batches(self.args, torch.device("cpu"), self.args.seed)
 
 

@@ -29,11 +29,9 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (--help lists all arguments)\n")
 
     def add_flag(self, name: str, help: str) -> None:
-        """Add an argument without a value."""
         self.add_argument(name, action="store_true", help=help)
 
     def add_count(self, name: str, default: int, help: str = "", least: int = 1) -> None:
-        """Add an argument that is a whole number."""
         help = f"{help} (default: {default})".strip()
         self.add_argument(name, type=at_least(least), default=default, metavar="N", help=help)
 
@@ -45,7 +43,6 @@ class Parser(argparse.ArgumentParser):
         default: Path | None = None,
         required: bool = False,
     ) -> None:
-        """Add an argument that is a file or a folder."""
         help = f"{help} (default: {default})".strip() if default else help
         more = {"required": True} if required else {}
         self.add_argument(name, type=Path, default=default, metavar=metavar, help=help, **more)
@@ -63,7 +60,6 @@ def needed() -> Iterator[None]:
 
 
 def missing(error: ModuleNotFoundError) -> str:
-    """What to install, in one line."""
     package = (error.name or str(error)).partition(".")[0]
     return f"it needs the package {package}, which is not there (pip install {package})"
 

@@ -33,7 +33,6 @@ Cells = Mapping[str, Mapping[str, dict]]  # of each sizes and mode, a row of eac
 
 
 def numbers_in(text: str) -> list[int]:
-    """The numbers in words about sizes, to sort by."""
     return [int(digits) for digits in re.findall(r"\d+", text)]
 
 
@@ -246,7 +245,6 @@ class Study:
         return ", ".join(in_words(f"{key} {value}") for key, value in sizes.items() if value)
 
     def panels(self) -> Iterator[Panel]:
-        """Its charts; none if it is about something else."""
         first = self.content["rows"][0]
         if "on" in first:
             return self.ablations()
@@ -379,7 +377,6 @@ def found_in(run: Run) -> Iterator[Found | str]:
 
 
 def only(kind: type, found: Sequence) -> list:
-    """Those of one type."""
     return [each for each in found if isinstance(each, kind)]
 
 

@@ -26,7 +26,6 @@ class Default(str):
 def add_script(
     parser: argparse.ArgumentParser | argparse._MutuallyExclusiveGroup, default: str
 ) -> None:
-    """Add --script with this default."""
     script = {"default": Default(default), "metavar": "FILE"}
     parser.add_argument("--script", **script, help="(default: %(default)s)")
 

@@ -40,7 +40,6 @@ class Column:
     text: bool = False  # aligned to the left, as the first column always is
 
     def of(self, row: Any) -> object:
-        """The value in a row, None where it has none."""
         if callable(self.value):
             return self.value(row)
         return row.get(self.value) if isinstance(row, Mapping) else getattr(row, self.value)
@@ -110,7 +109,6 @@ def render(columns: Sequence[Column], rows: Sequence, style: str = "markdown") -
 
 
 def harmless(value: object) -> object:
-    """The value for a CSV file."""
     formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
     return f"'{value}" if formula else value
 

@@ -297,7 +297,6 @@ def fusion_sets(fusions: Sequence[str], every: bool = False) -> list[Set]:
 
 
 def set_name(on: Set, fusions: Sequence[str]) -> str:
-    """A set in words."""
     if len(on) in (0, len(fusions)):
         return "all" if on else "none"
     if len(on) == 1:
@@ -433,7 +432,6 @@ def additivity(logs: Logs, fusions: Sequence[str]) -> str:
 
 
 def varying(rows: Iterable[dict]) -> list[str]:
-    """The fusions that vary in these rows."""
     return max((row["on"] for row in rows), key=len)
 
 
@@ -472,7 +470,6 @@ def sets_table(script: str, rows: Sequence[dict], wide: bool = False) -> str:
 
 
 def known(rows: Iterable[dict], key: str) -> list[float]:
-    """What these rows have of it."""
     return [row[key] for row in rows if row.get(key) is not None]
 
 

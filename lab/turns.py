@@ -269,7 +269,6 @@ class Turns:
 
     @property
     def us(self) -> dict[str, list[float]]:
-        """The same in microseconds."""
         return {side: [1e3 * ms for ms in times] for side, times in self.ms.items()}
 
     def ratios(self, side: str) -> list[float]:

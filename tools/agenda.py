@@ -42,8 +42,6 @@ EXERCISE = re.compile(r"^## Exercise \d+[^:]*: (.+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Item:
-    """A line of an agenda."""
-
     what: str
     minutes: int
     path: str = ""  # of its sheet
@@ -58,7 +56,6 @@ def core_minutes(path: str) -> int:
 
 
 def title_of(path: str) -> str:
-    """What a sheet is called: its version, and what it is about."""
     text = (ROOT / path).read_text(encoding="utf-8")
     return ", ".join(found[1] for found in (TITLE.search(text), EXERCISE.search(text)) if found)
 
@@ -75,12 +72,10 @@ def item_of(line: str) -> Item:
 
 @cache
 def plan() -> dict:
-    """docs/agenda.json."""
     return read_json(PLAN)
 
 
 def session(name: str) -> list[Item]:
-    """The items of a session."""
     return [item_of(line) for line in plan()["sessions"][name]]
 
 

@@ -116,8 +116,6 @@ class Pointer:
 
 
 class Launch:
-    """A launch of a kernel, and the precisions in which one like it was seen."""
-
     def __init__(self, kernel: triton.JITFunction, arguments: dict):
         self.kernel, self.arguments = kernel, arguments
         self.name = kernel.__name__.removesuffix("_kernel")
@@ -435,7 +433,6 @@ def build_parser() -> Parser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile and check, or show what is written; returns the exit status."""
     if args.write:
         args.dtype, args.size = ["float32", "bfloat16"], ["default", "wide"]  # what the file has
     return summary(args.summary) if args.summary else check(args)

@@ -60,7 +60,6 @@ SHAPES = {  # the sizes of the studies: names in results, and here
 
 
 def figure(draw: Callable[[], Sheet | str]) -> Callable[[], Sheet | str]:
-    """Register a figure under its name."""
     FIGURE[draw.__name__] = draw
     return draw
 
@@ -131,7 +130,6 @@ def residual_norm() -> str:
 
 @figure
 def two_streams() -> str:
-    """Without the second stream and with it."""
     find = {"study": "ablation_tiny_llama_v4", "shape": "tiny_llama, small"}
     without = rows_of(**find, side="all but overlap")[0]
     same = rows_of(**find, side="all", group=without["group"])[0]
@@ -212,7 +210,6 @@ def versions() -> Sheet:
 
 @figure
 def kernels() -> Sheet:
-    """Kernels of a step of every version."""
     shapes = "tiny_llama, small", "tiny_openfold, default"
     groups = by_version("per_step", "overview", *shapes, precision="bf16")
     note = "counted in one profiled step, bf16: forward, backward, optimizer"
@@ -421,7 +418,6 @@ TRACE = "tiny_llama_{}_{}.json.gz"  # version and mode
 
 
 def layers_of(version: str, mode: str = "eager") -> tuple[list, list]:
-    """Launches and kernels of two layers."""
     folder, eager = H100 / "traces", TRACE.format(version, "eager")
     return two_layers(
         folder / TRACE.format(version, mode), folder / eager if mode != "eager" else None
@@ -634,7 +630,6 @@ def build_parser() -> Parser:
 
 
 def draw(args: argparse.Namespace) -> int:
-    """Draw and write what is asked for; returns the exit status."""
     if unknown := set(args.names) - set(FIGURE):
         raise ToolError(f"no such figure: {', '.join(sorted(unknown))}")
     for name in args.names or FIGURE:

@@ -55,7 +55,6 @@ class Fault:
     wrong: str
 
     def plant(self, root: Path) -> None:
-        """Put it into the copy at `root`, at the first place; ToolError if there is none."""
         path = root / self.file
         text = path.read_text() if path.is_file() else ""
         if self.right not in text:
@@ -120,7 +119,6 @@ def run_pytest(root: Path, argv: list[str], output: TextIO) -> NoReturn:
 
 
 def who_notices(root: Path, fault: Fault, whole: bool) -> list[str]:
-    """The tests that fail with this fault."""
     tests = [] if whole else ["-n", "0", "-x", *shlex.split(fault.tests)]
     try:
         fault.plant(root)
@@ -147,7 +145,6 @@ def who_notices(root: Path, fault: Fault, whole: bool) -> list[str]:
 
 
 def plant(args: argparse.Namespace) -> int:
-    """Print a line for each fault; returns the exit status."""
     faults = [f for f in read_faults(TABLE) if re.search(args.only, f"{f.name} {f.file}")]
     missed = []
     with copy_of_repository() as root:

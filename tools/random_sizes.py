@@ -84,8 +84,6 @@ PRECISIONS = PRECISIONS | {"fp16": ["--use-amp", "--amp-dtype", "float16"]}
 
 @dataclass(frozen=True)
 class Case:
-    """A command line of a version, and what is asked of it."""
-
     kind: str
     model: str
     version: str
@@ -115,7 +113,6 @@ class Outcome:
 
 @cache  # a script is searched for and read each time
 def fusions_of(model: str, version: str) -> list[str]:
-    """Names of a version's fusions."""
     return [flag for flag, _, _ in load_script(f"{script_of(model, version)}.py").FUSIONS]
 
 
@@ -207,7 +204,6 @@ def difference_from_v1(case: Case) -> tuple[float, float]:
 
 
 def attempt(case: Case) -> Outcome:
-    """Run a case in this process."""
     module = load_script(f"{script_of(case.model, case.version)}.py")
     stdout, stderr = io.StringIO(), io.StringIO()
     status, difference, limit = 0, 0.0, 0.0
@@ -317,7 +313,6 @@ def rows_of(done: Iterable[tuple[Case, Outcome]]) -> list[dict]:
 
 
 def run_random_sizes(args: argparse.Namespace) -> int:
-    """Run the cases, write the result and print how they ended; returns the exit status."""
     args.output.unlink(missing_ok=True)
     whole = [({}, lambda: rows_of(run_cases(args)))]
     argv = ["--device", args.device, "--seed", str(args.seed)]

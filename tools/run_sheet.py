@@ -270,7 +270,6 @@ def sees_gpu(python: str) -> bool:
 
 
 def run_blocks(args: argparse.Namespace, blocks: list[Block], session: Session) -> None:
-    """Run all blocks, or until one fails without --keep-going."""
     left_out = {NOT_IN_CI} if args.ci else set()
     left_out |= set() if args.long else {LONG}
     if any(NEEDS_GPU in block.marks for block in blocks) and not sees_gpu(args.python):
@@ -317,7 +316,6 @@ def copy_repository(directory: Path) -> None:
 
 
 def run_sheet(args: argparse.Namespace) -> int:
-    """Run what the arguments ask for; returns the exit status."""
     # even where SIGINT was ignored; `timeout` sends the other one
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)

@@ -45,7 +45,6 @@ class Sheet:
         self.text(20, 30, title, TITLE, bold=True)
 
     def __str__(self) -> str:
-        """The SVG."""
         about = {"xmlns": "http://www.w3.org/2000/svg", "width": WIDTH, "height": self.height}
         about |= {"viewBox": f"0 0 {WIDTH} {self.height}"}
         about |= {"font-family": "DejaVu Sans, Verdana, Arial, sans-serif", "font-size": BODY}
@@ -53,7 +52,6 @@ class Sheet:
         return "\n".join([f"<svg{attributes(about)}>", *self.parts, "</svg>", ""])
 
     def add(self, tag: str, content: str | None = None, **values) -> None:
-        """Append an element."""
         end = "/>" if content is None else f">{html.escape(content, quote=False)}</{tag}>"
         self.parts.append(f"<{tag}{attributes(values)}{end}")
 
@@ -81,7 +79,6 @@ class Sheet:
             self.add("text", line, x=x, y=float(down), **style, **more)
 
     def note(self, y: float, words: str, x: float = 20, at: str = "") -> None:
-        """Small words in grey."""
         self.text(x, y, words, SMALL, GREY, at)
 
     def box(
@@ -124,7 +121,6 @@ class Sheet:
             self.text(x + 28, y + 10, name, SMALL)
 
     def line(self, *places: float, color: str = GREY, width: float = 1.5, dash: str = "") -> None:
-        """Straight lines through points: x, y, x, y, ..."""
         style = {"stroke": color, "stroke_width": width, "stroke_dasharray": dash}
         if len(places) == 4:
             self.add("line", **dict(zip(("x1", "y1", "x2", "y2"), places, strict=True)), **style)
@@ -143,7 +139,6 @@ class Sheet:
         self.add("polygon", points=" ".join(map(shown, (x1, y1, *chain(*sides)))), fill=color)
 
     def dot(self, x: float, y: float, color: str, size: float = 7, hollow: bool = False) -> None:
-        """A circle of this radius."""
         edge = {"stroke": color, "stroke_width": 3} if hollow else {}
         self.add("circle", cx=x, cy=y, r=size, fill=WHITE if hollow else color, **edge)
 
@@ -174,7 +169,6 @@ class Plot:
         return left + width * self.share(x, self.xs), top + height * (1 - self.share(y, self.ys))
 
     def line(self, *points: tuple[float, float], **style) -> None:
-        """A line through these points."""
         self.sheet.line(*(part for point in points for part in self.at(*point)), **style)
 
     def axes(self, xlabel: str, xticks: Iterable, ylabel: str = "", yticks: Iterable = ()) -> None:

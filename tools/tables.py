@@ -135,7 +135,6 @@ def update(path: Path, check: bool) -> list[str]:
 
 
 def update_all(args: argparse.Namespace) -> int:
-    """Name on stderr what is wrong; returns the exit status."""
     wrong = [line for path in args.files for line in update(path, args.check)]
     for line in wrong:
         say(line)

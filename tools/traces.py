@@ -118,7 +118,6 @@ def two_layers(path: Path, eager: Path | None = None) -> tuple[list[Event], list
 
 
 def write_step(args: argparse.Namespace) -> int:
-    """Write the step, and say what is in it; returns the exit status."""
     found = sorted(args.run.glob("*_trace.json.gz"))
     if len(found) != 1:
         raise ToolError(f"{args.run}: {len(found)} traces (*_trace.json.gz) where one is wanted")

@@ -55,7 +55,6 @@ def matching(directory: Path, pattern: str, writer: str) -> list[Path]:
 
 
 def statistics(directory: Path, out: Path) -> None:
-    """Merge what rocprofv3 wrote for each process."""
     if databases := sorted(directory.rglob("*_results.db")):
         dispatches = [each for path in databases for each in of_database(path)]
         write_statistics(out, of_dispatches(dispatches, directory))
@@ -94,12 +93,10 @@ def of_database(database: Path) -> list[Dispatch]:
 
 
 def convert(database: Path, out: Path) -> None:
-    """Kernel statistics of one database."""
     write_statistics(out, of_dispatches(of_database(database), database))
 
 
 def show(directory: Path) -> None:
-    """Print the top kernels."""
     rows = read_statistics(directory / "stats.csv")
     columns = [
         Column("share", lambda row: f"{row.percentage:.1f}%".rjust(7)),
@@ -129,7 +126,6 @@ def dispatches(directory: Path, out: Path) -> None:
 
 
 def require(directory: Path, pattern: Path) -> None:
-    """Print the files that were asked for."""
     for path in matching(directory, str(pattern), "the profiler"):
         print(path)
 
