@@ -24,14 +24,14 @@ from collections.abc import Mapping
 from functools import partial
 from itertools import product
 
-from bench.sizes import GPT_2, ODD, PRECISIONS, SHAPES, TRUNK, script_of, sized
+from bench.sizes import GPT_2, ODD, PRECISIONS, SHAPES, TRUNK, in_sizes, script_of, sized
 from lab.cli import Parser, ToolError, documented_parser, program
 from lab.provenance import output_of
 from lab.records import Row
 from lab.script import import_file, interpret_without_gpu
 from lab.show import Column, render, side_columns
 from lab.study import TIMES, Part, add_study, as_rows, by_side, chosen, measure_study, read_study
-from lab.turns import all_measured, graph_of, ratios
+from lab.turns import all_measured, ratios
 
 KEYS = ("version", "shape", "precision")
 SIDES = ("before", "after", "again")
@@ -78,17 +78,16 @@ def import_earlier(before: str, script: str, folder: Path) -> str:
 def parts(before: str, folder: Path, rounds: int) -> list[Part]:
     """What names the sides of a case, and what measures them; the newest version first."""
     found, earlier = [], {}
-    for version, (shape, (model, sizes)) in product(("V4", "V3"), SIZES.items()):
+    for version, (names, model, argv) in product(("V4", "V3"), in_sizes(PRECISIONS, shapes=SIZES)):
+        if names["precision"] not in ("bf16", *MORE.get(names["shape"], ())):
+            continue
         script = script_of(model, version)
         if script not in earlier:
             earlier[script] = import_earlier(before, script, folder)
         scripts = dict(zip(SIDES, (earlier[script], script, earlier[script]), strict=True))
-        for precision in ("bf16", *MORE.get(shape, ())):
-            names = dict(zip(KEYS, (version, shape, precision), strict=True))
-            names |= {"model": model, "script": script}
-            argv = graph_of([*sizes, *PRECISIONS[precision]])
-            sides = {side: (name, argv) for side, name in scripts.items()}
-            found.append((names, partial(measured, sides, rounds, shape == ALONE)))
+        sides = {side: (name, argv) for side, name in scripts.items()}
+        names = {"version": version, **names, "model": model, "script": script}
+        found.append((names, partial(measured, sides, rounds, names["shape"] == ALONE)))
     return found
 
 

@@ -1,8 +1,10 @@
 """Sizes, precisions and modes in which versions are measured, by the names that results have."""
 
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
 from typing import NamedTuple
 
-from lab.turns import GRAPH
+from lab.turns import GRAPH, graph_of
 
 VERSIONS = ("V1", "V2", "V3")
 ALL_VERSIONS = (*VERSIONS, "V4")
@@ -43,3 +45,14 @@ MODES = {  # the best mode of torch.compile is that with graphs of its own
     "compiled": [*COMPILE, "--torch-compile-mode", "reduce-overhead"],
     "compiled graph": [*COMPILE, GRAPH],
 }
+
+
+def in_sizes(
+    precisions: Iterable[str] = ("bf16",), model: str = "", shapes: Mapping[str, Shape] = SHAPES
+) -> Iterator[tuple[dict, str, list[str]]]:
+    """What names each size and precision, of this model only if one is given; the model, and its
+    arguments as a graph."""
+    for (shape, (of_model, sizes)), precision in product(shapes.items(), precisions):
+        if model in ("", of_model):
+            names = {"shape": shape, "precision": precision}
+            yield names, of_model, graph_of([*sizes, *PRECISIONS[precision]])

@@ -34,11 +34,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the 
 import argparse
 import contextlib
 import importlib
-import itertools
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from unittest import mock
 
 from bench.several_gpus import ddp, join_processes, scaling
@@ -53,6 +53,7 @@ from bench.sizes import (
     SHAPES,
     TRUNK,
     VERSIONS,
+    in_sizes,
     script_of,
     sized,
 )
@@ -62,6 +63,7 @@ from lab.files import read_json
 from lab.records import Run
 from lab.study import (
     Part,
+    Sides,
     ablation,
     as_rows,
     check_failed,
@@ -95,19 +97,16 @@ INFERENCE = ((1, 16), (1, 128), (4, 128), (16, 128))  # samples, length
 
 # Suites: parts of studies, which return rows
 
-Sides = dict[str, tuple[str, list[str]]]  # script and arguments of each
-
 
 def overview(args: argparse.Namespace) -> Iterator[Part]:
     """All versions as graphs in every size, in bf16."""
-    for shape, (model, sizes) in SHAPES.items():
-        sides = beside_compiled(model, graph_of([*sizes, *PRECISIONS["bf16"]]), ALL_VERSIONS)
-        yield {"shape": shape, "precision": "bf16"}, partial(all_sides, sides, args.rounds)
+    for names, model, argv in in_sizes():
+        yield names, partial(all_sides, beside_compiled(model, argv, ALL_VERSIONS), args.rounds)
 
 
 def headline(args: argparse.Namespace) -> Iterator[Part]:
     """V1 to V3 in every size, precision and mode."""
-    for shape, precision, mode in itertools.product(SHAPES, PRECISIONS, MODES):
+    for shape, precision, mode in product(SHAPES, PRECISIONS, MODES):
         model, sizes = SHAPES[shape]
         sides = beside_compiled(model, [*sizes, *PRECISIONS[precision], *MODES[mode]], VERSIONS)
         names = {"shape": shape, "precision": precision, "mode": mode}
@@ -116,11 +115,9 @@ def headline(args: argparse.Namespace) -> Iterator[Part]:
 
 def fastest(model: str, args: argparse.Namespace) -> Iterator[Part]:
     """V4, V3 and V1, and V1 to V3 compiled, all as whole-step graphs."""
-    for (shape, (of_model, sizes)), precision in itertools.product(SHAPES.items(), PRECISIONS):
-        if of_model == model:
-            argv = graph_of([*sizes, *PRECISIONS[precision]])
-            sides = beside_compiled(model, argv, ("V4", "V3", "V1"), ("V3", "V2", "V1"))
-            yield {"shape": shape, "precision": precision}, partial(all_sides, sides, args.rounds)
+    for names, _, argv in in_sizes(PRECISIONS, model):
+        sides = beside_compiled(model, argv, ("V4", "V3", "V1"), ("V3", "V2", "V1"))
+        yield names, partial(all_sides, sides, args.rounds)
 
 
 def beside_compiled(
@@ -140,16 +137,13 @@ def all_sides(sides: Sides, rounds: int, **more: Callable) -> list[dict]:
 
 def padding(args: argparse.Namespace) -> Iterator[Part]:
     """TinyOpenFold's versions as graphs in bf16, with proteins of one size, and padded."""
-    for shape, (model, sizes) in SHAPES.items():
-        if model == "tiny_openfold":
-            argv = graph_of([*sizes, *PRECISIONS["bf16"]])
-            sides = {
-                name: (script_of(model, version), argv)
-                for version in reversed(ALL_VERSIONS)
-                for name in (version, f"{version}{PADDED}")
-            }
-            names = {"shape": shape, "precision": "bf16"}
-            yield names, partial(all_sides, sides, args.rounds, building=with_its_proteins)
+    for names, model, argv in in_sizes(model="tiny_openfold"):
+        sides = {
+            name: (script_of(model, version), argv)
+            for version in reversed(ALL_VERSIONS)
+            for name in (version, f"{version}{PADDED}")
+        }
+        yield names, partial(all_sides, sides, args.rounds, building=with_its_proteins)
 
 
 @contextlib.contextmanager
@@ -174,12 +168,10 @@ def with_its_proteins(side: str) -> Iterator[None]:
 
 def untuned(args: argparse.Namespace) -> Iterator[Part]:
     """V4 to V1, V3 and V2 compiled, in bf16 at other sizes: one by one, as two may not fit."""
-    for shape, (model, sizes) in UNTUNED.items():
-        argv = graph_of([*sizes, *PRECISIONS["bf16"]])
+    for names, model, argv in in_sizes(shapes=UNTUNED):
         sides = beside_compiled(model, argv, reversed(ALL_VERSIONS), ("V3", "V2"))
         for name, side in sides.items():
-            names = {"shape": shape, "precision": "bf16", "side": name}
-            yield names, partial(one_side, name, side, args.rounds)
+            yield names | {"side": name}, partial(one_side, name, side, args.rounds)
 
 
 def one_side(name: str, side: tuple[str, list[str]], rounds: int) -> dict:
@@ -202,13 +194,12 @@ def trunk(args: argparse.Namespace) -> Iterator[Part]:
     kinds["OpenFold"] = "V1", theirs
     kinds["V2 compiled"] = "V2", torch.compile
     kinds["OpenFold compiled"] = "V1", lambda block: torch.compile(theirs(block))
-    for shape, kind, more in itertools.product(TRUNKS, kinds, ([], ["--checkpoint-blocks"])):
+    checkpoints = [], ["--checkpoint-blocks"]
+    for (names, model, argv), kind, more in product(in_sizes(shapes=TRUNKS), kinds, checkpoints):
         version, change = kinds[kind]
-        model, sizes = TRUNKS[shape]
-        argv = graph_of([*sizes, *PRECISIONS["bf16"], "--warmup-steps", "2", *more])
-        names = {"shape": shape, "precision": "bf16", "side": kind, "checkpointed": bool(more)}
-        script = script_of(model, version)
-        yield names, partial(with_blocks, change, kind, (script, argv), args.rounds)
+        side = script_of(model, version), [*argv, "--warmup-steps", "2", *more]
+        names = {**names, "side": kind, "checkpointed": bool(more)}
+        yield names, partial(with_blocks, change, kind, side, args.rounds)
 
 
 def with_blocks(
@@ -270,11 +261,9 @@ def single_fusions(script: str, args: argparse.Namespace) -> list[Part]:
         }
         return ablation(script, arguments, fusions, fusion_sets(fusions), args.rounds)
     sets, parts = [on for on in fusion_sets(fusions) if len(on) != 1], []
-    for shape, (of_shape, sizes) in ABLATED.items():
-        if of_shape == model:
-            arguments = {"bf16": graph_of([*sizes, *PRECISIONS["bf16"]])}
-            of_size = ablation(script, arguments, fusions, sets, args.rounds, counted=False)
-            parts += [({"shape": shape} | names, measure) for names, measure in of_size]
+    for names, _, argv in in_sizes(model=model, shapes=ABLATED):
+        of_size = ablation(script, {"bf16": argv}, fusions, sets, args.rounds, counted=False)
+        parts += [(names | of_group, measure) for of_group, measure in of_size]
     return parts
 
 
@@ -299,7 +288,7 @@ def counts(args: argparse.Namespace) -> Iterator[Part]:
     On a CPU operator calls, of two layers or blocks.
     """
     layers = {"tiny_llama": "--num-layers", "tiny_openfold": "--num-blocks"}
-    for model, version, batch in itertools.product(layers, ("V1", "V2"), (1, 2, 4)):
+    for model, version, batch in product(layers, ("V1", "V2"), (1, 2, 4)):
         sizes, script = f"{layers[model]} 2 --seq-len 32", script_of(model, version)
         argv = [*sizes.split(), "--batch-size", str(batch)]
         names = {"shape": sizes, "script": script, "argv": argv}
