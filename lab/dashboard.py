@@ -17,7 +17,7 @@ from lab.cli import ToolError
 from lab.files import read_json
 from lab.profile.ceilings import Ceilings
 from lab.profile.kernels import CATEGORIES
-from lab.records import Run, checked, load_run, runs_in
+from lab.records import Run, checked, fused_in, load_run, runs_in
 from lab.script import mode_of, model_and_version, precision_of
 from lab.show import drawing, ended
 from lab.study import Ablated, set_name, unit_of
@@ -198,7 +198,6 @@ def device_of(content: Mapping) -> str:
 
 
 def choice_of(result: Mapping) -> Choice:
-    """What the result of a script was measured for."""
     model, _ = model_and_version(result["script"])
     return model, device_of(result), precision_of(result["training"])
 
@@ -217,11 +216,11 @@ def sizes_of(result: Mapping, others: Sequence[str] = ()) -> str:
 
 def run_name(result: Mapping) -> str:
     """Version, what is fused, and the mode unless steps are launched kernel by kernel."""
-    fusions = {name.replace("_", "-"): on for name, on in (result.get("fusions") or {}).items()}
+    fusions = [name.replace("_", "-") for name in result.get("fusions") or ()]
     model, version = model_and_version(result["script"])
     name, mode = version or model, mode_of(result["training"])
     if fusions:
-        name += f", fused: {set_name(tuple(f for f, on in fusions.items() if on), [*fusions])}"
+        name += f", fused: {set_name(tuple(fused_in(result)), fusions)}"
     return name if mode == "eager" else f"{name}, {mode}"
 
 
@@ -230,7 +229,6 @@ class Study:
     """Rows that were measured in one process on one device, from a file."""
 
     name: str
-    path: Path
     content: dict
 
     def choice(self, row: Mapping) -> Choice:
@@ -266,12 +264,12 @@ class Study:
             name, parts = f"{row['version']}, whole step", Counter()
             for kernel in row["kernels"]:
                 parts[kernel["category"]] += kernel["us"] / 1e3
-            study, step = f"{self.name}: {sizes}", f"The step takes {row['batch_ms']:.2f} ms"
+            study, ms = f"{self.name}: {sizes}", row["batch_ms"]
             profile = {"batch_ms": parts.total(), "categories": parts}
+            note = f"The step takes {ms:.2f} ms; kernels that run at the same time are added up."
             html = draw_kernels({sizes: {name: profile}}, "kernels")
-            note = f"{step}; kernels that run at the same time are added up."
             yield Panel("kernels", choice, study, note, html)
-            html = draw_roofline({name: {**row, "ms": row["batch_ms"]}}, row["ceilings"])
+            html = draw_roofline({name: {**row, "ms": ms}}, row["ceilings"])
             yield Panel("roofline", choice, study, "", html)
 
     def comparisons(self) -> Iterator[Panel]:
@@ -291,20 +289,19 @@ class Study:
         note = f"{self.content['rounds']} turns." if "rounds" in self.content else ""
         for choice, groups in cells.items():
             if any(len(sides) > 1 for sides in groups.values()):
-                html = draw_bars(groups, SPEED)
-                yield Panel("versions", choice, self.name, note, html)
+                yield Panel("versions", choice, self.name, note, draw_bars(groups, SPEED))
         for choice, groups in memory.items():
-            yield from memory_panel(groups, choice, self.name, "")
+            yield from memory_panel(groups, choice, self.name)
 
 
-def memory_panel(cells: Cells, choice: Choice, study: str, note: str) -> Iterator[Panel]:
+def memory_panel(cells: Cells, choice: Choice, study: str) -> Iterator[Panel]:
     """Peak memory by size, where it was measured; sizes of a single version are one group."""
     cells = {cell: cells[cell] for cell in sorted(cells, key=numbers_in)}
     names = {name for sides in cells.values() for name in sides}
     if len(names) == 1:
         cells = {name: {cell: sides[name] for cell, sides in cells.items()} for name in names}
     if any(row.get("peak_mb") for sides in cells.values() for row in sides.values()):
-        yield Panel("memory", choice, study, note, draw_bars(cells, ["peak_mb"], one_scale=True))
+        yield Panel("memory", choice, study, "", draw_bars(cells, ["peak_mb"], one_scale=True))
 
 
 def found_panels(found: Sequence[Found]) -> Iterator[Panel]:
@@ -335,7 +332,7 @@ def found_panels(found: Sequence[Found]) -> Iterator[Panel]:
         else:
             note = "Each run was measured by itself: no ratios."
             yield Panel("versions", choice, "single runs", note, draw_bars(cells, SPEED))
-            yield from memory_panel(cells, choice, "single runs", "")
+            yield from memory_panel(cells, choice, "single runs")
 
 
 def read_scripts_file(path: Path, name: str, content: dict) -> Iterator[Panel | Found | str]:
@@ -401,10 +398,12 @@ def read(path: Path, name: str) -> list[Panel | Found | str]:
             checked(records.Study, content, path)
             if kind := next((ROWS[key] for key in ROWS if key in rows[0]), None):
                 records.check_rows(path, rows, kind=kind)
-            ours = [row for row in rows if "script" in row]  # that a library fails is a result
-            failed = [row for row in ours if row.get("status") == "failed"]
-            found = [f"{row['script']} failed: {row.get('error')} ({path})" for row in failed]
-            found += Study(name, path, content).panels()
+            found = [
+                f"{row['script']} failed: {row.get('error')} ({path})"
+                for row in rows  # that a library fails is a result
+                if "script" in row and row.get("status") == "failed"
+            ]
+            found += Study(name, content).panels()
         else:
             return []
         [*found_panels(only(Found, found))]  # what is wrong shows while its file is known

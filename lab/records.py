@@ -98,31 +98,26 @@ class Timing(Record):
     others = float | None
 
 
-class Memory(Record):
-    """Of a run, in MB."""
+# parts of a run; kernels and FLOPs are those of a step
 
+
+class Memory(Record):
     peak_mb: Positive | None = None
 
 
 class Kernels(Record):
-    """Of a step of a run."""
-
     unit: str = None
     per_step: Count | None = None
     host_launches: int | None = None
 
 
 class Loss(Record):
-    """Of a run."""
-
     initial: float | None = None
     final: float | None = None
     curve: list[float] = None
 
 
 class Flops(Record):
-    """Of a step of a run."""
-
     achieved_tflops: float | None = None
 
 
@@ -139,8 +134,6 @@ class Summary(Settings):
 
 
 class Ceilings(Record):
-    """What the device reaches."""
-
     precision: str
     gemm_tflops: Positive
     copy_gb_per_s: Positive
@@ -179,8 +172,6 @@ class Part(Record):
 
 
 class Module(Part):
-    """A kind of module in a forward pass."""
-
     module: str
 
 
@@ -258,8 +249,6 @@ class Row(Record):
 
 
 class StepKernel(Record):
-    """A kernel of a whole step."""
-
     name: str
     category: str
     calls: float
@@ -389,9 +378,10 @@ def _fields(kind: type[Record]) -> dict[str, tuple[object, bool]]:
 def _check(kind: object, value: object, path: Path, where: str) -> None:
     """ToolError if the value is not of this kind."""
     origin, inner = get_origin(kind), get_args(kind)
-    fits = _shape(kind) is _shape_of(value)
+    looks = _shape(type(value))
+    fits = _shape(kind) is looks
     if origin in UNIONS:
-        options = [option for option in inner if _shape(option) is _shape_of(value)]
+        options = [option for option in inner if _shape(option) is looks]
         if fits := bool(options):
             _check(options[0], value, path, where)
     elif origin is Literal:
@@ -434,15 +424,10 @@ def _is_record(kind: object) -> bool:
 
 
 def _shape(kind: object) -> type:
-    """How values of this kind look in JSON; a whole number is a number."""
+    """How values of this kind look in JSON, where a whole number is a number."""
     if get_origin(kind) is Annotated:
         return _shape(get_args(kind)[0])
     return dict if _is_record(kind) else float if kind is int else get_origin(kind) or kind
-
-
-def _shape_of(value: object) -> type:
-    """How a value looks in JSON."""
-    return float if type(value) is int else type(value)
 
 
 def _words(kind: object) -> str:
@@ -496,7 +481,6 @@ class Run:
 
     @property
     def status(self) -> str:
-        """'ok', 'oom' or 'failed'."""
         return self.result["status"]
 
     def number(self, group: str, key: str) -> float | None:
@@ -505,7 +489,6 @@ class Run:
 
     @property
     def settings(self) -> dict:
-        """What it was run with."""
         return self.result
 
     @property
@@ -520,10 +503,8 @@ class Run:
         Its peak memory is null where there is none; else what was not measured is left out.
         """
         result = self.result
-        fusions = [name for name, on in (result.get("fusions") or {}).items() if on]
         row = named_run(result["script"], result["training"])
-        row["fusions"] = [name.replace("_", "-") for name in fusions]
-        row["peak_mb"] = self.peak_mb
+        row |= {"fusions": fused_in(result), "peak_mb": self.peak_mb}
         if self.status != "ok":
             return {**row, "status": self.status, "error": self.result.get("error")}
         times = ("samples_per_sec", "batch_ms", "batch_median_ms", "batch_p95_ms")
@@ -533,6 +514,12 @@ class Run:
         measured["turns_ms"] = None if alone else result["timing"].get("turns_ms")
         measured["final_loss"] = self.number("loss", "final")
         return row | {key: value for key, value in measured.items() if value is not None}
+
+
+def fused_in(result: Mapping) -> list[str]:
+    """The flags of the fusions that were on."""
+    fusions = result.get("fusions") or {}
+    return [name.replace("_", "-") for name, on in fusions.items() if on]
 
 
 def by_name(named: Iterable[tuple[str, dict]]) -> dict[str, dict]:
@@ -688,8 +675,7 @@ def described(result: dict, fused: bool = False) -> str:
     """Script, device and precision of a run, and what is fused in it."""
     line = f"{result['script']} on {result['environment']['device_name']}"
     line += f", {precision_of(result['training'])}"
-    names = [name.replace("_", "-") for name, on in result.get("fusions", {}).items() if on]
-    return f"{line}, fused: {', '.join(names) or 'nothing'}" if fused else line
+    return f"{line}, fused: {', '.join(fused_in(result)) or 'nothing'}" if fused else line
 
 
 def settings(result: dict) -> dict:
@@ -829,21 +815,18 @@ def beside(run: Run, baseline: Run) -> dict:
 
 
 def renamed(sides: Mapping[str, Run]) -> list[Run]:
-    """The runs under the names of their sides."""
     return [replace(run, name=label) for label, run in sides.items()]
 
 
 def runs_section(sides: Mapping[str, Run]) -> str:
     """The table of these runs beside the first of them, and what to know about it."""
-    runs = renamed(sides)
+    runs, alone = renamed(sides), "Each run was measured by itself."
     bad = [run for run in runs if run.status != "ok"]
-    notes = unsteady(runs)
-    notes += [f"{run.name} did not finish: {run.result.get('error')}" for run in bad]
-    lines = [runs_table(runs, [beside(run, runs[0]) for run in runs]), ""]
-    lines += [*(f"- note: {note}" for note in notes), *[""] * bool(notes)]
-    alone = "Each run was measured by itself."
-    lines.append(f"{alone} `--compare-fusion` of a script measures both sides in turns.")
-    return "\n".join(lines)
+    notes = [*unsteady(runs), *(f"{r.name} did not finish: {r.result.get('error')}" for r in bad)]
+    parts = [runs_table(runs, [beside(run, runs[0]) for run in runs])]
+    parts += ["\n".join(f"- note: {note}" for note in notes)] if notes else []
+    parts.append(f"{alone} `--compare-fusion` of a script measures both sides in turns.")
+    return "\n\n".join(parts)
 
 
 def runs_table(runs: Sequence[Run], rows: Sequence[dict], times: bool = True) -> str:
