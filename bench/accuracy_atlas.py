@@ -55,10 +55,8 @@ Side = Callable[[], tuple[Values, bool | None]]
 
 
 def tested_weights(state: Values, case: str) -> Values:
-    """V1's initial weights, with norms and biases as training leaves them: not 1 and not 0.
-
-    Changed for the case.
-    """
+    """V1's initial weights, with norms not 1 and biases not 0, as training leaves them; for the
+    case."""
     generator, weights = torch.Generator().manual_seed(1), {}
     for name, value in sorted(state.items()):
         noise = torch.randn(value.shape, generator=generator)
@@ -78,10 +76,7 @@ def on_host(values: Values) -> Values:
 
 
 def same_bits(run: Callable[[], list[Tensor]], runs: int) -> bool | None:
-    """Are the tensors of so many runs equal to the last bit? None for no run.
-
-    The device is asked once, at the end.
-    """
+    """Are the tensors of so many runs equal to the last bit? None for no run."""
     if not runs:
         return None
     first = [value.clone() for value in run()]
@@ -148,10 +143,8 @@ def part_side(
     runs: int = 0,
     use: Callable[[nn.Module], Callable[[Tensor], Tensor]] = lambda part: part,
 ) -> tuple[Values, bool | None]:
-    """Output of a part for x, gradients of x and its parameters.
-
-    `use` makes another forward pass of the part.
-    """
+    """Output of a part, gradients of x and of parameters; `use` makes another forward pass of
+    it."""
     config = version.ModelConfig(pair_dim=x.shape[-1])
     part = getattr(version, name)(config, version.Fusions()).to(x.device)
     part.load_state_dict(weights)

@@ -74,10 +74,8 @@ def extra_memory(step: Step) -> float | None:
 
 
 def held_memory(step: Step) -> float | None:
-    """MB that a forward pass keeps for the backward one, its results apart.
-
-    None on a CPU or if not told apart.
-    """
+    """MB that a forward pass keeps for the backward one, its results apart; None if not told
+    apart."""
     if not GPU or not hasattr(step, "forward"):
         return None
     before = torch.cuda.memory_allocated()

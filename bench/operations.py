@@ -158,10 +158,7 @@ def module_step(
     inputs: list[Tensor],
     dtype: torch.dtype = torch.float32,
 ) -> Step:
-    """Forward and backward of what uses a module's parameters, their gradients included.
-
-    Autocast unless float32.
-    """
+    """Forward and backward with the gradients of parameters, too; autocast unless float32."""
 
     def operation(*inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         low = dtype != torch.float32
@@ -266,10 +263,8 @@ def beside_a_copy(function: Callable, arguments: list, source: Tensor, rounds: i
 
 
 def check_ours(sides: Mapping[str, dict]) -> None:
-    """ToolError if one of our kernels failed.
-
-    That others do, or that memory is short, is a result.
-    """
+    """ToolError if one of our kernels failed; of others, or for lack of memory, that is a
+    result."""
     for name, side in sides.items():
         if name in ("triton", "kernel", "copy") and side.get("status") == "failed":
             raise ToolError(f"{name}: {side['error']}", status=1)

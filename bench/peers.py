@@ -29,10 +29,7 @@ Step = Callable[[], Sequence[Tensor]]  # what is done once, and what it leaves
 
 
 def cuequivariance(name: str) -> Operation:
-    """An operation of NVIDIA's library.
-
-    Without it, one that raises ImportError where it is called.
-    """
+    """An operation of NVIDIA's library; without it, one that raises ImportError."""
     try:
         return getattr(importlib.import_module("cuequivariance_torch"), name)
     except ImportError as error:
@@ -160,10 +157,8 @@ class JoinedTriangle(nn.Module):
 
 
 class Unmasked(nn.Module):
-    """OpenFold's block with our arguments.
-
-    One class for all blocks, so that torch.compile compiles one of them and not each.
-    """
+    """OpenFold's block with our arguments: one class for all, so that only one of them is
+    compiled."""
 
     def __init__(self, block: nn.Module):
         super().__init__()
@@ -236,10 +231,8 @@ def hugging_face(ours: nn.Module) -> nn.Module:
 
 
 def with_liger(model: nn.Module, **chosen: bool) -> Callable:
-    """The model's forward pass with Liger's kernels.
-
-    What they replace in the library is so only while this runs.
-    """
+    """The model's forward pass with Liger's kernels, which replace the library's only while it
+    runs."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama
     from transformers.models.llama import modeling_llama
 

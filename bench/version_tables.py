@@ -114,10 +114,7 @@ def versions_of(path: Path, *keys: str) -> dict[tuple, dict[str, dict]]:
 
 
 def headline_tables(path: Path) -> str:
-    """Milliseconds per step of each size, precision and mode, the ratio as graphs.
-
-    Kernels, memory.
-    """
+    """Milliseconds per step of each size, precision and mode, ratios as graphs; kernels, memory."""
     lines: dict[str, dict] = {}  # with the sides by mode and version
     for (shape, precision, mode), sides in versions_of(path, "mode").items():
         name = f"{shape}, {precision}"
@@ -152,10 +149,8 @@ def joined(*tables: str) -> str:
 
 
 def as_graphs(directory: Path) -> dict[tuple, dict[str, dict]]:
-    """The versions as graphs by shape and precision: each row is of one study.
-
-    That is the one of all versions, or, where it has no such row, the one of V1 to V3.
-    """
+    """The versions as graphs by shape and precision, of the study of all or else that of V1 to
+    V3."""
     older = versions_of(directory / "headline_v3.json", "mode")
     rows = {tuple(place): sides for (*place, mode), sides in older.items() if mode == "graph"}
     return rows | versions_of(directory / "overview.json")

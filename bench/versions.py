@@ -230,10 +230,7 @@ def inference(args: argparse.Namespace) -> Iterator[Part]:
 
 
 def one_layer(batch: int, length: int) -> list[dict]:
-    """A row with time and error for each way of TinyLlama V4's --mode benchmark.
-
-    ToolError if its ways disagree.
-    """
+    """A row for each way of TinyLlama V4's --mode benchmark; ToolError if they disagree."""
     v4 = importlib.import_module("tiny_llama_v4")
     with tempfile.TemporaryDirectory() as folder:
         argv = f"--batch-size {batch} --seq-len {length} --use-amp --mode benchmark".split()
@@ -248,10 +245,8 @@ def one_layer(batch: int, length: int) -> list[dict]:
 
 
 def single_fusions(script: str, args: argparse.Namespace) -> list[Part]:
-    """What a version adds: all but each, none, all, and all again; of V2 and V3 also each alone.
-
-    V4 in bf16 at several sizes, V2 and V3 at one in fp32, too.
-    """
+    """What a version adds, left out one by one and, before V4, alone; V4 in bf16 at several
+    sizes."""
     model, _, version = script.rpartition("_")
     fusions = new_fusions(importlib.import_module(script))
     if version != "v4":
@@ -283,10 +278,7 @@ def memory_of_attention(length: int) -> list[dict]:
 
 
 def counts(args: argparse.Namespace) -> Iterator[Part]:
-    """Kernels of a step at batch sizes 1, 2 and 4.
-
-    On a CPU operator calls, of two layers or blocks.
-    """
+    """Kernels of a step by batch size, on a CPU operator calls, of two layers or blocks."""
     layers = {"tiny_llama": "--num-layers", "tiny_openfold": "--num-blocks"}
     for model, version, batch in product(layers, ("V1", "V2"), (1, 2, 4)):
         sizes, script = f"{layers[model]} 2 --seq-len 32", script_of(model, version)

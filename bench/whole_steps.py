@@ -137,10 +137,7 @@ def llama(args: argparse.Namespace) -> Iterator[Part]:
 
 
 def llamas_in_turns(sizes: list[str], precision: str, rounds: int) -> list[dict]:
-    """A row for each side.
-
-    Liger's loss asks the device for a number, which no graph can: that side is eager.
-    """
+    """A row for each side; Liger's loss asks the device for a number, so that side is eager."""
     dtype, products = PRECISIONS[precision]
     sides = {}
     with matmul_precision(products):

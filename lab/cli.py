@@ -105,10 +105,7 @@ def several(
 def documented_parser(
     prog: str, documentation: str | None, usage: str | None = None, note: str = ""
 ) -> Parser:
-    """A parser whose help is the documentation of a program, or of the file of one.
-
-    Its part after 'Examples:' comes last, behind the note.
-    """
+    """A parser whose help is the documentation of a program, the examples last, behind the note."""
     # there is none under python -OO
     description, _, examples = (documentation or "").partition("\nExamples:\n")
     return Parser(

@@ -73,10 +73,8 @@ def draw_bars(cells: Cells, measures: Sequence[str], one_scale: bool = False) ->
 
 
 def beside(row: dict, first: dict) -> str:
-    """How many times as fast as the first version of a group.
-
-    Or the range of runs by themselves.
-    """
+    """How many times as fast as the first version of a group; or the range of runs by
+    themselves."""
     if alike := row.get("alike"):
         return f"{len(alike)} runs: {min(alike):.2f} to {max(alike):.2f}" if len(alike) > 1 else ""
     if row is first or not first.get("batch_ms"):
@@ -305,10 +303,8 @@ def memory_panel(cells: Cells, choice: Choice, study: str) -> Iterator[Panel]:
 
 
 def found_panels(found: Sequence[Found]) -> Iterator[Panel]:
-    """Runs and profiles that were measured by themselves.
-
-    Those of the same settings are one bar.
-    """
+    """Runs and profiles that were measured by themselves; those of the same settings are one
+    bar."""
     values, alike = defaultdict(set), defaultdict(list)
     for each in found:
         for key, value in each.result["config"].items():
@@ -378,10 +374,7 @@ def only(kind: type, found: Sequence) -> list:
 
 
 def read(path: Path, name: str) -> list[Panel | Found | str]:
-    """What is in a file, and a line for each side of a study that failed.
-
-    Empty if no chart shows it.
-    """
+    """What is in a file, and a line for each side that failed; nothing if no chart shows it."""
     content = read_json(path)
     try:
         if "chains" in content:  # find_fusions.py: no run of a version

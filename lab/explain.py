@@ -410,10 +410,8 @@ def only_in_tensors(interpreter: ModuleType) -> Iterator[None]:
 
 
 def pattern(found: Tensor, right: Tensor, wrong: Tensor) -> str:
-    """What the wrong elements of a result have in common and where to look, or nothing.
-
-    `wrong` is true where `found` is not `right`; all three have one shape.
-    """
+    """What wrong elements have in common and where to look, or nothing; `wrong` is a mask of
+    them."""
     if found[wrong].isnan().all():
         return "all of these are NaN: is there inf - inf, inf / inf or 0 / 0?"
     if not found.any():

@@ -107,10 +107,8 @@ SETTLE = 2.0  # seconds until a reading is one of this turn alone
 
 
 def reading() -> tuple[float, float]:
-    """What the GPU draws now in watts, and its clock in MHz.
-
-    ToolError where these cannot be read.
-    """
+    """The watts that the GPU draws now, and its clock in MHz; ToolError where they cannot be
+    read."""
     import torch
 
     if not torch.cuda.is_available():
@@ -133,10 +131,7 @@ def means(samples: Sequence[tuple[float, float, float]], start: float) -> tuple[
 
 
 def take_with_readings(run, steps: int) -> tuple[float, float, float]:
-    """Take so many steps of a run.
-
-    Returns mean power in watts, mean clock in MHz and milliseconds per step.
-    """
+    """Take so many steps of a run; returns mean watts, mean MHz and milliseconds per step."""
     samples: list[tuple[float, float, float]] = []
     done = threading.Event()
 

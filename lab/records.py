@@ -544,10 +544,8 @@ def runs_in(file: Path, content: dict) -> dict[str, Run]:
 
 
 def file_of_runs(path: Path) -> tuple[dict[str, Run], str] | None:
-    """The runs in the file that this path goes through, and the rest of the path.
-
-    None if it goes through none.
-    """
+    """The runs in the file that this path goes through, and the rest of the path; None without
+    one."""
     files = (parent for parent in path.parents if parent.suffix == ".json" and parent.is_file())
     file = next(files, None)
     return file and (runs_in(file, read_json(file)), path.relative_to(file).as_posix())
@@ -731,10 +729,8 @@ class Entry:
     settings: dict
 
     def times(self) -> tuple[float, float, float]:
-        """Milliseconds per step: the median, the shortest and the longest.
-
-        In fewer than two turns these are the median step, and up to the 95th percentile.
-        """
+        """ms per step: median, shortest and longest turn; without turns median step, up to the 95th
+        percentile."""
         found = self.row.get("turns_ms") or []
         if len(found) > 1:
             return statistics.median(found), min(found), max(found)
@@ -782,10 +778,7 @@ def load_entries(path: Path) -> dict[str, Entry]:
 
 
 def report_failed(runs: Iterable[Run]) -> int:
-    """Name runs that failed on stderr; returns the exit status, 1 if there are any.
-
-    Out of memory is a result.
-    """
+    """Name runs that failed on stderr; returns 1 if there are any: out of memory is a result."""
     failed = [run for run in runs if run.status == "failed"]
     for run in failed:
         say(f"{run.name} failed: {run.result.get('error') or 'no message'} ({run.path})")
@@ -830,10 +823,8 @@ def runs_section(sides: Mapping[str, Run]) -> str:
 
 
 def runs_table(runs: Sequence[Run], rows: Sequence[dict], times: bool = True) -> str:
-    """The rows of these runs in Markdown, without columns that no run has anything in.
-
-    Without `times` only memory, kernels and the loss, which are the same in every run.
-    """
+    """A table of these runs; without `times` only memory, kernels and loss, the same in every
+    run."""
     units = sorted(
         {run.result["kernels"]["unit"] for run in runs if run.result["kernels"].get("unit")}
     )

@@ -49,10 +49,7 @@ def tool_parser(prog: str, documentation: str | None) -> Parser:
 
 
 def model_and_version(script: str) -> tuple[str, str | None]:
-    """'tiny_llama_v4' as 'tiny_llama' and 'V4'.
-
-    Other scripts have no version, and those of no model are one.
-    """
+    """'tiny_llama_v4' as 'tiny_llama' and 'V4'; other scripts have no version, or are a model."""
     found = re.fullmatch(r"(tiny_[a-z]+)_(?:v(\d+)|\w+)", script)
     return (found[1], found[2] and f"V{found[2]}") if found else (script, None)
 

@@ -142,10 +142,7 @@ def range_of_speeds(row: Mapping) -> str | None:
 
 
 def drawing() -> ModuleType:
-    """matplotlib.pyplot, which writes files and opens no window.
-
-    ToolError if matplotlib is missing.
-    """
+    """matplotlib.pyplot, which writes files and opens no window; ToolError without matplotlib."""
     try:
         import matplotlib
     except ImportError as error:

@@ -200,10 +200,8 @@ def heading(study: dict, script: str) -> str:
 
 
 def versions_part(names: dict, sides: Sides, rounds: int, **more: object) -> Part:
-    """A part of a study: `versions_in_turns` of these sides, as graphs where there is a GPU.
-
-    What does not fit in the arguments of a script is said now, before anything is measured.
-    """
+    """A part: versions in turns, as graphs on a GPU. What does not fit their arguments is said
+    now."""
     sides = {name: (script, graph_of(argv)) for name, (script, argv) in sides.items()}
     for script, argv in sides.values():  # one that is no file is loaded already
         module = sys.modules[script] if script in sys.modules else load_script(f"{script}.py")
@@ -275,10 +273,7 @@ def versions_table(model: str, rows: Sequence[dict]) -> str:
 
 
 def new_fusions(module: ModuleType) -> list[str]:
-    """Flags of the fusions that a version adds to the one beside it in its folder.
-
-    All, where there is none before.
-    """
+    """Flags that a version adds to the one before, in the same folder; all without one."""
     path = Path(module.__file__)
     before = path.with_name(f"{path.stem.removesuffix(str(module.VERSION))}{module.VERSION - 1}.py")
     known = {flag for flag, *_ in load_script(str(before)).FUSIONS} if before.is_file() else set()
@@ -375,10 +370,7 @@ def over_all(rows: Iterable[dict], side: str, key: str = "turns_ms") -> list[flo
 
 
 def noise(rows: Iterable[dict]) -> float | None:
-    """How far the control was from all at most, as a part of the time: less than that is no effect.
-
-    None without a control.
-    """
+    """How far the control was from all at most, as a part of the time; None without a control."""
     return max((abs(ratio - 1) for ratio in over_all(rows, CONTROL)), default=None)
 
 
@@ -436,10 +428,8 @@ def varying(rows: Iterable[dict]) -> list[str]:
 
 
 def sets_table(script: str, rows: Sequence[dict], wide: bool = False) -> str:
-    """Kernels, time and speed-up over none of each set in each precision.
-
-    `wide`: memory and the range of turns, too.
-    """
+    """Kernels, time and speed-up over none of each set; `wide`: memory and the range of turns,
+    too."""
     rows = sorted(rows, key=lambda row: len(row["on"]))
     lines = {row["side"]: {"name": row["side"]} for row in rows}
     columns = [Column(script, "name")]
@@ -553,10 +543,8 @@ def effects_tables(rows: Sequence[dict]) -> list[str]:
 
 
 def gains_of(rows: Sequence[dict], logs: Logs, fusion: str) -> dict[str, object]:
-    """What a fusion gains alone, added last, and on the whole with its ranges.
-
-    None where not measured.
-    """
+    """What a fusion gains alone, added last, and on the whole with ranges; None where not
+    measured."""
     fusions = varying(rows)
     rest = tuple(name for name in fusions if name != fusion)
     last = over_all(rows, set_name(rest, fusions))

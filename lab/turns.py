@@ -75,10 +75,7 @@ def named(script: str, argv: Sequence[str], args: argparse.Namespace) -> dict:
 
 
 def short_run(script: str, argv: Sequence[str]) -> dict:
-    """Train a few steps in this process, without counting and profiling.
-
-    The result is `ok` or out of memory.
-    """
+    """Train a few steps here, without counting and profiling; the result is ok or out of memory."""
     module = importlib.import_module(script)
     with tempfile.TemporaryDirectory() as folder:
         quiet = ["--under-profiler", "--log-interval", "1000000", "--profile-dir", folder]
@@ -131,10 +128,8 @@ def attempt(
     running: dict[str, object],
     failed: Callable[[str, Exception], None],
 ) -> None:
-    """Do this for a side.
-
-    From its first error on, which is handed to `failed`, it is not `running`.
-    """
+    """Do this for a side, which is no longer `running` after its first error: `failed` gets
+    that."""
     try:
         work()
     except Exception as error:
@@ -315,10 +310,7 @@ def warm_up(step: Callable[[], object]) -> None:
 
 
 def captured(step: Callable[[], object], repeats: int, pool: object = None) -> Callable[[], None]:
-    """So many calls as one graph with memory from this pool.
-
-    As they are on a CPU, or if marked `eager`.
-    """
+    """So many calls as one graph with memory of this pool; as they are on a CPU, or if `eager`."""
     import torch
 
     if not torch.cuda.is_available() or getattr(step, "eager", False):

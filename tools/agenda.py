@@ -129,10 +129,7 @@ TABLES = {"sessions": sessions_table, "agendas": agendas_table}
 
 
 def rehearse(args: argparse.Namespace) -> int:
-    """Run the guide and sheets and add the seconds of those without a failure to the file.
-
-    Returns 1 if a command failed, which run_sheet.py then names.
-    """
+    """Run guide and sheets, add the seconds of those without a failure; 1 if a command failed."""
     with needed():
         import torch
     gpu = torch.cuda.is_available()

@@ -143,10 +143,7 @@ class Launch:
 
 
 class Recorder:
-    """Stands for a script's wrap_triton:
-
-    `Recorder(kernel)[grid](TENSOR, ..., NAME=value, ...)` notes the launch, nothing runs.
-    """
+    """Stands for a script's wrap_triton: `Recorder(kernel)[grid](TENSOR, ...)` notes the launch."""
 
     launches: ClassVar[dict[tuple, Launch]] = {}  # those of the script at work
     precision = ""

@@ -498,10 +498,7 @@ def under_the_roof(plot: Plot, ceilings: dict, marks: tuple[list, list]) -> None
 
 @figure
 def roofline() -> Sheet:
-    """Where norms, attention and MLP stand under the roof, from V1 to V4.
-
-    Of a forward pass; a norm and its residual are 5 FLOPs a number.
-    """
+    """Norms, attention and MLP of a forward pass, V1 to V4; a norm has 5 FLOPs a number."""
     runs = [
         read_json(H100 / f"roofline/bf16/tiny_llama_v{version}_flops.json")
         for version in (1, 2, 3, 4)

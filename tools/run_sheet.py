@@ -85,10 +85,7 @@ ANY_FENCE = re.compile(r"^[ \t]*(?:`{3,}|~{3,})[ ]*(?:bash|python)\b", re.MULTIL
 
 
 def parse_sheet(text: str) -> list[Block]:
-    """The runnable blocks of a Markdown file in order;
-
-    ToolError names the line that breaks the rules.
-    """
+    """The runnable blocks of a sheet in order; ToolError names a line that breaks the rules."""
     blocks: list[Block] = []
     exercise = section = ""
     before = None  # what stands directly before, with blank lines between at most
@@ -171,10 +168,8 @@ class Session:
             block.status = OK
 
     def run_bash(self, file: Path, log: Path) -> int:
-        """Run a file in a process group of its own, of which nothing is left afterwards.
-
-        Returns the exit status.
-        """
+        """Run a file in a process group of its own, of which nothing is left; returns the
+        status."""
         with log.open("wb") as output:
             process = subprocess.Popen(
                 ["bash", "-e", str(file)],
@@ -216,10 +211,8 @@ def show_output(process: subprocess.Popen, log: Path) -> None:
 
 
 def make_environment(files: Path, args: argparse.Namespace) -> dict[str, str]:
-    """That of the blocks:
-
-    `python` and `python3` are this interpreter; its programs and the stand-ins are on PATH.
-    """
+    """That of the blocks: this interpreter is `python`; its programs and the stand-ins are on
+    PATH."""
     shims = files / "bin"
     shims.mkdir(parents=True)
     scripts, program = "|".join(small_runs.SCRIPTS), shlex.quote(small_runs.__file__)

@@ -19,10 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def split(path: Path, name: str) -> tuple[str, str, str] | None:
-    """What stands before, in and after this part of a script.
-
-    None if the script does not have it.
-    """
+    """What stands before, in and after this part of a script; None without it."""
     begin, end = f"\n# --- {name}\n", f"\n# --- end of {name}\n"
     text = path.read_text()
     if begin not in text:

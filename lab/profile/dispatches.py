@@ -54,10 +54,8 @@ def valid_ends(
     longest: float = HOUR_NS,
     slack: float = 0.0,
 ) -> list[float | None]:
-    """The end of each (start, end, stream), None for one without a valid time.
-
-    No end is later than `last` or, by more than `slack`, than the next later start in its stream.
-    """
+    """The end of each (start, end, stream), at most `last` and the next start; None if not
+    valid."""
     ends: list[float | None] = [None] * len(spans)
     following: dict[Hashable, tuple[float, float]] = {}  # the earliest start so far, and the next
     known = [i for i, (start, end, _) in enumerate(spans) if None not in (start, end)]
@@ -101,10 +99,8 @@ def checked(dispatches: Sequence[Dispatch], source: object) -> list[Dispatch]:
 
 
 def decimal_of(text: str) -> Decimal | None:
-    """A number in any of the usual forms, None for an empty cell, NaN or infinity.
-
-    ValueError if it is something else.
-    """
+    """A number in any usual form; None for an empty cell, NaN, infinity; ValueError for other
+    text."""
     text = text.strip(" \t\"'")
     try:
         value = Decimal(re.sub("[,' ]", "", text) if THOUSANDS.fullmatch(text) else text or "nan")

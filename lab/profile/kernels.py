@@ -148,10 +148,7 @@ def short_name(name: str, width: int = 60) -> str:
 
 @dataclass(frozen=True)
 class KernelStatistics:
-    """All calls of one kernel; one row of a `*_kernel_stats.csv`.
-
-    Percentage is the share of the total time.
-    """
+    """All calls of one kernel; one row of a `*_kernel_stats.csv`."""
 
     name: str
     calls: int
@@ -175,10 +172,7 @@ def statistics_of(durations: dict[str, list[int]]) -> list[KernelStatistics]:
 
 
 def merge_statistics(rows: Iterable[KernelStatistics]) -> list[KernelStatistics]:
-    """One row for each name, the longest first.
-
-    Its standard deviation is from the sums of squares of those it is made of.
-    """
+    """One row for each name, the longest first; deviations are from sums of squares."""
     by_name: dict[str, list[KernelStatistics]] = defaultdict(list)
     for row in rows:
         by_name[row.name].append(row)
@@ -196,10 +190,7 @@ def merge_statistics(rows: Iterable[KernelStatistics]) -> list[KernelStatistics]
 
 
 def write_statistics(path: Path, rows: Sequence[KernelStatistics]) -> None:
-    """Write rows in the format of rocprofv3's `*_kernel_stats.csv`.
-
-    A reader never sees half a file.
-    """
+    """Write rows in the format of rocprofv3's `*_kernel_stats.csv`."""
 
     def write(temporary: Path) -> None:
         with temporary.open("w", newline="", encoding="utf-8") as file:
@@ -251,10 +242,7 @@ def read_process(path: Path) -> list[KernelStatistics]:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel, copy or memset that a GPU ran.
-
-    Or, in a trace without a GPU, one call of an operator.
-    """
+    """A kernel, copy or memset of a GPU; in a trace without one, a call of an operator."""
 
     name: str
     duration_ns: int  # of an operator: without the operators that it called
@@ -266,10 +254,7 @@ class Kernel:
 
 
 def load_trace(path: Path) -> list[dict]:
-    """The events of a Chrome trace as the PyTorch profiler writes it, .json or .json.gz, checked.
-
-    ToolError if it is none.
-    """
+    """The events, checked, of a trace of the PyTorch profiler; ToolError if it is none."""
     try:
         content = reads(path).read_bytes()
         if content[:2] == b"\x1f\x8b":
@@ -437,10 +422,8 @@ class Communication:
 
 
 def communication_of(events: Sequence[dict], phases: Sequence[str]) -> Communication | None:
-    """How long collectives (NCCL, RCCL; gloo on a CPU) ran and how far other work hid them.
-
-    None if there were none.
-    """
+    """How long collectives (gloo on a CPU) ran, and how far other work hid them; None without
+    any."""
     marks = [e for e in complete(events, "user_annotation") if e["name"] in phases]
     work = complete(events, "kernel") or [
         e

@@ -38,10 +38,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel, or several, on both sides; launches and milliseconds as (baseline, fused).
-
-    They are per step if the steps of both sides are known.
-    """
+    """A kernel, or several; launches and milliseconds are (baseline, fused), per step if known."""
 
     name: str
     category: str
@@ -200,10 +197,7 @@ def phases(sides: Sequence[Profile]) -> list[Kernel]:
 def section(
     title: str, kernels: Sequence[Kernel], labels: dict[int, str], top: int, per: str
 ) -> list[str]:
-    """A section with a table of kernels and its columns for one side or both.
-
-    At most `top` rows.
-    """
+    """A section with a table of at most `top` kernels and its columns for one side or both."""
     everything = total(title, kernels)
     count = " -> ".join(f"{everything.launches[side]:.10g}" for side in labels)
     time = " -> ".join(f"{everything.ms[side]:.3f}" for side in labels)
@@ -275,10 +269,8 @@ def report(
 
 
 def compare(sides: Sequence[Profile], top: int) -> tuple[list[Kernel], list[str], str]:
-    """The kernels of both sides, what differs beside them, and the report.
-
-    ToolError if they do not fit.
-    """
+    """The kernels of both sides, what differs beside them, and the report; ToolError if they do not
+    fit."""
     of = dict(zip(SIDES, sides, strict=True))
     known = [(label, side.settings) for label, side in of.items() if side.settings]
     check_family(known)

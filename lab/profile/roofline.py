@@ -70,10 +70,7 @@ def flop_counter() -> FlopCounterMode:
 
 
 def profiled_steps(trainer) -> Iterator[list[dict]]:
-    """The events of STEPS training steps, each in a trace of its own.
-
-    The first step must have been taken.
-    """
+    """The events of STEPS training steps, not the first one, each in a trace of its own."""
     for _ in range(STEPS):
         events = check_events(trainer.profile()[1]["traceEvents"], "the profiler")
         if trainer.gpu and not has_gpu(events):
@@ -182,10 +179,7 @@ def module_rows(
     spent: Counter | None,
     ceilings: Ceilings | None,
 ) -> list[dict]:
-    """A row for each kind of module, in the order of the model.
-
-    What was not counted or measured is None.
-    """
+    """A row for each kind of module, in the order of the model; None for what was not measured."""
     rows: dict[str, dict] = {}
     for name, kind in kinds.items():
         module = model.get_submodule(name)

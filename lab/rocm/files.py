@@ -111,10 +111,7 @@ def show(directory: Path) -> None:
 
 
 def dispatches(directory: Path, out: Path) -> None:
-    """The dispatches that rocprof-compute profiled.
-
-    The category makes `grep gemm` find rocBLAS's Cijk_ kernels.
-    """
+    """What rocprof-compute profiled; with categories, so that `grep gemm` finds Cijk_ kernels."""
     path = matching(directory, "pmc_perf.csv", "rocprof-compute")[0]
     lines = []
     for dispatch in read_counters(path)[1]:
