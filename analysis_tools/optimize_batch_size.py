@@ -26,7 +26,7 @@ from lab.cli import Parser, ToolError, positive, program
 from lab.script import add_script, load_script, parser_around, script_arguments
 from lab.show import Column, cell, range_of_speeds, render
 from lab.study import SEARCH, check_failed, heading, measure_study, memory_mb, read_study, search
-from lab.turns import graph_of, speeds, words_of
+from lab.turns import graph_of, speed, words_of
 
 SCRIPT = "tiny_llama_v2.py"
 TARGETS = {  # most samples per second, shortest step, fewest MB per sample: the smaller the better
@@ -52,7 +52,8 @@ def build_parser() -> Parser:
 
 def beside_memory(row: dict, mb: float) -> dict:
     """A row with its rates, and its peak as a part of the memory or None."""
-    return {**row, **speeds(row), "part": None if "status" in row else row["peak_mb"] / mb}
+    part = None if "status" in row else row["peak_mb"] / mb
+    return {**row, "samples_per_sec": speed(row), "part": part}
 
 
 def table(rows: Sequence[dict], target: float) -> str:

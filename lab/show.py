@@ -137,8 +137,8 @@ def rate(value: float | None) -> str:
 
 def range_of_speeds(row: Mapping) -> str | None:
     """The lowest and the highest samples per second in the turns of a row, None without turns."""
-    low, high = row.get("samples_per_sec_min"), row.get("samples_per_sec_max")
-    return None if low is None else f"{low:.1f} to {high:.1f}"
+    speeds = [1e3 * row["batch_size"] / ms for ms in row.get("turns_ms") or ()]
+    return f"{min(speeds):.1f} to {max(speeds):.1f}" if speeds else None
 
 
 def drawing() -> ModuleType:

@@ -28,7 +28,7 @@ from lab.provenance import watched
 from lab.records import NONE, Positive, Row, Study, check_rows, read
 from lab.script import interpret_without_gpu, load_script, script_arguments
 from lab.show import Column, ended, rate, render
-from lab.turns import graph_of, in_turns, on_gpu, ratios, short_run, speeds, speedup, spread
+from lab.turns import graph_of, in_turns, on_gpu, ratios, short_run, speed, speedup, spread
 
 # what names a row, and what measures the rest of it, or of several
 Part = tuple[dict, Callable[[], dict | list[dict]]]
@@ -236,20 +236,19 @@ def beside_first(rows: Iterable[dict]) -> list[dict]:
     first, *others = rows
     found = []
     for row in (first, *others):
-
-        def ratio(key: str, row: dict = row) -> float | None:
-            known = row is not first and row.get(key) and first.get(key)
-            return row[key] / first[key] if known else None
-
-        over = ratios(first, row) if row is not first else []
-        slower, loss = ratio("batch_ms"), ratio("final_loss")
+        both = first if row is not first else {}  # what there is to compare with
+        slower, memory, loss = (
+            row[key] / both[key] if row.get(key) and both.get(key) else None
+            for key in ("batch_ms", "peak_mb", "final_loss")
+        )
         beside = {
-            "over_first": statistics.median(over) if over else slower and 1 / slower,
-            "over_first_in_turns": spread(over) if over else None,
-            "memory_of_first": ratio("peak_mb"),
+            "samples_per_sec": speed(row) or row.get("samples_per_sec"),
+            "over_first": speedup(both, row) or (slower and 1 / slower),
+            "over_first_in_turns": range_of(ratios(both, row)),
+            "memory_of_first": memory,
             "loss_beside_first": None if loss is None else loss - 1,
         }
-        found.append({**row, **(speeds(row) if "turns_ms" in row else {}), **beside})
+        found.append({**row, **beside})
     return found
 
 

@@ -210,15 +210,10 @@ def all_measured(
     return rows
 
 
-def speeds(row: dict) -> dict[str, float | None]:
-    """Samples per second of a row: in its median turn, the lowest and the highest."""
-    turns = row.get("turns_ms") or ()
-    found = [1e3 * row["batch_size"] / ms for ms in turns]
-    return {
-        "samples_per_sec": 1e3 * row["batch_size"] / statistics.median(turns) if turns else None,
-        "samples_per_sec_min": min(found, default=None),
-        "samples_per_sec_max": max(found, default=None),
-    }
+def speed(row: Mapping) -> float | None:
+    """Samples per second of a row in its median turn, None without turns."""
+    turns = row.get("turns_ms")
+    return 1e3 * row["batch_size"] / statistics.median(turns) if turns else None
 
 
 def ratios(first: Mapping, second: Mapping) -> list[float]:
