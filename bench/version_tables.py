@@ -75,7 +75,8 @@ def best_over(
     others: Iterable[str], ours: str, sides: Mapping[str, dict]
 ) -> tuple[float, str] | None:
     """How many times as long the fastest of the others takes, and its name; None without both."""
-    times = {name: time_of(sides[name]) for name in others if name in sides}
+    there = {name: sides[name] for name in others if name in sides}
+    times = {name: row.get("batch_ms") or row.get("us") for name, row in there.items()}
     best = min(filter(times.get, times), key=times.get, default=None)
     ratio = speedup(sides.get(best), sides.get(ours))
     return (ratio, best) if ratio else None
@@ -86,24 +87,17 @@ def best_column(label: str, others: Iterable[str], ours: str) -> Column:
     return Column(label, lambda sides: (best := best_over(others, ours, sides)) and form(*best))
 
 
-def time_of(side: Mapping) -> float | None:
-    """Milliseconds of a step, or microseconds of an operation; None of one that did not finish."""
-    return side.get("batch_ms") or side.get("us")
-
-
 def share_table(directory: Path) -> str:
     """What the kernels of a step do, a row for each profile of run_pytorch_profiler.py."""
     profiles = [read(Profile, path) for path in sorted(directory.glob("profile_tiny_*.json"))]
     columns = [Column("share of kernel time", "script"), Column("ms", "ms_per_step", ".2f")]
     for name in CATEGORIES:
-        if any(name in profile["categories"] for profile in profiles):
-            share = partial(share_of, name)
-            columns.append(Column(name, share, ".1f", " %"))
+        shares = [profile["categories"].get(name, {}).get("percent") for profile in profiles]
+        for profile, share in zip(profiles, shares, strict=True):
+            profile[name] = share
+        if any(share is not None for share in shares):
+            columns.append(Column(name, name, ".1f", " %"))
     return render(columns, profiles)
-
-
-def share_of(category: str, profile: Mapping) -> float | None:
-    return profile["categories"].get(category, {}).get("percent")
 
 
 def versions_of(path: Path, *keys: str) -> dict[tuple, dict[str, dict]]:

@@ -274,18 +274,14 @@ def visible_mistake(function: Callable) -> str:
     step, or nothing."""
     lines, first = inspect.getsourcelines(function)
     definition = ast.parse(textwrap.dedent("".join(lines))).body[0]
-    own = {node.id for node in ast.walk(definition) if is_set(node)}
+    names = [node for node in ast.walk(definition) if isinstance(node, ast.Name)]
+    own = {name.id for name in names if isinstance(name.ctx, ast.Store)}
     own |= {argument.arg for argument in definition.args.args}
     for statement in definition.body:
         for node in ast.walk(statement):
             if sentence := seen_in(node, function, own):
                 return f"line {first + node.lineno - 1}: {sentence}"
     return ""
-
-
-def is_set(node: ast.AST) -> bool:
-    """Is it a variable that gets a value?"""
-    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
 
 
 def seen_in(node: ast.AST, kernel: Callable, own: set[str]) -> str:

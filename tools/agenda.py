@@ -25,14 +25,13 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
 
 from lab.cli import Parser, ToolError, documented_parser, needed, program
 from lab.files import ROOT, read_json, write_text
 from lab.show import Column, render
 
-PLAN = ROOT / "docs/agenda.json"
 GUIDE = "docs/INSTRUCTOR.md"
 NEXT_DAY = "0 next day"
 CORE = re.compile(r"^\*\*Core\*\*: (\d+) minutes", re.MULTILINE)
@@ -70,9 +69,7 @@ def item_of(line: str) -> Item:
     return Item(what, int(minutes))
 
 
-@cache
-def plan() -> dict:
-    return read_json(PLAN)
+plan = cache(partial(read_json, ROOT / "docs/agenda.json"))
 
 
 def session(name: str) -> list[Item]:

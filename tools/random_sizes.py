@@ -171,12 +171,6 @@ def families(cases: int, seed: int, device: str) -> list[list[Case]]:
 # In a worker
 
 
-def one_error(stderr: str) -> str:
-    """The one line that refuses; nothing if there is none, or more than that."""
-    lines = [line for line in stderr.splitlines() if ": note: " not in line]
-    return lines[0] if len(lines) == 1 and ": error: " in lines[0] else ""
-
-
 def curve_of(case: Case, version: str, argv: list[str]) -> list[float]:
     """The losses of a version's steps, eager unless `argv` says otherwise."""
     run = short_run(script_of(case.model, version), argv)
@@ -219,12 +213,12 @@ def attempt(case: Case) -> Outcome:
             where = traceback.extract_tb(error.__traceback__)[-1]
             text = (str(error).strip() or "no text").splitlines()[0]
             return Outcome("failed", f"{type(error).__name__} in {where.name}: {text}")
-    refusal = one_error(stderr.getvalue())
-    if status in (2, 3, 4) and refusal:
-        return Outcome("refused", refusal)
+    said = [line for line in stderr.getvalue().splitlines() if ": note: " not in line]
+    if status in (2, 3, 4) and len(said) == 1 and ": error: " in said[0]:
+        return Outcome("refused", said[0])
     if status:
         wrong = [line for line in stdout.getvalue().splitlines() if line.endswith(": FAIL")]
-        lines = [*wrong[:3], *stderr.getvalue().splitlines()[-1:]]
+        lines = [*wrong[:3], *said[-1:]]
         return Outcome("failed", f"exit status {status}: {'; '.join(lines)}")
     if not difference <= limit:
         return Outcome("failed", f"losses differ by {difference:.1e} from V1's", difference)

@@ -236,15 +236,6 @@ def seconds_by_exercise(blocks: list[Block]) -> dict[str, float]:
     return dict(seconds)
 
 
-def announce(block: Block, show: bool) -> None:
-    """Say what begins: all commands with --show, else a line that `report` writes over."""
-    if show:
-        print(f"\n{block.text}", end="", flush=True)
-    elif sys.stdout.isatty():
-        line = f"  line {block.line:4}  {'runs':13}  {'':9}  {block}"
-        print(line[: shutil.get_terminal_size().columns - 1], end="\r", flush=True)
-
-
 def report(block: Block, logs: Path) -> None:
     """One line for a block, more if it did not simply succeed."""
     print(f"  line {block.line:4}  {block.status:13}  {block.seconds:7.1f} s  {block}")
@@ -256,17 +247,13 @@ def report(block: Block, logs: Path) -> None:
     sys.stdout.flush()
 
 
-def sees_gpu(python: str) -> bool:
-    """Whether the PyTorch of the commands sees a GPU; without PyTorch there is none."""
-    command = [python, "-c", "import torch; print(torch.cuda.device_count())"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() not in ("", "0")
-
-
 def run_blocks(args: argparse.Namespace, blocks: list[Block], session: Session) -> None:
     left_out = {NOT_IN_CI} if args.ci else set()
     left_out |= set() if args.long else {LONG}
-    if any(NEEDS_GPU in block.marks for block in blocks) and not sees_gpu(args.python):
-        left_out.add(NEEDS_GPU)
+    if any(NEEDS_GPU in block.marks for block in blocks):
+        count = [args.python, "-c", "import torch; print(torch.cuda.device_count())"]
+        gpus = subprocess.run(count, capture_output=True, text=True).stdout.strip()
+        left_out |= {NEEDS_GPU} if gpus in ("", "0") else set()  # "": there is no PyTorch
     exercise = skipped = None
     for block in blocks:
         if block.exercise != exercise:
@@ -278,7 +265,8 @@ def run_blocks(args: argparse.Namespace, blocks: list[Block], session: Session) 
             elif skipped == (block.exercise, block.section):
                 block.status, block.remark = SKIPPED, "follows a block that was skipped"
             else:
-                announce(block, args.show)
+                if args.show:
+                    print(f"\n{block.text}", end="", flush=True)
                 session.run(block)
         finally:
             summary = {"sheet": str(args.sheet), "seconds": seconds_by_exercise(blocks)}
