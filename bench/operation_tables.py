@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from bench.version_tables import best_column, joined, lines_of
+from bench.version_tables import best_column, joined, read_lines
 from lab.cli import ToolError
 from lab.profile.kernels import CATEGORIES
 from lab.records import Count, Positive, Row, WholeStep
 from lab.show import Column, ended, render, side_columns
-from lab.study import by_side, read_rows
+from lab.study import read_rows
 from lab.turns import speedup
 
 OPERATIONS = ("attention", "triangle", "block", "causal", "optimizer")
@@ -31,13 +31,6 @@ class Traffic(Row):
     gb: Positive
 
 
-def lines_in(path: Path, kind: type[Row] = Row) -> tuple[list[dict], list[str]]:
-    """The sides of a study, a row for each shape and precision with its name; and their names."""
-    rows = read_rows(path, ("shape", "precision", "side"), kind=kind)
-    sides = dict.fromkeys(row["side"] for row in rows)
-    return lines_of(by_side(rows, "shape", "precision")), [*sides]
-
-
 def memory_of(side: Mapping) -> str:
     """MB at the peak, and held for the backward pass; or how the side ended."""
     mb = (side[key] for key in ("extra_mb", "held_mb") if side.get(key) is not None)
@@ -46,7 +39,7 @@ def memory_of(side: Mapping) -> str:
 
 def sides_tables(directory: Path, study: str) -> str:
     """Time of each side, the best of the others over ours; then memory."""
-    rows, sides = lines_in(directory / f"{study}.json")
+    rows, sides = read_lines(directory / f"{study}.json")
     work = "a step" if study == "optimizer" else "forward + backward"
     times = [
         Column(f"{study}, {work}, warm L2", "name"),
@@ -105,7 +98,7 @@ def step_tables(directory: Path) -> str:
 
 
 def llama_table(directory: Path) -> str:
-    rows, sides = lines_in(directory / "llama.json")
+    rows, sides = read_lines(directory / "llama.json")
 
     def milliseconds(side: Mapping) -> float | None:
         return side["us"] / 1e3 if "us" in side else None
@@ -126,7 +119,7 @@ def llama_table(directory: Path) -> str:
 
 
 def traffic_table(directory: Path) -> str:
-    rows, _ = lines_in(directory / "traffic.json", Traffic)
+    rows, _ = read_lines(directory / "traffic.json", kind=Traffic)
 
     def left(row: Mapping) -> float | None:
         return 100 * row["V4"]["gb"] / row["V1"]["gb"] if "V4" in row else None

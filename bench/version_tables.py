@@ -5,13 +5,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from string import Formatter
 
 from bench.several_gpus import ddp_table, scaling_tables
 from bench.sizes import ALL_VERSIONS, MODES, VERSIONS, script_of
 from lab.cli import ToolError
 from lab.profile.kernels import CATEGORIES
 from lab.records import Profile, Record, Row, read
-from lab.show import Column, ended, render, side_columns
+from lab.show import Column, render, side_columns
 from lab.study import (
     Ablated,
     by_shape,
@@ -58,13 +59,21 @@ class Compared(Row):
     sides: dict[str, Errors]
 
 
-def lines_of(measured: Mapping[tuple, dict[str, dict]], words: str = "{}, {}") -> list[dict]:
-    """Sides by the places where they were measured as rows, each with its place as its name."""
-    return [{"name": words.format(*place), **sides} for place, sides in measured.items()]
-
-
-def names_in(measured: Mapping[tuple, dict[str, dict]]) -> list[str]:
-    return list(dict.fromkeys(name for sides in measured.values() for name in sides))
+def read_lines(
+    path: Path,
+    name: str = "{shape}, {precision}",
+    column: str = "{side}",
+    measured: Iterable[str] = (),
+    kind: type[Row] = Row,
+) -> tuple[list[dict], list[str]]:
+    """The rows of a study as lines of a table, and what its columns are called: rows of the same
+    `name` are one line, in which each stands under its `column`. All have what is `measured`."""
+    keys = [key for _, key, *_ in Formatter().parse(name + column) if key]
+    lines, columns = {}, {}
+    for row in read_rows(path, (*keys, *measured), measured, kind=kind):
+        line = lines.setdefault(name.format(**row), {"name": name.format(**row)})
+        line[column.format(**row)] = columns[column.format(**row)] = row
+    return [*lines.values()], [*columns]
 
 
 def over(before: str, after: str, label: str) -> Column:
@@ -109,31 +118,26 @@ def versions_of(path: Path, *keys: str) -> dict[tuple, dict[str, dict]]:
 
 def headline_tables(path: Path) -> str:
     """Milliseconds per step of each size, precision and mode, ratios as graphs; kernels, memory."""
-    lines: dict[str, dict] = {}  # with the sides by mode and version
-    for (shape, precision, mode), sides in versions_of(path, "mode").items():
-        name = f"{shape}, {precision}"
-        line = lines.setdefault(name, {"name": name})
-        line |= {f"{mode} {version}": side for version, side in sides.items()}
-    measured = {name for line in lines.values() for name in line}
+    lines, there = read_lines(path, column="{mode} {side}", measured=FINISHED)
 
     def columns(modes: Iterable[str], key: str, form: str = "", label: str = "{}") -> list[Column]:
         names = (f"{mode} {version}" for mode, version in itertools.product(modes, VERSIONS))
-        return side_columns(label, [name for name in names if name in measured], key, form)
+        return side_columns(label, [name for name in names if name in there], key, form)
 
     times = columns(MODES, "batch_ms", ".2f")
     times += [
         over(f"graph {before}", f"graph {after}", f"{after} over {before}, graph")
         for before, after in itertools.pairwise(VERSIONS)
-        if f"graph {after}" in measured
+        if f"graph {after}" in there
     ]
     # A graph replays what its mode launches.
     kernels = columns(("eager", "compiled"), "per_step")
     kernels = kernels or columns(("graph", "compiled graph"), "per_step")
     peaks = columns(("eager", "graph", "compiled graph"), "peak_mb", ".0f", "{}, MB")
-    rows, title = [*lines.values()], "kernels per step, then peak memory in MB"
+    title = "kernels per step, then peak memory in MB"
     return joined(
-        render([Column("ms per step", "name"), *times], rows),
-        render([Column(title, "name"), *kernels, *peaks], rows),
+        render([Column("ms per step", "name"), *times], lines),
+        render([Column(title, "name"), *kernels, *peaks], lines),
     )
 
 
@@ -193,22 +197,19 @@ COMPILED = [f"{version} compiled" for version in ALL_VERSIONS]
 
 def fastest_table(directory: Path, model: str) -> str:
     """Milliseconds per step of V4 and the others, the best compiled one's over V4's, memory."""
-    measured = versions_of(directory / f"{FASTEST[model]}.json")
-    names = names_in(measured)
+    lines, names = read_lines(directory / f"{FASTEST[model]}.json", measured=FINISHED)
     columns = [
         Column(f"{model} as graphs", "name"),
         *side_columns("{}, ms", names, "batch_ms", ".2f"),
         *([best_column("best compiled / V4", COMPILED, "V4")] if {*names} & {*COMPILED} else []),
         *side_columns("{}, MB", names, "peak_mb", ".0f"),
     ]
-    return render(columns, lines_of(measured))
+    return render(columns, lines)
 
 
 def untuned_table(directory: Path) -> str:
     """Milliseconds per step and peak memory of each side, and its time over V4's."""
-    keys = ("shape", "precision", "side")
-    measured = by_side(read_rows(directory / "untuned.json", keys), "shape", "precision")
-    names = names_in(measured)
+    lines, names = read_lines(directory / "untuned.json")
 
     def over_v4(name: str, sides: Mapping[str, dict]) -> float | None:
         ms, v4 = (sides.get(side, {}).get("batch_ms") for side in (name, "V4"))
@@ -220,32 +221,29 @@ def untuned_table(directory: Path) -> str:
         *(Column(f"{name} / V4", partial(over_v4, name), ".2f", "x") for name in names[1:]),
         *side_columns("{}, MB", names, "peak_mb", ".0f"),
     ]
-    return render(columns, lines_of(measured))
+    return render(columns, lines)
 
 
 def trunk_table(directory: Path) -> str:
     """Milliseconds per step and peak memory of each side, without and with checkpoints."""
-    lines: dict[str, dict] = {}
-    for row in read_rows(directory / "trunk.json", ("shape", "side"), kind=Trunk):
-        name = f"{row['shape']}, {row['side']}"
-        line = lines.setdefault(name, {"name": name})
-        line["checkpointed" if row["checkpointed"] else "plain"] = row
+    path = directory / "trunk.json"
+    lines, _ = read_lines(path, "{shape}, {side}", "{checkpointed}", kind=Trunk)
     columns = [Column("48 blocks, bf16", "name")]
     for label, key in (("ms", "batch_ms"), ("MB", "peak_mb")):
-        columns += side_columns(label, ["plain"], key, ".0f", ends=True)
-        columns += side_columns(f"{label}, {{}}", ["checkpointed"], key, ".0f", ends=True)
-    return render(columns, [*lines.values()])
+        columns += side_columns(label, ["False"], key, ".0f", ends=True)
+        columns += side_columns(f"{label}, checkpointed", ["True"], key, ".0f", ends=True)
+    return render(columns, lines)
 
 
 def inference_table(directory: Path) -> str:
     """Microseconds of a layer in each way, and how many kernels these are."""
-    keys = ("batch_size", "seq_len", "side", "us")
-    measured = by_side(read_rows(directory / "inference.json", keys, kind=Layer), *keys[:2])
-    kernels = {name: side["kernels"] for sides in measured.values() for name, side in sides.items()}
+    name = "batch size {batch_size}, length {seq_len}"
+    lines, ways = read_lines(directory / "inference.json", name, measured=["us"], kind=Layer)
     columns = [Column("one layer, bf16", "name")]
-    for name, count in kernels.items():
-        columns += side_columns(f"{{}}, us ({count} kernels)", [name], "us", ".1f")
-    return render(columns, lines_of(measured, "batch size {}, length {}"))
+    for way in ways:
+        label = f"{{}}, us ({lines[0][way]['kernels']} kernels)"
+        columns += side_columns(label, [way], "us", ".1f")
+    return render(columns, lines)
 
 
 def ablation_tables(directory: Path, script: str) -> str:
@@ -264,39 +262,32 @@ def padding_table(directory: Path) -> str:
     def longer(version: str, sides: Mapping[str, dict]) -> float:
         return 100 * speedup(sides[f"{version}{PADDED}"], sides[version]) - 100
 
-    measured = versions_of(directory / "padding.json")
-    names = [name for name in ALL_VERSIONS if name in names_in(measured)]
+    lines, sides = read_lines(directory / "padding.json", measured=FINISHED)
+    names = sorted(name for name in sides if PADDED not in name)
     columns = [
         Column("as graphs", "name"),
         *side_columns("{}, ms", names, "batch_ms", ".2f"),
         *(Column(f"{name} padded", partial(longer, name), "+.1f", " %") for name in names),
     ]
-    return render(columns, lines_of(measured))
+    return render(columns, lines)
 
 
 def counts_table(directory: Path) -> str:
     """Kernels per step at each batch size."""
-    rows = read_rows(directory / "counts.json", ("script", "shape", "batch_size", "per_step"))
-    lines: dict[str, dict] = {}
-    for row in rows:
-        name = f"{row['script']} {row['shape']}"
-        lines.setdefault(name, {"name": name})[row["batch_size"]] = row["per_step"]
-    sizes = dict.fromkeys(row["batch_size"] for row in rows)
-    columns = [Column(f"{unit_of(rows)} per step", "name")]
-    columns += [Column(f"batch size {size}", size) for size in sizes]
-    return render(columns, [*lines.values()])
+    name, measured = "{script} {shape}", ("unit", "per_step")
+    lines, sizes = read_lines(directory / "counts.json", name, "{batch_size}", measured)
+    unit = unit_of(line[size] for line in lines for size in sizes)
+    counts = side_columns("batch size {}", sizes, "per_step")
+    return render([Column(f"{unit} per step", "name"), *counts], lines)
 
 
 def memory_table(directory: Path) -> str:
     """Peak memory of TinyLlama V2 at each length."""
-    rows = read_rows(directory / "memory.json", ("seq_len", "side", "peak_mb"))
+    lines, lengths = read_lines(directory / "memory.json", "{side}", "{seq_len}")
     names = {"scores": "materialised scores, MB", "flash": "flash attention, MB"}
-    lines = {side: {"name": name} for side, name in names.items() if rows}
-    for row in rows:
-        lines[row["side"]][row["seq_len"]] = ended(row) or row["peak_mb"]
-    lengths = dict.fromkeys(row["seq_len"] for row in rows)
-    columns = [Column("sequence length", "name"), *(Column(str(n), n, ".0f") for n in lengths)]
-    return render(columns, [*lines.values()])
+    columns = [Column("sequence length", lambda line: names[line["name"]])]
+    columns += side_columns("{}", lengths, "peak_mb", ".0f", ends=True)
+    return render(columns, lines)
 
 
 def furthest(sides: dict[str, dict]) -> str:
