@@ -27,7 +27,7 @@ from itertools import product
 from bench.sizes import GPT_2, ODD, PRECISIONS, SHAPES, TRUNK, in_sizes, script_of, sized
 from lab.cli import Parser, ToolError, documented_parser, program
 from lab.provenance import output_of
-from lab.records import Row
+from lab.records import NUMBER, Row
 from lab.script import import_file, interpret_without_gpu
 from lab.show import Column, render, side_columns
 from lab.study import TIMES, Part, add_study, as_rows, by_side, chosen, measure_study, read_study
@@ -51,10 +51,7 @@ MORE = {  # precisions beside bf16
 }
 
 
-class Changed(Row):
-    """A side of a script that changed."""
-
-    first_losses: list[float]
+Changed = Row | {"first_losses": [NUMBER]}
 
 
 def import_earlier(before: str, script: str, folder: Path) -> str:

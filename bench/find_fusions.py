@@ -38,7 +38,7 @@ from lab.fusions import step as steps
 from lab.fusions.groups import Finding
 from lab.fusions.rates import Rates, measure_rates
 from lab.fusions.record import Recorder
-from lab.records import Row, Turns
+from lab.records import NUMBER, TURNS, WHOLE, Row
 from lab.show import Column, render
 from lab.study import measure_study, read_rows
 from lab.turns import compare_in_turns, free_memory
@@ -59,13 +59,12 @@ SMALL = {  # of our own, for a laptop
 }
 
 
-class Predicted(Row):
-    """A model's step by level of fusion, and as measured by side."""
-
-    moved: dict[str, int]  # bytes
-    launched: dict[str, int] = None
-    predicted_ms: dict[str, float] = None
-    sides_ms: dict[str, Turns] = None
+Predicted = Row | {  # a model's step by level of fusion, and as measured by side
+    "moved": {"*": WHOLE},  # bytes
+    "launched?": {"*": WHOLE},
+    "predicted_ms?": {"*": NUMBER},
+    "sides_ms?": {"*": TURNS},
+}
 
 
 def subjects(small: bool) -> dict[tuple[str, str], tuple[Callable, Callable | None, tuple]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from bench.version_tables import best_column, joined, read_lines
 from lab.cli import ToolError
 from lab.profile.kernels import CATEGORIES
-from lab.records import Count, Positive, Row, WholeStep
+from lab.records import COUNT, POSITIVE, TEXT, Row, WholeStep
 from lab.show import Column, ended, render, side_columns
 from lab.study import read_rows
 from lab.turns import speedup
@@ -16,19 +16,13 @@ from lab.turns import speedup
 OPERATIONS = ("attention", "triangle", "block", "causal", "optimizer")
 
 
-class Moved(Row):
-    """A kernel that moves bytes, or a copy of as many."""
-
-    operator: str
-    bytes: Count
-    gb_per_s: Positive
-    of_copy: Positive = None  # of the rate of a copy
-
-
-class Traffic(Row):
-    """A step by what its operators read and write."""
-
-    gb: Positive
+Moved = Row | {  # a kernel that moves bytes, or a copy of as many
+    "operator": TEXT,
+    "bytes": COUNT,
+    "gb_per_s": POSITIVE,
+    "of_copy?": POSITIVE,  # of the rate of a copy
+}
+Traffic = Row | {"gb": POSITIVE}  # a step by what its operators read and write
 
 
 def memory_of(side: Mapping) -> str:

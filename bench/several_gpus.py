@@ -25,28 +25,20 @@ from bench.sizes import (
     sized,
 )
 from lab.cli import ToolError
-from lab.records import Count, Positive, Row
+from lab.records import COUNT, POSITIVE, TEXT, Row
 from lab.show import Column, render
 from lab.study import Part, read_rows
 from lab.turns import alternating, failure, free_memory, graph_of, make_trainer, named, parse_quiet
 
-
-class Scaling(Row):
-    name: str  # of a size in SCALING
-    processes: Count  # that shared the batch, on a GPU each
-    backward_ms: Positive = None
-
-
-class Apart(Row):
-    """What a step on several GPUs consists of."""
-
-    name: str
-    version: str
-    precision: str
-    alone_ms: Positive
-    together_ms: Positive
-    slowest_ms: Positive
-    ddp_ms: Positive
+Scaling = Row | {
+    "name": TEXT,  # of a size in SCALING
+    "processes": COUNT,  # that shared the batch, on a GPU each
+    "backward_ms?": POSITIVE,
+}
+Apart = Row | {  # what a step on several GPUs consists of
+    **dict.fromkeys(("name", "version", "precision"), TEXT),
+    **dict.fromkeys(("alone_ms", "together_ms", "slowest_ms", "ddp_ms"), POSITIVE),
+}
 
 
 class Scaled(NamedTuple):

@@ -11,7 +11,7 @@ from bench.several_gpus import ddp_table, scaling_tables
 from bench.sizes import ALL_VERSIONS, MODES, VERSIONS, script_of
 from lab.cli import ToolError
 from lab.profile.kernels import CATEGORIES
-from lab.records import Profile, Record, Row, read
+from lab.records import FLAG, NULL, NUMBER, TEXT, WHOLE, Profile, Row, read
 from lab.show import Column, render, side_columns
 from lab.study import (
     Ablated,
@@ -30,33 +30,17 @@ PADDED = ", padded"  # at the end of a side's name
 FASTEST = {"tiny_llama": "fastest", "tiny_openfold": "fastest_openfold"}  # file of each model
 
 
-class Trunk(Row):
-    checkpointed: bool  # with --checkpoint-blocks
-
-
-class Layer(Row):
-    """A layer of V4 in one of several ways."""
-
-    kernels: int
-    error_of_output: float
-
-
-class Errors(Record):
-    """How far a side is from float64, or why it failed."""
-
-    outputs: float | None = None
-    loss: float | None = None
-    parameters: dict[str, float] = None
-    lines: dict[str, list[float | str]] = None  # the worst row or column of each, and which
-    equal_bits: bool | None = None
-    failed: str = None
-
-
-class Compared(Row):
-    subject: str
-    case: str
-    precision: str
-    sides: dict[str, Errors]
+Trunk = Row | {"checkpointed": FLAG}  # with --checkpoint-blocks
+Layer = Row | {"kernels": WHOLE, "error_of_output": NUMBER}  # of V4, in one of several ways
+Errors = {  # how far a side is from float64, or why it failed
+    "outputs?": (NUMBER, NULL),
+    "loss?": (NUMBER, NULL),
+    "parameters?": {"*": NUMBER},
+    "lines?": {"*": [(NUMBER, TEXT)]},  # the worst row or column of each, and which
+    "equal_bits?": (FLAG, NULL),
+    "failed?": TEXT,
+}
+Compared = Row | {"subject": TEXT, "case": TEXT, "precision": TEXT, "sides": {"*": Errors}}
 
 
 def read_lines(
@@ -64,7 +48,7 @@ def read_lines(
     name: str = "{shape}, {precision}",
     column: str = "{side}",
     measured: Iterable[str] = (),
-    kind: type[Row] = Row,
+    kind: dict = Row,
 ) -> tuple[list[dict], list[str]]:
     """The rows of a study as lines of a table, and what its columns are called: rows of the same
     `name` are one line, in which each stands under its `column`. All have what is `measured`."""

@@ -1,8 +1,9 @@
-"""Result files: their fields by name and type, one check of all of it when a file is read, and the
+"""Result files: their fields by name and kind, one check of all of it when a file is read, and the
 runs in them: found, read, named and put side by side.
 
-A `Record` is an object of JSON. A field without a default has to be there. What a program reads has
-these types, whatever happened to the file; ToolError names the file and the field that does not.
+The kind of an object has its fields; "NAME?" need not be there, "*" is any other name. What a
+program reads is of these kinds, whatever happened to the file; ToolError names the file and the
+field that is not.
 
 Several runs may be in one file, as `compare_runs.py --save` writes it; FILE.json/NAME is then the
 path of one of them.
@@ -11,13 +12,10 @@ path of one of them.
 import glob
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from functools import cache
 from pathlib import Path, PurePosixPath
-from types import NoneType, UnionType
-from typing import Annotated, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from lab.cli import ToolError, say
 from lab.files import read_json
@@ -25,308 +23,219 @@ from lab.script import model_and_version, named_run, precision_of
 from lab.show import Column, ended, rate, render
 
 HUGE = 1e300  # numbers from here on, infinity and NaN are no measurements
-WORDS = {
-    str: "text",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    NoneType: "null",
-}
-UNIONS = (Union, UnionType)  # of Annotated types, and of all others
-Positive = Annotated[float, "a number above 0"]
-Count = Annotated[int, "a whole number above 0"]
-Turns = Annotated[list[Positive], "a list that is not empty"]
-Outcome = Literal["ok", "oom", "failed"]
-OfPeer = Literal["ok", "oom", "failed", "missing"]  # of a library that may not be installed
-Value = str | float | bool | None
-NONE = Literal["no other fields"]
 
 
-class Record:
-    """An object of JSON: its fields by name and type."""
+@dataclass(frozen=True)
+class Kind:
+    """What messages call a value, and whether one is such.
 
-    others: ClassVar = None  # what further fields may be: anything, a type, or NONE
-
-
-class Environment(Record):
-    """On what something was measured."""
-
-    device_name: str
-    device: str | None = None
-    torch: str | None = None
-    triton: str | None = None
-    cuda: str | None = None
-    hip: str | None = None
-    cpu_threads: Count | None = None
-
-
-class Training(Record):
-    """How a script trained."""
-
-    batch_size: Count | None = None
-    num_steps: int | None = None
-    use_amp: bool = False
-    amp_dtype: str | None = None
-    matmul_precision: str | None = None
-    torch_compile: bool = False
-    torch_compile_mode: str | None = None
-    cuda_graph: bool = False
-    processes: Count = 1
-    others = Value
-
-
-class Settings(Record):
-    """What a script was run with, in every file that it or a profiler of it writes."""
-
-    schema_version: Literal[1]
-    script: str
-    config: dict[str, Value]
-    training: Training
-    environment: Environment
-    fusions: dict[str, bool] = None
-
-
-class Timing(Record):
-    """Times of a run, in milliseconds where the name says so."""
-
-    steps: Count | None = None
-    samples_per_sec: Positive | None = None
-    batch_ms: Positive | None = None
-    batch_median_ms: Positive | None = None
-    batch_p95_ms: Positive | None = None
-    turns_ms: list[Positive] | None = None  # empty where a run failed before the first one ended
-    others = float | None
-
-
-# parts of a run; kernels and FLOPs are those of a step
-
-
-class Memory(Record):
-    peak_mb: Positive | None = None
-
-
-class Kernels(Record):
-    unit: str = None
-    per_step: Count | None = None
-    host_launches: int | None = None
-
-
-class Loss(Record):
-    initial: float | None = None
-    final: float | None = None
-    curve: list[float] = None
-
-
-class Flops(Record):
-    achieved_tflops: float | None = None
-
-
-class Summary(Settings):
-    """A run: <script>_summary.json. Of one that did not finish, groups may be empty."""
-
-    status: Outcome
-    timing: Timing
-    memory: Memory
-    kernels: Kernels
-    loss: Loss
-    flops: Flops = None
-    error: str | None = None
-
-
-class Ceilings(Record):
-    precision: str
-    gemm_tflops: Positive
-    copy_gb_per_s: Positive
-
-
-class Share(Record):
-    """A category or phase of a profile."""
-
-    kernels_per_step: float
-    copies_per_step: float
-    ms_per_step: float
-    percent: float
-
-
-class Profile(Settings):
-    """<script>_profile.json of run_pytorch_profiler.py."""
-
-    unit: Literal["kernels", "operators"]
-    steps: Count
-    kernels: Kernels = None
-    kernels_per_step: float = None
-    operators_per_step: float = None
-    ms_per_step: float
-    categories: dict[str, Share]
-    phases: dict[str, Share]
-
-
-class Part(Record):
-    """A module, a group of operators or a kernel, beside what the device reaches."""
-
-    flop: float
-    bytes: float | None
-    flop_per_byte: float | None
-    ms: float | None
-    others = Value  # shares and rates
-
-
-class Module(Part):
-    module: str
-
-
-class ForwardFlops(Settings):
-    """<script>_flops.json of run_deepspeed_flops.py."""
-
-    modules: list[Module]
-    ceilings: Ceilings | None
-    flops_counted_by: str
-
-
-class Measured(Settings):
-    """A run of roofline_analysis.py."""
-
-    schema_version: Literal[1] = 1  # the file has it
-    ceilings: Ceilings
-
-
-class Group(Part):
-    """A row of roofline_analysis.py."""
-
-    group: str
-    script: str = None
-    kernel: str = None  # where rocprof-compute counted
-
-
-class Rooflines(Record):
-    """roofline_analysis.json."""
-
-    schema_version: Literal[1]
-    rows: Annotated[list[Group], "a list that is not empty"]
-    runs: list[Measured] = None
-
-
-class Row(Record):
-    """One side of a study: what it is, and what came out, or how it ended.
-
-    Rows that have the same model, shape, precision and so on are sides, which took turns; ratios
-    are between them. A study that has more fields than these has a class of its own.
+    A dict is the kind of an object, [KIND] that of a list, [KIND, ...] of one that is not empty,
+    and several in a tuple are alternatives.
     """
 
+    words: str
+    fits: Callable[[object], bool]
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and type(value) is not bool and abs(value) < HUGE
+
+
+def is_whole(value: object) -> bool:
+    return is_number(value) and isinstance(value, int)
+
+
+def among(*values: object) -> Kind:
+    """One of these values."""
+    words = " or ".join(map(repr, values))
+    return Kind(words, lambda value: value in values and type(value) is not bool)
+
+
+TEXT = Kind("text", lambda value: isinstance(value, str))
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+NULL = Kind("null", lambda value: value is None)
+NUMBER = Kind("a number", is_number)
+WHOLE = Kind("a whole number", is_whole)
+POSITIVE = Kind("a number above 0", lambda value: is_number(value) and value > 0)
+COUNT = Kind("a whole number above 0", lambda value: is_whole(value) and value > 0)
+VALUE = (TEXT, NUMBER, FLAG, NULL)
+TURNS = [POSITIVE, ...]
+NOTHING = Kind("nothing", lambda value: False)  # as "*": there are no other fields
+
+# what something was measured on
+Environment = {
+    "device_name": TEXT,
+    "device?": (TEXT, NULL),
+    "torch?": (TEXT, NULL),
+    "triton?": (TEXT, NULL),
+    "cuda?": (TEXT, NULL),
+    "hip?": (TEXT, NULL),
+    "cpu_threads?": (COUNT, NULL),
+}
+# what a script was run with
+Settings = {
+    "script": TEXT,
+    "config": {"*": VALUE},
+    "training": {
+        "batch_size?": (COUNT, NULL),
+        "num_steps?": (WHOLE, NULL),
+        "use_amp?": FLAG,
+        "amp_dtype?": (TEXT, NULL),
+        "matmul_precision?": (TEXT, NULL),
+        "torch_compile?": FLAG,
+        "torch_compile_mode?": (TEXT, NULL),
+        "cuda_graph?": FLAG,
+        "processes?": COUNT,
+        "*": VALUE,
+    },
+    "environment": Environment,
+    "fusions?": {"*": FLAG},
+}
+Written = {"schema_version": among(1), **Settings}  # a file of a script, or a profiler of it
+# a run: <script>_summary.json; of one that did not finish, groups may be empty
+Summary = Written | {
+    "status": among("ok", "oom", "failed"),
+    "timing": {
+        "steps?": (COUNT, NULL),
+        "samples_per_sec?": (POSITIVE, NULL),
+        "batch_ms?": (POSITIVE, NULL),
+        "batch_median_ms?": (POSITIVE, NULL),
+        "batch_p95_ms?": (POSITIVE, NULL),
+        "turns_ms?": [POSITIVE],  # empty where a run failed before the first one ended
+        "*": (NUMBER, NULL),
+    },
+    "memory": {"peak_mb?": (POSITIVE, NULL)},
+    "kernels": {
+        "unit?": TEXT,
+        "per_step?": (COUNT, NULL),
+        "host_launches?": (WHOLE, NULL),
+    },
+    "loss": {
+        "initial?": (NUMBER, NULL),
+        "final?": (NUMBER, NULL),
+        "curve?": [NUMBER],
+    },
+    "flops?": {"achieved_tflops?": (NUMBER, NULL)},
+    "error?": (TEXT, NULL),
+}
+Ceilings = {"precision": TEXT, "gemm_tflops": POSITIVE, "copy_gb_per_s": POSITIVE}
+# <script>_profile.json of run_pytorch_profiler.py, with a share of each category and phase
+Share = {
+    "kernels_per_step": NUMBER,
+    "copies_per_step": NUMBER,
+    "ms_per_step": NUMBER,
+    "percent": NUMBER,
+}
+Profile = Written | {
+    "unit": among("kernels", "operators"),
+    "steps": COUNT,
+    "kernels?": Summary["kernels"],
+    "kernels_per_step?": NUMBER,
+    "operators_per_step?": NUMBER,
+    "ms_per_step": NUMBER,
+    "categories": {"*": Share},
+    "phases": {"*": Share},
+}
+# a module, a group of operators or a kernel, beside what the device reaches: with shares and rates
+Part = {
+    "flop": NUMBER,
+    "bytes": (NUMBER, NULL),
+    "flop_per_byte": (NUMBER, NULL),
+    "ms": (NUMBER, NULL),
+    "*": VALUE,
+}
+# <script>_flops.json of run_deepspeed_flops.py: of a forward pass
+ForwardFlops = Written | {
+    "modules": [Part | {"module": TEXT}],
+    "ceilings": (Ceilings, NULL),
+    "flops_counted_by": TEXT,
+}
+# roofline_analysis.json; rows have a kernel where rocprof-compute counted
+Rooflines = {
+    "schema_version": among(1),
+    "rows": [Part | {"group": TEXT, "script?": TEXT, "kernel?": TEXT}, ...],
+    "runs?": [Settings | {"ceilings": Ceilings}],
+}
+# One side of a study: what it is, and what came out, or how it ended. Rows that have the same
+# model, shape, precision and so on are sides, which took turns; ratios are between them. A study
+# that has more fields than these has a kind of its own.
+Row = {
     # what was measured
-    model: str = None  # tiny_llama or tiny_openfold
-    version: str = None  # V1 to V4; a library has none
+    "model?": TEXT,  # tiny_llama or tiny_openfold
+    "version?": TEXT,  # V1 to V4; a library has none
     # its name among the sides: V1, V3 compiled, cuEquivariance, none, only overlap
-    side: str = None
-    shape: str = None  # a name for the sizes
-    batch_size: Count = None
-    seq_len: Count = None
-    precision: str = None  # fp32, TF32, bf16, fp16
-    mode: str = None  # eager, graph, compiled, compiled graph
-    fusions: list[str] = None  # flags of those in effect
-    script: str = None
-    argv: list[str] = None
-    # how it ended, unless it finished
-    status: OfPeer = None
-    error: str = None
+    "side?": TEXT,
+    "shape?": TEXT,  # a name for the sizes
+    "batch_size?": COUNT,
+    "seq_len?": COUNT,
+    "precision?": TEXT,  # fp32, TF32, bf16, fp16
+    "mode?": TEXT,  # eager, graph, compiled, compiled graph
+    "fusions?": [TEXT],  # flags of those in effect
+    "script?": TEXT,
+    "argv?": [TEXT],
+    # how it ended, unless it finished; "missing": a library that is not installed
+    "status?": among("ok", "oom", "failed", "missing"),
+    "error?": TEXT,
     # time, in milliseconds or microseconds per step: the median, and that of each turn
-    batch_ms: Positive | None = None
-    batch_median_ms: Positive | None = None
-    batch_p95_ms: Positive | None = None
-    turns_ms: Turns = None
-    us: Positive = None
-    turns_us: Turns = None
-    samples_per_sec: Positive = None
+    "batch_ms?": (POSITIVE, NULL),
+    "batch_median_ms?": (POSITIVE, NULL),
+    "batch_p95_ms?": (POSITIVE, NULL),
+    "turns_ms?": TURNS,
+    "us?": POSITIVE,
+    "turns_us?": TURNS,
+    "samples_per_sec?": POSITIVE,
     # memory, in MB: at the peak, of it beside what was there, held for the backward pass
-    peak_mb: Positive | None = None
-    extra_mb: float | None = None
-    held_mb: float | None = None
+    "peak_mb?": (POSITIVE, NULL),
+    "extra_mb?": (NUMBER, NULL),
+    "held_mb?": (NUMBER, NULL),
     # of a step
-    per_step: Count = None
-    unit: str = None  # of per_step: kernels or operator calls
-    host_launches: int | None = None
-    final_loss: float | None = None
+    "per_step?": COUNT,
+    "unit?": TEXT,  # of per_step: kernels or operator calls
+    "host_launches?": (WHOLE, NULL),
+    "final_loss?": (NUMBER, NULL),
+}
+# a step by its kernels, beside a GEMM of its FLOPs and a copy of its bytes
+WholeStep = Row | {
+    **dict.fromkeys(("model", "version", "shape", "precision"), TEXT),
+    **dict.fromkeys(("batch_ms", "gemm_ms", "copy_ms", "over_reference"), POSITIVE),
+    "kernels": [{"name": TEXT, "category": TEXT, "calls": NUMBER, "us": NUMBER}],
+    "ceilings": Ceilings,
+    "flop": COUNT,
+    "bytes": (COUNT, NULL),
+}
+# rows that were measured on one device, and with what settings
+Study = {
+    "environment": Environment,
+    "rows": [Row],
+    "provenance?": [{}],  # of each session, as provenance.py reads it
+    "script?": TEXT,
+    "argv?": [TEXT],
+    "rounds?": COUNT,
+    "processes?": COUNT,
+    "family?": TEXT,  # of benchmark_suite.py, as `metrics`
+    "metrics?": [TEXT],
+}
+# exercises/performance_debugging: check_step.py's <script>_gradients.json, and what
+# compare_stages.py --output writes
+Gradients = {"percent": NUMBER}
+Stage = {
+    "stage": TEXT,
+    "gradient_percent": (NUMBER, NULL),
+    "kernel_ms": (NUMBER, NULL),
+    "result": Summary,
+}
+Stages = {"stages": [Stage, ...]}
+# summary.json of run_all_profilers.sh
+Step = {"name": TEXT, "status": among("ok", "skipped", "failed"), "reason": (TEXT, NULL)}
+Steps = {"steps": [Step]}
 
 
-class StepKernel(Record):
-    name: str
-    category: str
-    calls: float
-    us: float
-
-
-class WholeStep(Row):
-    """A step by its kernels, beside a GEMM of its FLOPs and a copy of its bytes."""
-
-    model: str
-    version: str
-    shape: str
-    precision: str
-    batch_ms: Positive
-    kernels: list[StepKernel]
-    ceilings: Ceilings
-    flop: Count
-    bytes: Count | None
-    gemm_ms: Positive
-    copy_ms: Positive
-    over_reference: Positive
-
-
-class Study(Record):
-    """Rows that were measured on one device, and with what settings."""
-
-    environment: Environment
-    rows: list[Row]
-    provenance: list[dict] = None  # of each session, as provenance.py reads it
-    script: str = None
-    argv: list[str] = None
-    rounds: Count = None
-    processes: Count = 1
-    family: str = None  # of benchmark_suite.py, as `metrics`
-    metrics: list[str] = None
-
-
-class Gradients(Record):
-    """<script>_gradients.json of exercises/performance_debugging/check_step.py."""
-
-    percent: float
-
-
-class Stage(Record):
-    """A stage of exercises/performance_debugging."""
-
-    stage: str
-    gradient_percent: float | None
-    kernel_ms: float | None
-    result: Summary
-
-
-class Stages(Record):
-    """What compare_stages.py --output writes."""
-
-    stages: Annotated[list[Stage], "a list that is not empty"]
-
-
-class Step(Record):
-    """A step of run_all_profilers.sh."""
-
-    name: str
-    status: Literal["ok", "skipped", "failed"]
-    reason: str | None
-
-
-class Steps(Record):
-    """summary.json of run_all_profilers.sh."""
-
-    steps: list[Step]
-
-
-def read(kind: type, path: Path) -> dict:
+def read(kind: dict, path: Path) -> dict:
     """The object in a file; ToolError if it is not of this kind."""
     return checked(kind, read_json(path), path)
 
 
-def checked(kind: type, value: object, path: Path) -> dict:
+def checked(kind: dict, value: object, path: Path) -> dict:
     """The value, an object of this kind; ToolError names the file and the field where it is not."""
     _check(kind, value, path, "")
     if kind is Study:
@@ -339,7 +248,7 @@ def check_rows(
     rows: Sequence[dict],
     keys: Iterable[str] = (),
     measured: Iterable[str] = (),
-    kind: type[Row] = Row,
+    kind: dict = Row,
 ) -> Sequence[dict]:
     """Return the rows of a study; ToolError names what is wrong with one: another kind, without one
     of the keys, or neither a status and an error nor all that is to be `measured`."""
@@ -366,80 +275,47 @@ def check_turns(rows: Iterable[dict], path: Path) -> None:
                 raise ToolError(f"{path}: rows[{number}].{key} has {there}")
 
 
-@cache
-def _fields(kind: type[Record]) -> dict[str, tuple[object, bool]]:
-    """The type of each field, and whether it has to be there."""
-    hints, required = get_type_hints(kind, include_extras=True), {}
-    for base in reversed(kind.__mro__):
-        required |= {name: name not in vars(base) for name in vars(base).get("__annotations__", ())}
-    return {name: (hints[name], required[name]) for name in hints if name != "others"}
-
-
 def _check(kind: object, value: object, path: Path, where: str) -> None:
     """ToolError if the value is not of this kind."""
-    origin, inner = get_origin(kind), get_args(kind)
-    looks = _shape(type(value))
-    fits = _shape(kind) is looks
-    if origin in UNIONS:
-        options = [option for option in inner if _shape(option) is looks]
-        if fits := bool(options):
-            _check(options[0], value, path, where)
-    elif origin is Literal:
-        fits = value in inner and not isinstance(value, bool)
-    elif origin is Annotated:
-        _check(inner[0], value, path, where)
-        fits = (len(value) if isinstance(value, list) else value) > 0
-    elif fits and isinstance(value, list):
-        for number, item in enumerate(value):
-            _check(inner[0], item, path, f"{where}[{number}]")
-    elif fits and _is_record(kind):
-        _check_fields(kind, value, path, f"{where}." if where else "")
-    elif fits and inner:
-        for name, item in value.items():
-            _check(inner[1], item, path, f"{where}.{name}")
-    elif isinstance(value, (int, float)):
-        fits = fits and abs(value) < HUGE and not (kind is int and isinstance(value, float))
-    if not fits:
-        shown = repr(value)
-        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-        raise ToolError(f"{path}: {where or 'the file'} is {shown}, not {_words(kind)}")
+    for option in kind if isinstance(kind, tuple) else (kind,):
+        if isinstance(option, Kind):
+            if option.fits(value):
+                return
+        elif isinstance(option, dict) and isinstance(value, dict):
+            return _check_fields(option, value, path, f"{where}." if where else "")
+        elif isinstance(option, list) and isinstance(value, list) and (value or ... not in option):
+            for number, item in enumerate(value):
+                _check(option[0], item, path, f"{where}[{number}]")
+            return
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+    raise ToolError(f"{path}: {where or 'the file'} is {shown}, not {_words(kind)}")
 
 
-def _check_fields(kind: type[Record], value: dict, path: Path, place: str) -> None:
+def _check_fields(kind: dict, value: dict, path: Path, place: str) -> None:
     """ToolError if the fields of the object at this place are not those of this kind."""
-    known = _fields(kind)
-    for name, (of, required) in known.items():
+    for field, of in kind.items():
+        name = field.removesuffix("?")
         if name in value:
             _check(of, value[name], path, f"{place}{name}")
-        elif required:
+        elif name == field != "*":
             raise ToolError(f"{path}: it has no {place}{name}: another kind of file, or damaged")
-    for name in sorted(value.keys() - known.keys()) if kind.others else ():
-        if kind.others is NONE:
+    known = {field.removesuffix("?") for field in kind}
+    for name in sorted(value.keys() - known) if "*" in kind else ():
+        if kind["*"] is NOTHING:
             raise ToolError(f"{path}: {place}{name} is not a field of this kind of file")
-        _check(kind.others, value[name], path, f"{place}{name}")
-
-
-def _is_record(kind: object) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Record)
-
-
-def _shape(kind: object) -> type:
-    """How values of this kind look in JSON, where a whole number is a number."""
-    if get_origin(kind) is Annotated:
-        return _shape(get_args(kind)[0])
-    return dict if _is_record(kind) else float if kind is int else get_origin(kind) or kind
+        _check(kind["*"], value[name], path, f"{place}{name}")
 
 
 def _words(kind: object) -> str:
     """What is expected."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        return inner[1]
-    if origin is Literal:
-        return " or ".join(map(repr, inner))
-    if origin in UNIONS:
-        return " or ".join(map(_words, inner))
-    return WORDS.get(kind) or ("a list" if origin is list else "an object")
+    if isinstance(kind, tuple):
+        return " or ".join(map(_words, kind))
+    if isinstance(kind, Kind):
+        return kind.words
+    return (
+        "an object" if isinstance(kind, dict) else "a list" + " that is not empty" * (... in kind)
+    )
 
 
 # --- runs

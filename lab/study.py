@@ -25,7 +25,7 @@ from types import ModuleType
 from lab.cli import Parser, ToolError
 from lab.files import write_text
 from lab.provenance import watched
-from lab.records import NONE, Positive, Row, Study, check_rows, read
+from lab.records import NOTHING, NULL, POSITIVE, TEXT, WHOLE, Row, Study, check_rows, read
 from lab.script import interpret_without_gpu, load_script, script_arguments
 from lab.show import Column, ended, rate, render
 from lab.turns import graph_of, in_turns, on_gpu, ratios, short_run, speed, speedup, spread
@@ -41,14 +41,13 @@ Set = tuple[str, ...]  # the fusions that are on
 Logs = dict[frozenset, dict[tuple[int, int], float]]  # of a set, by seed and turn
 
 
-class Ablated(Row):
-    """A set of fusions, as a side of a group that took turns."""
-
-    seed: int = None
-    group: int = None
-    on: list[str]  # of those that vary
-    speedup: Positive | None  # over the side `none`
-    others = NONE
+Ablated = Row | {  # a set of fusions, as a side of a group that took turns
+    "seed?": WHOLE,
+    "group?": WHOLE,
+    "on": [TEXT],  # of those that vary
+    "speedup": (POSITIVE, NULL),  # over the side `none`
+    "*": NOTHING,
+}
 
 
 def check_failed(rows: Iterable[dict]) -> None:
@@ -142,12 +141,12 @@ def chosen(parts: Sequence[Part], words: Sequence[str]) -> list[Part]:
     return [part for part in parts if all(part[0][key] in words for key in keys)]
 
 
-def read_rows(path: Path, *wanted: Iterable[str], kind: type[Row] = Row) -> Sequence[dict]:
+def read_rows(path: Path, *wanted: Iterable[str], kind: dict = Row) -> Sequence[dict]:
     """The rows of a study as `check_rows` wants them; none if it is not there."""
     return check_rows(path, read(Study, path)["rows"], *wanted, kind=kind) if path.exists() else []
 
 
-def read_study(path: Path, *wanted: Iterable[str], kind: type[Row] = Row) -> dict:
+def read_study(path: Path, *wanted: Iterable[str], kind: dict = Row) -> dict:
     """A study, finished or not, with at least one row; its rows are as `check_rows` wants them."""
     study = read(Study, path)
     if not check_rows(path, study["rows"], *wanted, kind=kind):
