@@ -45,7 +45,7 @@ def rows_in(printed: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("device", sorted({path.parent for path in STUDIES}), ids=lambda d: d.name)
-@pytest.mark.parametrize("program", [versions, operations], ids=lambda p: p.PROG)
+@pytest.mark.parametrize("program", [versions, operations], ids=lambda p: p.__name__)
 def test_each_row_of_a_table_is_of_one_file(program, device, tmp_path):
     """What a study prints by itself has each row of the tables that all studies print."""
     alone = []
