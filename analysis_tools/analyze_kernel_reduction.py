@@ -32,18 +32,15 @@ import argparse
 
 from lab.cli import Parser, documented_parser, note, program
 from lab.files import write_text
-from lab.profile.reduction import SIDES, Kernel, compare, load_profile
+from lab.profile.reduction import NUMBERS, compare, found_in, load_profile
 from lab.show import write_csv
 
 
-def as_row(kernel: Kernel) -> dict:
-    return {
-        "name": kernel.name,
-        "category": kernel.category,
-        "found_in": kernel.found,
-        **{f"{side}_launches": kernel.launches[i] for i, side in enumerate(SIDES)},
-        **{f"{side}_ms": kernel.ms[i] for i, side in enumerate(SIDES)},
-    }
+def as_row(kernel: dict) -> dict:
+    """A row of the CSV file."""
+    numbers = {key.replace(" ", "_"): kernel[key] for key in NUMBERS}
+    names = {key: kernel[key] for key in ("name", "category")}
+    return {**names, "found_in": found_in(kernel), **numbers}
 
 
 def analyse(args: argparse.Namespace) -> int:

@@ -3,7 +3,7 @@
 A profile is what run_pytorch_profiler.py or run_rocprofv3.sh left in a folder.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,8 @@ from lab.records import check_family, collected, differences, load_run, only_fil
 from lab.show import Column, render
 
 SIDES = ("baseline", "fused")
+# what is known of a kernel, or of several, beside its name; per step if the steps are known
+NUMBERS = [f"{side} {what}" for what in ("launches", "ms") for side in SIDES]
 
 
 @dataclass(frozen=True)
@@ -34,22 +36,6 @@ class Profile:
     steps: int | None  # None if not known
     statistics: list[KernelStatistics]
     settings: dict | None  # config, training, environment and kernels of the run
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A kernel, or several; launches and milliseconds are (baseline, fused), per step if known."""
-
-    name: str
-    category: str
-    is_copy: bool
-    launches: tuple[float, float]
-    ms: tuple[float, float]
-
-    @property
-    def found(self) -> str:
-        """'both', 'baseline' (it vanished) or 'fused' (it is new)."""
-        return "both" if all(self.launches) else SIDES[not self.launches[0]]
 
 
 # --- from folders
@@ -115,102 +101,96 @@ def is_copy(name: str) -> bool:
 # --- side by side
 
 
-def match(sides: Sequence[Profile], steps: Sequence[int]) -> list[Kernel]:
-    """Kernels by name, those with the longest time on either side first."""
-    rows = [{row.name: row for row in side.statistics} for side in sides]
-
-    def per_step(name: str, value: Callable[[KernelStatistics], float]) -> tuple[float, float]:
-        both = zip(rows, steps, strict=True)
-        return tuple(value(side[name]) / n if name in side else 0 for side, n in both)
-
-    kernels = []
-    for name in rows[0] | rows[1]:
-        launches = per_step(name, lambda row: row.calls)
-        ms = per_step(name, lambda row: row.total_ns / 1e6)
-        kernels.append(Kernel(name, category(name), is_copy(name), launches, ms))
-    return sorted(kernels, key=lambda kernel: (-max(kernel.ms), kernel.name))
+def match(sides: Sequence[Profile], steps: Sequence[int]) -> list[dict]:
+    """Kernels by name with `NUMBERS`, those with the longest time on either side first."""
+    kernels: dict[str, dict] = {}
+    for label, side, n in zip(SIDES, sides, steps, strict=True):
+        for row in side.statistics:
+            new = {"name": row.name, "category": category(row.name), **dict.fromkeys(NUMBERS, 0)}
+            kernel = kernels.setdefault(row.name, new)
+            kernel |= {f"{label} launches": row.calls / n, f"{label} ms": row.total_ns / 1e6 / n}
+    return sorted(
+        kernels.values(), key=lambda k: (-max(k["baseline ms"], k["fused ms"]), k["name"])
+    )
 
 
-def total(name: str, kernels: Sequence[Kernel], copies: bool = True) -> Kernel:
-    """The sum of kernels under a name; copies count as launches if asked for, their time always."""
-    counted = [kernel.launches for kernel in kernels if copies or not kernel.is_copy]
-    launches = tuple(sum(each[side] for each in counted) for side in (0, 1))
-    ms = tuple(sum(kernel.ms[side] for kernel in kernels) for side in (0, 1))
-    return Kernel(name, name, False, launches, ms)
+def found_in(kernel: dict) -> str:
+    """'both', 'baseline' (it vanished) or 'fused' (it is new)."""
+    there = [side for side in SIDES if kernel[f"{side} launches"]]
+    return there[0] if len(there) == 1 else "both"
 
 
-def change(before: float, after: float) -> str:
+def total(name: str, kernels: Iterable[dict]) -> dict:
+    """The sum of kernels under a name."""
+    kernels = list(kernels)
+    return {"name": name} | {key: sum(kernel[key] for kernel in kernels) for key in NUMBERS}
+
+
+def without_copies(kernels: Iterable[dict]) -> list[dict]:
+    return [kernel for kernel in kernels if not is_copy(kernel["name"])]
+
+
+def change(row: dict, what: str) -> str:
     """After over before, as a signed percentage."""
+    before, after = (row[f"{side} {what}"] for side in SIDES)
     return f"{100 * (after / before - 1):+.1f} %" if before else "-"
 
 
-def launches_and_ms(labels: dict[int, str]) -> tuple[list[Column], list[Column]]:
-    """Columns for the sides with these labels."""
-    launches, ms = [], []
-    for i, label in labels.items():
-        launches.append(Column(f"{label}launches", lambda k, i=i: k.launches[i], ".10g"))
-        ms.append(Column(f"{label}ms", lambda k, i=i: k.ms[i], ".3f"))
-    return launches, ms
+def number_columns(sides: Sequence[str]) -> list[Column]:
+    """Launches and milliseconds of one side or both."""
+    return [
+        Column(f"{side} {what}" if len(sides) > 1 else what, f"{side} {what}", form)
+        for what, form in (("launches", ".10g"), ("ms", ".3f"))
+        for side in sides
+    ]
 
 
-BOTH = {side: f"{name} " for side, name in enumerate(SIDES)}
-
-
-def share_table(what: str, rows: Sequence[Kernel], everything: Kernel) -> str:
+def share_table(what: str, rows: Sequence[dict], everything: dict) -> str:
     """What each part of a step does on both sides, and its share of the time there."""
-    launches, ms = launches_and_ms(BOTH)
-    columns = [Column(what, "name"), *launches]
-    columns += [Column("change", lambda k: change(*k.launches)), *ms]
-    columns += [Column("change of time", lambda k: change(*k.ms))]
 
-    def share(kernel: Kernel, side: int) -> float | None:
-        return 100 * kernel.ms[side] / everything.ms[side] if everything.ms[side] else None
+    def share(key: str, row: dict) -> float | None:
+        return 100 * row[key] / everything[key] if everything[key] else None
 
-    for i, side in enumerate(SIDES):
-        columns.append(Column(f"{side} share, %", partial(share, side=i), ".1f"))
+    before, after, *times = number_columns(SIDES)
+    columns = [
+        *(Column(what, "name"), before, after),
+        Column("change", lambda row: change(row, "launches")),
+        *times,
+        Column("change of time", lambda row: change(row, "ms")),
+        *(Column(f"{side} share, %", partial(share, f"{side} ms"), ".1f") for side in SIDES),
+    ]
     return render(columns, rows)
 
 
-def categories(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """The sum of each category, then of all."""
-    members = {name: [k for k in kernels if k.category == name] for name in CATEGORIES}
-    found = [total(name, several) for name, several in members.items() if several]
-    return [*found, total("all", kernels)]
-
-
-def phases(sides: Sequence[Profile]) -> list[Kernel]:
+def phases(sides: Sequence[Profile]) -> list[dict]:
     """The phases of a step, where both profiles have them: rocprofv3's have none, a graph has
     others."""
     both = [(side.settings or {}).get("phases", {}) for side in sides]
     if both[0].keys() != both[1].keys():
         return []
-
-    def of(name: str) -> Kernel:
-        parts = [phase[name] for phase in both]
-        launches = [part["kernels_per_step"] + part["copies_per_step"] for part in parts]
-        ms = [part["ms_per_step"] for part in parts]
-        return Kernel(name, name, False, tuple(launches), tuple(ms))
-
-    return [of(name) for name in both[0]]
+    rows = {name: {"name": name} for name in both[0]}
+    for side, parts in zip(SIDES, both, strict=True):
+        for name, part in parts.items():
+            launches = part["kernels_per_step"] + part["copies_per_step"]
+            rows[name] |= {f"{side} launches": launches, f"{side} ms": part["ms_per_step"]}
+    return [*rows.values()]
 
 
 def section(
-    title: str, kernels: Sequence[Kernel], labels: dict[int, str], top: int, per: str
+    title: str, kernels: Sequence[dict], sides: Sequence[str], top: int, per: str
 ) -> list[str]:
     """A section with a table of at most `top` kernels and its columns for one side or both."""
-    everything = total(title, kernels)
-    count = " -> ".join(f"{everything.launches[side]:.10g}" for side in labels)
-    time = " -> ".join(f"{everything.ms[side]:.3f}" for side in labels)
+    all_of_it = total(title, kernels)
+    count = " -> ".join(f"{all_of_it[f'{side} launches']:.10g}" for side in sides)
+    time = " -> ".join(f"{all_of_it[f'{side} ms']:.3f}" for side in sides)
     lines = ["", f"## {title}", ""]
     lines.append(f"Kernel names: {len(kernels)}; {count} launches and {time} ms{per}.")
-    if not kernels:
-        return lines
     columns = [
-        Column("kernel", lambda k: f"`{short_name(k.name)}`"),
+        Column("kernel", lambda k: f"`{short_name(k['name'])}`"),
         Column("category", "category", text=True),
+        *number_columns(sides),
     ]
-    launches, ms = launches_and_ms(labels)
-    lines += ["", render([*columns, *launches, *ms], kernels[:top])]
+    lines += ["", render(columns, kernels[:top])] if kernels else []
     if len(kernels) > top:
         more = "--top of analyze_kernel_reduction.py shows more, --output writes all of them as CSV"
         lines += ["", f"The first {top}; {more}."]
@@ -218,13 +198,13 @@ def section(
 
 
 def report(
-    sides: Sequence[Profile], kernels: Sequence[Kernel], notes: list[str], per_step: bool, top: int
+    sides: Sequence[Profile], kernels: Sequence[dict], notes: list[str], per_step: bool, top: int
 ) -> str:
     """The whole comparison in Markdown; without kernels by name and headings where `top` is 0."""
     per = " per step" if per_step else " in all"
     cpu = sides[0].unit == "operators"
-    everything = total("all", kernels, copies=False)
-    before, after = everything.launches
+    everything, counted = total("all", kernels), without_copies(kernels)
+    before, after = (sum(k[f"{side} launches"] for k in counted) for side in SIDES)
     lines = ["# Kernels, baseline and fused", ""] if top else []
     for label, side in zip(SIDES, sides, strict=True):
         script = f"{side.settings['script']}, " if side.settings else ""
@@ -241,34 +221,36 @@ def report(
         of = " (of operator calls)" if cpu else ""
         lines.append(f"- {what}{per}: {before:.10g} -> {after:.10g}")
         lines.append(f"- Kernel reduction: {100 * (1 - after / before):.1f} %{of}")
-    names = [sum(1 for k in kernels if k.launches[side] and not k.is_copy) for side in (0, 1)]
+    names = [sum(k[f"{side} launches"] > 0 for k in counted) for side in SIDES]
     clock = "Self time of operators" if cpu else "Kernel time"
-    before_ms, after_ms = everything.ms
+    ms = "{baseline ms:.3f} ms -> {fused ms:.3f} ms".format(**everything)
+    groups = {name: [k for k in kernels if k["category"] == name] for name in CATEGORIES}
+    rows = [total(name, several) for name, several in groups.items() if several]
     lines += [
-        f"- {clock}{per}: {before_ms:.3f} ms -> {after_ms:.3f} ms ({change(before_ms, after_ms)})",
+        f"- {clock}{per}: {ms} ({change(everything, 'ms')})",
         f"- Distinct names: {names[0]} -> {names[1]}",
         *(["", "## By category", ""] if top else [""]),
-        share_table("category", categories(kernels), everything),
+        share_table("category", [*rows, everything], everything),
     ]
     if parts := phases(sides):
         lines += ["", share_table("phase", parts, everything)]
-    if any(kernel.is_copy for kernel in kernels):
+    if len(counted) < len(kernels):
         lines += ["", "Launches here contain copies and memsets, the numbers above do not."]
-    both = [k for k in kernels if k.found == "both"]
-    same = [k for k in both if k.launches[0] == k.launches[1]]
-    moved = [k for k in both if k.launches[0] != k.launches[1]]
-    moved.sort(key=lambda k: -abs(k.ms[1] - k.ms[0]))
-    for title, several, labels in (
-        ("Vanished", [k for k in kernels if k.found == "baseline"], {0: ""}),
-        ("New", [k for k in kernels if k.found == "fused"], {1: ""}),
-        ("In both, with another number of launches", moved, BOTH),
-        ("In both, launched as often", same, BOTH),
+    both = [k for k in kernels if found_in(k) == "both"]
+    same = [k for k in both if k["baseline launches"] == k["fused launches"]]
+    moved = [k for k in both if k["baseline launches"] != k["fused launches"]]
+    moved.sort(key=lambda k: -abs(k["fused ms"] - k["baseline ms"]))
+    for title, several, sides in (
+        ("Vanished", [k for k in kernels if found_in(k) == "baseline"], ["baseline"]),
+        ("New", [k for k in kernels if found_in(k) == "fused"], ["fused"]),
+        ("In both, with another number of launches", moved, SIDES),
+        ("In both, launched as often", same, SIDES),
     ):
-        lines += section(title, several, labels, top, per) if top else []
+        lines += section(title, several, sides, top, per) if top else []
     return "\n".join(lines) + "\n"
 
 
-def compare(sides: Sequence[Profile], top: int) -> tuple[list[Kernel], list[str], str]:
+def compare(sides: Sequence[Profile], top: int) -> tuple[list[dict], list[str], str]:
     """The kernels of both sides, what differs beside them, and the report; ToolError if they do not
     fit."""
     of = dict(zip(SIDES, sides, strict=True))
@@ -280,8 +262,8 @@ def compare(sides: Sequence[Profile], top: int) -> tuple[list[Kernel], list[str]
         units = f"one side has {sides[0].unit}, the other {sides[1].unit}"
         raise ToolError(f"{units}: profile both on the same device")
     kernels = match(sides, [side.steps if per_step else 1 for side in sides])
-    for side, launches in zip(sides, total("all", kernels, copies=False).launches, strict=True):
-        if not launches:
+    for label, side in of.items():
+        if not any(kernel[f"{label} launches"] for kernel in without_copies(kernels)):
             raise ToolError(f"{side.directory}: the profile has no kernels")
     if not per_step:
         note = "the number of steps is not known for both sides, so these are totals"
