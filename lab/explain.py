@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -41,173 +40,126 @@ BUILTIN = (
 )
 
 
-class Mistake(NamedTuple):
-    """How it is answered, and what to say. Groups of `raised` fill the {} of the sentence."""
-
-    raised: str  # a pattern in 'TypeError: the first line of the message'
-    sentence: str
-    code: str = ""  # a pattern in the line of code
-
-
-MISTAKES = (
-    Mistake(
-        "ambiguous|Ternary expression with dynamic",
+# How a mistake is answered, by a pattern in 'TypeError: the first line of the message' or that and
+# one in the line of code: what to say. Groups of the first pattern fill the {} of the sentence.
+MISTAKES = {
+    "ambiguous|Ternary expression with dynamic": (
         "a condition must be one truth value, and this is a block of them: use a mask or "
-        "tl.where(condition, a, b), and `&` in place of `and`",
+        "tl.where(condition, a, b), and `&` in place of `and`"
     ),
-    Mistake(
-        BEYOND,
+    BEYOND: (
         "this goes beyond the end of a tensor: give it a mask, such as at < n; or is a stride "
-        "wrong?",
+        "wrong?"
     ),
-    Mistake("'function' object", "@triton.jit is missing in the line above `def`"),
-    Mistake("'torch.dtype' object", "in a kernel a dtype is tl.float32, not torch.float32"),
-    Mistake("", BUILTIN, code=r"(?<![\w.])(sum|max|min)\((?!.*,.*\))"),
-    Mistake("Unsupported function referenced", MODULE),
-    Mistake("", MODULE, code=r"(?<![\w.])(torch|np|numpy|math)\.\w+\("),
-    Mistake(
-        "AssertionError: *$|pointer|cast",
-        "a seed is a number, and SEED an address: tl.rand(tl.load(SEED), numbers)",
-        code=r"tl\.rand",
+    "'function' object": "@triton.jit is missing in the line above `def`",
+    "'torch.dtype' object": "in a kernel a dtype is tl.float32, not torch.float32",
+    ("", r"(?<![\w.])(sum|max|min)\((?!.*,.*\))"): BUILTIN,
+    "Unsupported function referenced": MODULE,
+    ("", r"(?<![\w.])(torch|np|numpy|math)\.\w+\("): MODULE,
+    ("AssertionError: *$|pointer|cast", r"tl\.rand"): (
+        "a seed is a number, and SEED an address: tl.rand(tl.load(SEED), numbers)"
     ),
-    Mistake(
-        "TypeError|AttributeError|ValueError",
-        "float() and int() take one number: x.to(tl.float32) converts a block",
-        code=r"(?<![\w.])(float|int)\((?!['\"])",
+    ("TypeError|AttributeError|ValueError", r"(?<![\w.])(float|int)\((?!['\"])"): (
+        "float() and int() take one number: x.to(tl.float32) converts a block"
     ),
-    Mistake(
-        "item assignment|__setitem__",
+    "item assignment|__setitem__": (
         "no element of a block can be set: tl.where(condition, a, b) chooses element by element, "
-        "and tl.store(OUT + at, value) writes to memory",
+        "and tl.store(OUT + at, value) writes to memory"
     ),
-    Mistake(
+    (
         "not iterable|forget to add @triton.jit|unsupported tensor index|not subscriptable",
-        POINTER,
-        code=r"\w\[(?!:|None)",
+        r"\w\[(?!:|None)",
+    ): POINTER,
+    "add pointers together": "X and Y are addresses: tl.load(X + at) has the numbers",
+    r"cannot cast (pointer|\[\d)": (
+        "this stores addresses: tl.load(X + at) has the numbers that stand there"
     ),
-    Mistake("add pointers together", "X and Y are addresses: tl.load(X + at) has the numbers"),
-    Mistake(
-        r"cannot cast (pointer|\[\d)",
-        "this stores addresses: tl.load(X + at) has the numbers that stand there",
+    "[Uu]nsupported ptr type .*tl.load": (
+        "tl.load takes addresses, X + at, and what it is given here are numbers"
     ),
-    Mistake(
-        "[Uu]nsupported ptr type .*tl.load",
-        "tl.load takes addresses, X + at, and what it is given here are numbers",
+    "[Uu]nsupported ptr type .*tl.store": (
+        "tl.store takes first the addresses and then the values: tl.store(OUT + at, value)"
     ),
-    Mistake(
-        "[Uu]nsupported ptr type .*tl.store",
-        "tl.store takes first the addresses and then the values: tl.store(OUT + at, value)",
+    "invalid operands of type pointer": (
+        "an address moves by whole numbers only: `//` divides them, `/` gives a fraction"
     ),
-    Mistake(
-        "invalid operands of type pointer",
-        "an address moves by whole numbers only: `//` divides them, `/` gives a fraction",
+    "program_id axis": "a grid has the axes 0, 1 and 2",
+    "must be a power of 2": (
+        "the size of a block is a power of two: take the next larger one, and a mask"
     ),
-    Mistake("program_id axis", "a grid has the axes 0, 1 and 2"),
-    Mistake(
-        "must be a power of 2",
-        "the size of a block is a power of two: take the next larger one, and a mask",
+    "must be of type tl.constexpr": (
+        "a block's size must be known when the kernel is compiled: write BLOCK: tl.constexpr among"
+        " the arguments, and add what is not, start + tl.arange(0, BLOCK)"
     ),
-    Mistake(
-        "must be of type tl.constexpr",
-        "a block's size must be known when the kernel is compiled: write BLOCK: tl.constexpr among "
-        "the arguments, and add what is not, start + tl.arange(0, BLOCK)",
+    r"arange\(\) missing": "tl.arange needs both ends: tl.arange(0, BLOCK)",
+    "'range' object": "range is for loops: tl.arange(0, BLOCK) is a block of numbers",
+    "[Mm]ask must have bool": "a mask is a block of true and false, such as at < n",
+    "`other` cannot be": "`other` stands where the mask is false: give it a mask= as well",
+    "[Mm]ask argument cannot be block": (
+        "addresses are one sum, tl.load(X + at): what follows a comma is the mask"
     ),
-    Mistake(r"arange\(\) missing", "tl.arange needs both ends: tl.arange(0, BLOCK)"),
-    Mistake("'range' object", "range is for loops: tl.arange(0, BLOCK) is a block of numbers"),
-    Mistake("[Mm]ask must have bool", "a mask is a block of true and false, such as at < n"),
-    Mistake("`other` cannot be", "`other` stands where the mask is false: give it a mask= as well"),
-    Mistake(
-        "[Mm]ask argument cannot be block",
-        "addresses are one sum, tl.load(X + at): what follows a comma is the mask",
+    r"axis -?\d+ out of bounds|invalid axis": (
+        "the block has no such axis: its first is 0, and [rows, columns] has a second, 1"
     ),
-    Mistake(
-        r"axis -?\d+ out of bounds|invalid axis",
-        "the block has no such axis: its first is 0, and [rows, columns] has a second, 1",
+    "[Vv]alue argument cannot be block": (
+        "a block of values needs a block of addresses: OUT + at, or reduce it, tl.sum(x, 0)"
     ),
-    Mistake(
-        "[Vv]alue argument cannot be block",
-        "a block of values needs a block of addresses: OUT + at, or reduce it, tl.sum(x, 0)",
-    ),
-    Mistake(
+    (
         "IndexError|no len|has no attribute",
-        "an address knows neither shape nor strides: pass the sizes to the kernel as arguments",
-        code=r"^(?!.*\w\[.*\]\().*(\.(shape|stride|size|numel)\b|len\()",  # not in a launch
+        r"^(?!.*\w\[.*\]\().*(\.(shape|stride|size|numel)\b|len\()",
+    ): ("an address knows neither shape nor strides: pass the sizes to the kernel as arguments"),
+    "has no attribute '(float|half|long|int|double)'": (
+        ".{}() is PyTorch's: x.to(tl.float32) converts a block"
     ),
-    Mistake(
-        "has no attribute '(float|half|long|int|double)'",
-        ".{}() is PyTorch's: x.to(tl.float32) converts a block",
-    ),
-    Mistake("attribute 'mean'", "Triton has no mean: tl.sum(x, 0) / C, with C the real size"),
-    Mistake("'tensor' object has no attribute '(\\w+)'", "a block is no tensor and has no .{}()"),
-    Mistake(
-        "local variable '(\\w+)'",
-        "`{}` gets a value in one branch only: give it one before the `if`",
-    ),
-    Mistake(r"global variable (\w+)", GLOBAL),
-    Mistake(
-        "NameError.*?'?(\\w+)'? is not defined",
+    "attribute 'mean'": "Triton has no mean: tl.sum(x, 0) / C, with C the real size",
+    "'tensor' object has no attribute '(\\w+)'": "a block is no tensor and has no .{}()",
+    "local variable '(\\w+)'": "`{}` gets a value in one branch only: give it one before the `if`",
+    r"global variable (\w+)": GLOBAL,
+    "NameError.*?'?(\\w+)'? is not defined": (
         "`{}` is not known here: a kernel has its arguments, the variables set before on every "
-        "way, tl, and other functions with @triton.jit",
+        "way, tl, and other functions with @triton.jit"
     ),
-    Mistake(r"\*\*", "there is no ** for blocks: x * x is the square, tl.sqrt(x) the root"),
-    Mistake("for @|MatMult", "the product of two tiles is tl.dot(a, b)"),
-    Mistake(
-        "argument: '?dtype",
-        "tl.zeros needs a shape and a dtype: tl.zeros((BLOCK,), tl.float32)",
-    ),
-    Mistake(
-        "accumulator shape",
-        "the third argument of tl.dot is a tile [M, N]: begin it with tl.zeros",
-    ),
-    Mistake(
-        "equal ranks >= 2|must be either 2D|inputs must be 2D",
+    r"\*\*": "there is no ** for blocks: x * x is the square, tl.sqrt(x) the root",
+    "for @|MatMult": "the product of two tiles is tl.dot(a, b)",
+    "argument: '?dtype": "tl.zeros needs a shape and a dtype: tl.zeros((BLOCK,), tl.float32)",
+    "accumulator shape": "the third argument of tl.dot is a tile [M, N]: begin it with tl.zeros",
+    "equal ranks >= 2|must be either 2D|inputs must be 2D": (
         "tl.dot takes tiles with two axes: their addresses are of the form m[:, None] * K + "
-        "k[None, :]",
+        "k[None, :]"
     ),
-    Mistake(
-        "should have M|K >= 16",
-        "tl.dot takes tiles with at least 16 elements along each axis: make the blocks larger",
+    "should have M|K >= 16": (
+        "tl.dot takes tiles with at least 16 elements along each axis: make the blocks larger"
     ),
-    Mistake(
-        "[Ff]irst input shape|Reduction dimension|incompatible dimensions at index -?[12]",
-        "the second axis of the first tile must be the first of the second one: [M, K] and [K, N]",
-        code="dot",
+    ("[Ff]irst input shape|Reduction dimension|incompatible dimensions at index -?[12]", "dot"): (
+        "the second axis of the first tile must be the first of the second one: [M, K] and [K, N]"
     ),
-    Mistake(
-        "incompatible|broadcast|must be compatible|make_shape",
+    "incompatible|broadcast|must be compatible|make_shape": (
         "blocks of different sizes do not go together: give each an axis of its own, m[:, None] "
-        "and n[None, :]",
+        "and n[None, :]"
     ),
-    Mistake(
-        "Loop-carried variable (\\w+)",
+    "Loop-carried variable (\\w+)": (
         "`{}` changes its type or shape in the loop: begin it with that of the sum, as "
-        "tl.zeros((BLOCK,), tl.float32)",
+        "tl.zeros((BLOCK,), tl.float32)"
     ),
-    Mistake("unexpected type fp", "`//` and `%` are for whole numbers: `/` divides fractions"),
-    Mistake("argument 'dim'", "the argument is called axis, not dim"),
-    Mistake(r"store\(\) missing", "tl.store(OUT + at, value) needs addresses and values"),
-    Mistake(r"where\(\) missing", "tl.where(condition, a, b) needs both values"),
-    Mistake("is not string|f-string", PRINT),
-    Mistake(
-        "outside of the scope of a kernel|missing .* 'grid'|argument 'num_warps'",
-        "a kernel is launched with its grid: kernel[(programs,)](x, out, ...)",
+    "unexpected type fp": "`//` and `%` are for whole numbers: `/` divides fractions",
+    "argument 'dim'": "the argument is called axis, not dim",
+    r"store\(\) missing": "tl.store(OUT + at, value) needs addresses and values",
+    r"where\(\) missing": "tl.where(condition, a, b) needs both values",
+    "is not string|f-string": PRINT,
+    "outside of the scope of a kernel|missing .* 'grid'|argument 'num_warps'": (
+        "a kernel is launched with its grid: kernel[(programs,)](x, out, ...)"
     ),
-    Mistake(
-        "grid|object of type 'int' has no len|'int' and 'tuple'",
-        "the grid is a tuple, one number of programs for each axis: kernel[(programs,)](...)",
-        code=r"\w\[.*\]\(",
+    ("grid|object of type 'int' has no len|'int' and 'tuple'", r"\w\[.*\]\("): (
+        "the grid is a tuple, one number of programs for each axis: kernel[(programs,)](...)"
     ),
-    Mistake(
-        r"number of gradients \(expected (\d+), got (\d+)",
+    r"number of gradients \(expected (\d+), got (\d+)": (
         "backward returns {1} values for the {0} arguments of forward: None for those without a "
-        "gradient",
+        "gradient"
     ),
-    Mistake(
-        "missing .*argument|unexpected keyword|multiple values|got an unexpected",
-        "the launch must name each argument of the kernel once, in its order",
-        code=r"\w\[.*\]\(",
+    ("missing .*argument|unexpected keyword|multiple values|got an unexpected", r"\w\[.*\]\("): (
+        "the launch must name each argument of the kernel once, in its order"
     ),
-)
+}
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -252,10 +204,11 @@ def explained(error: BaseException, files: set[str]) -> str:
     code = code.partition("#")[0]
     if unknown := re.search(r"module 'triton.language' has no attribute '(\w+)'", message):
         return where + unknown_function(unknown[1])
-    for mistake in () if isinstance(error, SyntaxError) else MISTAKES:
-        found = re.search(mistake.raised, message)
-        if found and re.search(mistake.code, code):
-            return where + mistake.sentence.format(*found.groups())
+    for pattern, sentence in () if isinstance(error, SyntaxError) else MISTAKES.items():
+        raised, in_code = (pattern, "") if isinstance(pattern, str) else pattern
+        found = re.search(raised, message)
+        if found and re.search(in_code, code):
+            return where + sentence.format(*found.groups())
     return where + message
 
 
