@@ -101,7 +101,7 @@ Summary = Written | {
         "batch_ms?": (POSITIVE, NULL),
         "batch_median_ms?": (POSITIVE, NULL),
         "batch_p95_ms?": (POSITIVE, NULL),
-        "turns_ms?": [POSITIVE],  # empty where a run failed before the first one ended
+        "turns_ms?": ([POSITIVE], NULL),  # empty where a run failed before the first one ended
         "*": (NUMBER, NULL),
     },
     "memory": {"peak_mb?": (POSITIVE, NULL)},
