@@ -55,10 +55,8 @@ Changed = Row | {"first_losses": [NUMBER]}
 
 
 def import_earlier(before: str, script: str, folder: Path) -> str:
-    """Import a script of a revision, or out of a folder; returns the name it has here.
-
-    It is another one, as operators have the name of their file, which is copied to `folder`.
-    """
+    """Import a script of a revision or a folder; returns its name here, which is another one, as
+    operators have the name of their file: it is copied to `folder`."""
     path, copy = Path(before) / f"{script}.py", folder / f"before_{script}.py"
     try:
         if Path(before).is_dir():

@@ -99,13 +99,10 @@ class Side:
 
 
 def steps_in_turns(sides: dict[str, Step], rounds: int) -> dict[str, dict]:
-    """Microseconds per step of each side: the median of the turns, which change their order, and
-    extra peak memory.
-
-    A graph that is replayed finds in the L2 cache what its last step left there. The graphs share
-    their memory, since they never run beside each other. A side that runs out of memory, is not
-    installed or fails has a `status` and an `error` in place of its times.
-    """
+    """Microseconds per step of each side, the median of turns that change their order, and extra
+    memory. A graph that is replayed finds in the L2 cache what its last step left there. The graphs
+    share their memory. A side that fails, is not installed or runs out of memory has a `status` and
+    an `error` in place of its times."""
     rows, ready = {}, {}
     pools = [torch.cuda.graph_pool_handle()] if GPU else [None]
 

@@ -94,10 +94,7 @@ def measure_shape(sides_of: Callable, sizes: tuple, precision: str, rounds: int)
 
 def attention(sizes: tuple, dtype: torch.dtype) -> dict[str, Step]:
     """Attention with pair bias and gate on the packed result of the projection; libraries also in
-    their own layout.
-
-    There they do less: attention alone, without the gate and without what changes the layout.
-    """
+    their own layout, where they do less: neither the gate nor what changes the layout."""
     samples, rows, length, heads, dim = sizes
     packed = torch.randn(samples, rows, length, heads, 4, dim, device=DEVICE, dtype=dtype)
     gate_bias = torch.randn(heads * dim, device=DEVICE)
@@ -169,11 +166,9 @@ def module_step(
 
 
 def causal(sizes: tuple, dtype: torch.dtype) -> dict[str, Step]:
-    """Causal attention from the packed QKV result to the input of the output projection.
-
-    In their own layout libraries begin with q, k and v apart, as [B, S, H, D] in memory, which is
-    what their flash kernels read and write without a copy.
-    """
+    """Causal attention from the packed QKV result to the input of the output projection; in their
+    own layout libraries begin with q, k and v as [B, S, H, D] in memory, which their kernels read
+    as is."""
     samples, length, heads, kv_heads, dim = sizes
     ours = importlib.import_module("tiny_llama_v3").CausalAttention.apply
     qkv = torch.randn(samples, length, heads + 2 * kv_heads, dim, device=DEVICE, dtype=dtype)

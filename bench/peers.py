@@ -76,10 +76,8 @@ def cuequivariance_attention(qkvg: Tensor, gate_bias: Tensor, bias: Tensor) -> T
 
 
 def flexible_attention(rows: int) -> Operation:
-    """FlexAttention compiled, whose score function adds the bias and so has its gradient.
-
-    q, k, v [B x R, H, N, D] with this number R of rows, bias [B, H, N, N].
-    """
+    """FlexAttention compiled, whose score function adds the bias and so has its gradient: q, k, v
+    [B x R, H, N, D] with this number R of rows, bias [B, H, N, N]."""
     from torch.nn.attention.flex_attention import flex_attention
 
     def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
@@ -96,10 +94,8 @@ def flexible_attention(rows: int) -> Operation:
 def attention_peers(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor
 ) -> dict[str, tuple[Operation, list[Tensor]]]:
-    """Attention alone, without the gate, from the layout that a library takes to the one it leaves.
-
-    q, k, v [B, R, H, N, D], bias [B, H, N, N] -> operation and inputs of each.
-    """
+    """Attention alone, from the layout that a library takes to the one it leaves: operation and
+    inputs of each. q, k, v [B, R, H, N, D], bias [B, H, N, N]."""
     # [R, B x H, N, D]
     heads_second = [t.transpose(0, 1).flatten(1, 2).contiguous() for t in (q, k, v)]
     rows_first = [t.flatten(0, 1) for t in (q, k, v)]

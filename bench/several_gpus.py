@@ -72,10 +72,8 @@ GRAPH_SCALING = {
 
 
 def join_processes(suite: str) -> int:
-    """Meet the other processes that torchrun started; returns how many there are.
-
-    Each has one thread, as torchrun wants it; so has a process alone, which is compared with them.
-    """
+    """Meet the other processes that torchrun started; returns how many there are. Each has one
+    thread, as torchrun wants it, so also one alone, which is compared with them."""
     import torch
 
     first = importlib.import_module("tiny_llama_v1")
@@ -209,11 +207,9 @@ def scaling_tables(directory: Path) -> str:
 
 
 def scaling_table(rows: Sequence[dict], mode: str, weak: bool) -> str:
-    """The rows of one mode, as the time on one GPU over that on several.
-
-    Weak: with the same batch per GPU, at best 1. Strong: with the same batch, at best the number of
-    GPUs. A column for each version and number of GPUs.
-    """
+    """Time on one GPU over that on several, a column for each version and number of GPUs. Weak:
+    with the same batch per GPU, at best 1; strong: with the same batch, at best the number of
+    GPUs."""
     ms = {
         (row["name"], row["precision"], row["side"], row["processes"], row["batch_size"]): row
         for row in rows

@@ -179,11 +179,9 @@ def one_side(name: str, side: tuple[str, list[str]], rounds: int) -> dict:
 
 
 def trunk(args: argparse.Namespace) -> Iterator[Part]:
-    """48 blocks in bf16, each side alone, with and without checkpoints.
-
-    Sides are versions, OpenFold's own blocks, and compiled ones. What is compiled is one block,
-    which serves all: compiling 48 at once takes too long.
-    """
+    """48 blocks in bf16, each side alone, with and without checkpoints: versions, OpenFold's
+    blocks, and compiled ones, of which one block is compiled and serves all, as 48 would take too
+    long."""
     import torch
 
     from bench.peers import openfold_block

@@ -69,11 +69,9 @@ class Report:
 def difference(
     found: Tensor, right: Tensor, what: str, limit: float | None = None, least: float = 0.0
 ) -> Difference:
-    """How far `found` is from `right`, of the same shape; ToolError where it has another one.
-
-    Errors are measured against the largest right value, or `least` if that is larger. The limit is
-    that of the type of `found`, unless one is given.
-    """
+    """How far `found` is from `right`; ToolError where it has another shape. Errors are measured
+    against the largest right value, or `least` if that is larger; the limit is that of the type of
+    `found`, unless one is given."""
     if found.shape != right.shape:
         shapes = f"{list(found.shape)}, and should have {list(right.shape)}"
         raise ToolError(f"{what} is wrong: it has the shape {shapes}", status=1)
@@ -129,11 +127,8 @@ def relative_error(
 
 @contextlib.contextmanager
 def memory_of_nan() -> Iterator[None]:
-    """Inside, torch.empty() is filled with NaN.
-
-    Otherwise a kernel that writes nothing can be taken for right, when it is given the memory of an
-    earlier, right result.
-    """
+    """Inside, torch.empty() is filled with NaN: or a kernel that writes nothing could be taken for
+    right, when it is given the memory of an earlier, right result."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -352,11 +347,9 @@ def judged_values(
     fused: dict | None = None,
     least: float | None = None,
 ) -> dict[str, tuple[float, float]]:
-    """Judge `fused`, what these arguments give unless they are another script's, by float64.
-
-    In a small model a few roundings decide on the unfused one's error. So where one run of it does
-    not explain an error, eight more may.
-    """
+    """Judge `fused`, what these arguments give unless they are another script's, by float64. In a
+    small model a few roundings decide on the unfused one's error: where one run of it does not
+    explain an error, eight more may."""
     make_trainer = make_trainer or (lambda args: script.Trainer(args, script.prepare(args)))
     off = script.all_off(args)
     in_float64 = script.all_off(off, use_amp=False, matmul_precision="highest")
@@ -431,11 +424,9 @@ def compare_values(
 
 
 def compare_scripts(first: Side, second: Side, tolerance: float | None, steps: int) -> list[dict]:
-    """Does the second script compute what the first one does, with its weights and batches?
-
-    Rows for outputs, loss and gradients at the initial weights, then at those after so many steps
-    of the first, and for the losses of these steps.
-    """
+    """Does the second script compute what the first one does, with its weights and batches? Rows
+    for outputs, loss and gradients at first and after so many steps, and for the losses of
+    these."""
     weights = first.script.build_model(first.args, first.script.prepare(first.args)).state_dict()
     rows, curves, trained = compare_values(first, second, weights, "at first", tolerance), [], {}
     if any(not math.isfinite(row["error"]) for row in rows):

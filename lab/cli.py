@@ -150,11 +150,8 @@ def run_tool(prog: str, body: Callable[[], int]) -> int:
 def program(
     build_parser: Callable[[], Parser], body: Callable[..., int], of_scripts: bool = False
 ) -> Callable[[Sequence[str] | None], int]:
-    """The `main` of a program, which returns its exit status: `body` is called with the arguments.
-
-    With `of_scripts`, arguments that the parser does not know are those of version scripts: the
-    body gets them as a second list.
-    """
+    """The `main` of a program, which calls `body` with the arguments and returns its exit status.
+    With `of_scripts`, `body` gets what the parser does not know as a second list."""
 
     def main(argv: Sequence[str] | None = None) -> int:
         parser = build_parser()

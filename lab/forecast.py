@@ -11,10 +11,8 @@ from torch import nn
 
 
 def forecast(script: ModuleType, trainer: object, steps: int) -> None:
-    """Say how long `steps` of this trainer will take if it is long, by the first layer.
-
-    Two passes of one sample through it are timed, forward only, or one if it is slow.
-    """
+    """Say how long `steps` of this trainer will take if it is long, by two forward passes of one
+    sample through the first layer, or one if it is slow."""
     if script.TRITON_FUSIONS:
         script.progress("measuring one layer, for how long the steps will take")
     args, model, times = trainer.args, trainer.model, []

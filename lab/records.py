@@ -373,11 +373,9 @@ class Run:
         return self.number("memory", "peak_mb")
 
     def row(self, alone: bool = False) -> dict:
-        """What was measured, as a row of a study has it (lab/turns.py), with the final loss;
-        or how it ended. Without its turns, if nothing else took a turn: `alone`.
-
-        Its peak memory is null where there is none; else what was not measured is left out.
-        """
+        """What was measured, as a row of a study has it, with the final loss, or how it ended;
+        `alone`: without its turns. Peak memory may be null, else what was not measured is left
+        out."""
         result = self.result
         row = named_run(result["script"], result["training"])
         row |= {"fusions": fused_in(result), "peak_mb": self.peak_mb}
@@ -513,11 +511,8 @@ def matching(path: str) -> list[Path]:
 
 
 def load_runs(arguments: Iterable[str], lines: bool = False) -> list[Run]:
-    """Runs of one model, given as PATH or NAME=PATH; a PATH can be a pattern.
-
-    Where names are alike, paths take their place. As `lines`, a NAME= is also that of the paths
-    after it.
-    """
+    """Runs of one model, given as PATH or NAME=PATH; a PATH can be a pattern. Where names are
+    alike, paths take their place; as `lines`, a NAME= is also that of the paths after it."""
     given, name = [], None
     for argument in arguments:
         own, path = split_name(argument)
@@ -565,11 +560,8 @@ def settings(result: dict) -> dict:
 
 
 def differences(named: Iterable[tuple[str, dict]], ignore: Sequence[str] = ()) -> list[str]:
-    """One line for each setting that is not the same in all (name, result) pairs: what it is for
-    which of them.
-
-    A run that ended before it had built its model has no configuration, and no say.
-    """
+    """One line for each setting that is not the same in all (name, result) pairs. A run that ended
+    before it had built its model has no say."""
     values: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name, result in named:
         if result["config"]:

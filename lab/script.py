@@ -103,10 +103,8 @@ def interpret_without_gpu() -> None:
 
 
 def import_file(path: Path, name: str | None = None) -> ModuleType:
-    """Import a Python file under its own name or this one.
-
-    It is in sys.modules from the start, as Triton wants it, and no longer if the import fails.
-    """
+    """Import a Python file under its own name or this one: in sys.modules from the start, as Triton
+    wants it, and no longer if the import fails."""
     name = name or path.stem
     spec = importlib.util.spec_from_file_location(name, path)
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
@@ -137,11 +135,8 @@ def load_script(name: str) -> ModuleType:
 def script_arguments(
     module: ModuleType, argv: Sequence[str], profile_dir: str | None
 ) -> tuple[list[str], argparse.Namespace]:
-    """The script's command line with --profile-dir, and what it parses it to: no mode that measures
-    something else.
-
-    The script itself says what is wrong with its arguments, and ends the program.
-    """
+    """The script's command line with --profile-dir, and what it parses it to, which must be no mode
+    that measures something else; for other mistakes the script ends the program."""
     argv = [*argv, *(["--profile-dir", profile_dir] if profile_dir else [])]
     args = module.parse_args(argv)
     given = [f"--{mode.replace('_', '-')}" for mode in MODES if getattr(args, mode)]

@@ -27,11 +27,8 @@ NOT_FINISHED = {  # what tables say of a side with this status
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: its label, what a row has in it, and the form of its numbers.
-
-    `value` is a key or an attribute of the rows, or a function of a row. A number gets this form of
-    `format` and the unit, text stays as it is, and None is a dash.
-    """
+    """A column of a table: its label, the key, attribute or function of a row that gives its value,
+    and the form and unit of numbers; text stays as it is, and None is a dash."""
 
     label: str
     value: str | Callable[[Any], object]
@@ -56,10 +53,8 @@ def side_columns(
     form: str = "",
     ends: bool = False,
 ) -> list[Column]:
-    """A column for each side, of rows that are sides by name; `label` has {} for the name.
-
-    Where there is no side the cell is empty; with `ends` it says how one ended that has no value.
-    """
+    """A column for each side, of rows that are sides by name; `label` has {} for it. Without the
+    side a cell is empty; with `ends` it says how one ended that has no value."""
     of = Column("", value).of
 
     def value_of(name: str, row: Mapping) -> object:

@@ -227,11 +227,9 @@ def versions_in_turns(
 
 
 def beside_first(rows: Iterable[dict]) -> list[dict]:
-    """Rows with their rates, and what they are beside the first of them: `over_first`, how many
-    times as fast, with the range of turns where they took turns, and parts of memory and loss.
-
-    None where there is nothing to compare, as in the first.
-    """
+    """Rows with their rates, and what they are beside the first: `over_first`, how many times as
+    fast, with the range of turns, and parts of memory and loss; None where there is nothing to
+    compare."""
     first, *others = rows
     found = []
     for row in (first, *others):
@@ -308,11 +306,8 @@ def ablation(
     group: int = GROUP,
     counted: bool = True,
 ) -> list[Part]:
-    """Parts of a study: these sets in each precision that has arguments.
-
-    The sides of a part take turns; it has at most `group` of them, among them none of the fusions,
-    all of them, and the control. Kernels are not counted unless `counted`.
-    """
+    """Parts of a study: these sets in each precision that has arguments. The at most `group` sides
+    of a part take turns, among them none of the fusions, all, and the control."""
     others, size = [on for on in sets if 0 < len(on) < len(fusions)], group - 3
     groups, parts = [others[i : i + size] for i in range(0, len(others), size)] or [[]], []
     numbered = enumerate(groups, 1)
@@ -353,10 +348,8 @@ def log_speedups(rows: Iterable[dict]) -> Logs:
 
 
 def over_all(rows: Iterable[dict], side: str, key: str = "turns_ms") -> list[float]:
-    """Times of a side over those of all fusions in the same turns, of each group that has both.
-
-    Peaks of memory are over the control's: what compiling leaves may count as the first side's.
-    """
+    """Times of a side over those of all fusions in the same turns; peaks of memory over the
+    control's: what compiling leaves may count as the first side's."""
     reference = CONTROL if key == "peak_mb" else "all"
     found = []
     for sides in by_side(rows, "seed", "group").values():
@@ -376,10 +369,7 @@ def effect(
     logs: Logs, contrasts: Iterable[Mapping[frozenset, int]]
 ) -> tuple[list[float], list[float]]:
     """Ratios turn by turn, each the median of these contrasts (signs of sets), and the median of
-    each contrast.
-
-    Contrasts with a set that was not measured are left out; if none is left, both lists are empty.
-    """
+    each contrast; without contrasts of which a set was not measured."""
     contrasts = [contrast for contrast in contrasts if contrast.keys() <= logs.keys()]
     turns_of = [set(logs[on]) for contrast in contrasts for on in contrast]
     turns = sorted(set.intersection(*turns_of)) if turns_of else []
@@ -462,10 +452,8 @@ def known(rows: Iterable[dict], key: str) -> list[float]:
 
 
 def costs_table(title: str, rows: Sequence[dict]) -> str:
-    """What the step takes longer, and more memory, without each fusion; the control's noise.
-
-    Two columns for each shape and precision. Empty without a control.
-    """
+    """What the step takes longer, and more memory, without each fusion, in each shape and
+    precision; the control's noise. Empty without a control."""
     cells = {
         ", ".join(filter(None, (shape.partition(", ")[2] or shape, precision))): [
             row for row in same if row["precision"] == precision
@@ -586,10 +574,7 @@ def next_size(
     rows: Sequence[dict], limit_mb: float, most: int, host_mb: float | None = None
 ) -> int | None:
     """The batch size to measure after these rows, up to `most` and `limit_mb`; None at the end.
-
-    On a host with `host_mb` a size that would take more than that by its number of samples counts
-    as too large.
-    """
+    What would by its samples take more than `host_mb` counts as too large."""
     if any(row.get("status") == "failed" for row in rows):
         return None
     fitting = [row for row in rows if "status" not in row and row["peak_mb"] <= limit_mb]

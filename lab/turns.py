@@ -112,10 +112,8 @@ def begin(
 
 
 def alternating(sides: Collection[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """The number of the turn and the side whose turn it is: first to last, then back, and so on.
-
-    A side that is no longer among them, because it failed, is left out from then on.
-    """
+    """The number of the turn and the side whose turn it is: first to last, then back, and so on;
+    without one that is no longer among them, because it failed."""
     for turn in range(rounds):
         for side in [*sides][:: 1 if turn % 2 == 0 else -1]:
             if side in sides:
@@ -281,11 +279,8 @@ class Turns:
 
 
 def warm_up(step: Callable[[], object]) -> None:
-    """Some calls as a capture wants them before it.
-
-    RuntimeError if one waits for the device, which would spoil a capture; a step that is marked
-    `unchecked` does so outside graphs only.
-    """
+    """Some calls as a capture wants them before it. RuntimeError if one waits for the device, which
+    spoils a capture, but for a step marked `unchecked`, which does so outside graphs only."""
     import torch
 
     if not torch.cuda.is_available() or getattr(step, "eager", False):

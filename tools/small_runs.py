@@ -61,11 +61,8 @@ def last_value(words: Sequence[str], flag: str) -> str | None:
 
 
 def shrink(command: Sequence[str]) -> list[str]:
-    """The command line of a version script, or of a program around one, with small sizes.
-
-    They are appended: the last value of an argument counts. A value that is not a number stays, so
-    that the script can refuse it. Defaults are those of V1, which all versions have.
-    """
+    """The command line with small sizes appended, as the last value of an argument counts; a value
+    that is no number stays, so that the script can refuse it. Defaults are V1's, which all have."""
     model = re.search(r"\btiny_(\w+)_v\d+\.py\b", " ".join([*command, DEFAULT_SCRIPT]))[1]
     if model not in ("llama", "openfold"):
         return list(command)

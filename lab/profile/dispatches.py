@@ -149,11 +149,8 @@ class Row:
 
 
 def read_table(path: Path, *needed: str) -> tuple[list[str], list[Row]]:
-    """The header of a CSV file, which has the needed columns, and the rows.
-
-    Columns are found by name because their order differs by release. ToolError says what is wrong
-    with the file.
-    """
+    """The header of a CSV file, which has the needed columns in whatever order, and the rows;
+    ToolError says what is wrong with the file."""
     content = reads(path).read_bytes()
     wide = content[:2] in (b"\xff\xfe", b"\xfe\xff")
     text = content.decode("utf-16" if wide else "utf-8-sig", "replace")

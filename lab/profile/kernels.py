@@ -202,10 +202,8 @@ def write_statistics(path: Path, rows: Sequence[KernelStatistics]) -> None:
 
 
 def read_statistics(path: Path) -> list[KernelStatistics]:
-    """The rows of a `*_kernel_stats.csv`, one for each name; none for a process without kernels.
-
-    ToolError says what is wrong with the file. A profiler that shortens names can list one twice.
-    """
+    """The rows of a `*_kernel_stats.csv`, one for each name, also where the profiler has shortened
+    names; none for a process without kernels. ToolError says what is wrong with the file."""
     rows = []
     for row in read_table(path, *HEADER)[1]:
         calls, total, average, share, low, high = map(row.number, HEADER[1:7])
@@ -328,11 +326,9 @@ def is_number(value: object) -> bool:
 
 
 def end_of_trace(events: Iterable[dict], work: Sequence[dict]) -> float:
-    """When everything must have ended, in microseconds: where the profiler's mark of it says so.
-
-    Without the mark, work on a GPU may go on after the host's last event, but not for ten times as
-    long as all the rest took.
-    """
+    """When everything must have ended, in microseconds, by the profiler's mark of it. Without the
+    mark, work on a GPU may go on after the host's last event, but not for ten times the rest's
+    time."""
     marks = [event.get("ts") for event in events if event.get("name") == "Record Window End"]
     timed = [event for event in events if event.get("ph") == "X"]
     on_host = [e["ts"] + e["dur"] for e in timed if not str(e.get("cat")).startswith(FOR_GPU)]
@@ -391,11 +387,8 @@ def self_times(spans: Sequence[tuple[Hashable, float, float]]) -> list[float]:
 
 
 def kernels_of(events: Sequence[dict]) -> list[Kernel]:
-    """What ran on the GPU; in a trace without a GPU, the operators.
-
-    A launch is found by its correlation id. All kernels of a CUDA or HIP graph share that of the
-    one graph launch.
-    """
+    """What ran on the GPU; in a trace without a GPU, the operators. A launch is found by its
+    correlation id, which all kernels of a CUDA or HIP graph share."""
     if not has_gpu(events):
         return operators_of(events)
     calls = complete(events, "cuda_runtime", "cuda_driver")  # Kineto's names for HIP's calls, too
@@ -470,12 +463,9 @@ def ranges_of(events: Iterable[dict], names: Iterable[str]) -> list[Range]:
 
 
 def range_of_each(kernels: Sequence[Kernel], ranges: Sequence[Range]) -> list[str | None]:
-    """For each kernel the name of the innermost range in which it was launched, by whichever
-    thread; None outside.
-
-    The ranges are nested or apart, and in the order of `ranges_of`: of those around a moment the
-    innermost began last.
-    """
+    """For each kernel the name of the innermost range in which it was launched; None outside.
+    Ranges are nested or apart, in the order of `ranges_of`: the innermost around a moment began
+    last."""
     starts = [each.start for each in ranges]
 
     def innermost(time: float | None) -> str | None:

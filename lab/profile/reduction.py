@@ -56,11 +56,8 @@ def load_pytorch(directory: Path) -> Profile:
 
 
 def load_rocprofv3(directory: Path) -> Profile:
-    """What run_rocprofv3.sh wrote.
-
-    The script's own result beside it tells the steps, if the statistics are of it: stats.csv may
-    have been made from a database of another run, which the files of this one do not add up to.
-    """
+    """What run_rocprofv3.sh wrote. The script's own result tells the steps, if the statistics are
+    of it: stats.csv may be of a database of another run, which these files do not add up to."""
     rows = read_statistics(directory / "stats.csv")
     hotspots = directory / "hotspots"
     parts = [read_statistics(path) for path in sorted(hotspots.rglob("*_kernel_stats.csv"))]

@@ -248,11 +248,9 @@ def group_flops(module: ModuleType, args: argparse.Namespace, device: torch.devi
 
 
 def group_bytes(trainer, no_work: tuple[str, ...]) -> Counter:
-    """Bytes that the operators of one training step read and write, per group.
-
-    PyTorch's optimizer works in place and has no result to count: it reads weights, gradients and
-    two moments, and writes all of them but the gradients.
-    """
+    """Bytes that the operators of one training step read and write, per group. PyTorch's optimizer
+    has no result to count: it reads weights, gradients and two moments, and writes all but the
+    gradients."""
     import torch
 
     from lab.profile.traffic import Traffic
@@ -279,12 +277,8 @@ def group_times(trainer) -> Counter:
 
 
 def times_of_operators(events: Sequence[dict]) -> Counter:
-    """Milliseconds per group of the operator that launched each kernel, because bytes are counted
-    by operator too.
-
-    Where a trace does not tell the operator, or an autograd.Function launched it itself (V4), the
-    name of the kernel decides.
-    """
+    """Milliseconds per group of the operator that launched each kernel, as bytes are counted by
+    operator, too; where a trace does not tell it, or V4 launched itself, of the kernel's name."""
     calls = complete(events, "cpu_op")
     names = {call.get("args", {}).get("External id"): call["name"] for call in calls}
     names.pop(None, None)
@@ -384,11 +378,8 @@ def section(label: str, directory: Path, base: Path) -> list[str]:
 def rates(
     flop: int, moved: int | None = None, ms: float | None = None, ceilings: Ceilings | None = None
 ) -> dict:
-    """Bytes, time and rates of a part as the columns of its row.
-
-    None where not measured, or without FLOP or time. The roof of a part that multiplies nothing is
-    the rate of a copy.
-    """
+    """Bytes, time and rates of a part as columns of its row, None where not measured, or without
+    FLOP or time. The roof of a part that multiplies nothing is the rate of a copy."""
     intensity = flop / moved if moved else None
     achieved = flop / ms / 1e9 if flop and ms and intensity and ceilings else None
     roof = ceilings.roof(intensity) if achieved else None
@@ -408,11 +399,8 @@ def rates(
 def draw(
     path: Path, title: str, rows: dict[str, dict], ceilings: Ceilings, bandwidths: bool = False
 ) -> None:
-    """The roofline as PNG: both ceilings, and a point for each labelled row with FLOP and time.
-
-    With `bandwidths` there are bars beside it: GB/s of every row, which also shows those that
-    multiply nothing.
-    """
+    """The roofline as PNG: both ceilings, and a point for each row with FLOP and time; with
+    `bandwidths` also bars, GB/s of every row."""
     pyplot = drawing()
     size = (15, max(6, 0.27 * len(rows))) if bandwidths else (10, 6)
     options = {"figsize": size, "layout": "constrained", "squeeze": False}

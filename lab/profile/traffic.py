@@ -32,11 +32,8 @@ def bytes_behind(tensor: Tensor) -> int:
 
 
 class Traffic(TorchDispatchMode):
-    """Counts the bytes that operators read and write, for each of the modules that get a row.
-
-    After use `bytes_of` maps qualified names to bytes, without those of inner modules, and
-    `by_operator` maps operators (`aten::mm`) to bytes.
-    """
+    """Counts the bytes that operators read and write: `bytes_of` by qualified name of the modules
+    with a row, without inner ones, and `by_operator` (`aten::mm`)."""
 
     def __init__(self, model: nn.Module, kinds: dict[str, str], no_work: tuple[str, ...]):
         super().__init__()

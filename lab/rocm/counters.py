@@ -34,10 +34,7 @@ BYTE_COUNTERS = {
 
 def read_rocprof_compute(directory: Path) -> tuple[str, Ceilings, list[dict]]:
     """Which GPU's counters are in the folder, the ceilings measured there, and a row per kernel,
-    the longest first.
-
-    ToolError says what is wrong with a file.
-    """
+    the longest first; ToolError says what is wrong with a file."""
     files = matching(directory, "pmc_perf.csv", "rocprof-compute")
     if len(files) > 1:
         several = ", ".join(str(file.parent) for file in files)
@@ -66,11 +63,8 @@ def read_rocprof_compute(directory: Path) -> tuple[str, Ceilings, list[dict]]:
 
 
 def read_ceilings(path: Path, unit: str | None) -> Ceilings:
-    """The ceilings that rocprof-compute measured: of HBM, and of this unit, None where nothing
-    computes.
-
-    Releases that measure no FP16 of the vector units have FP32's for it, or none.
-    """
+    """The measured ceilings of HBM and of this unit, None where nothing computes. Releases that
+    measure no FP16 of the vector units have FP32's for it, or none."""
     if not path.exists():
         raise ToolError(f"{path}: there are no ceilings, profile without --no-roof")
     header, rows = read_table(path, "HBMBw")
