@@ -11,7 +11,7 @@ import argparse
 import os
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -69,13 +69,18 @@ def flop_counter() -> FlopCounterMode:
     return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
-def profiled_steps(trainer) -> Iterator[list[dict]]:
-    """The events of STEPS training steps, not the first one, each in a trace of its own."""
+def profiled(trainer, read: Callable[[list[dict]], Counter]) -> Counter:
+    """Milliseconds of a training step by what `read` makes of its events: the mean of STEPS steps
+    after a warm-up, each in a trace of its own."""
+    for _ in range(WARMUP):
+        trainer.step()
+    spent: Counter = Counter()
     for _ in range(STEPS):
         events = check_events(trainer.profile()[1]["traceEvents"], "the profiler")
         if trainer.gpu and not has_gpu(events):
             raise ToolError(NO_KERNELS, status=1)
-        yield events
+        spent.update(read(events))
+    return Counter({what: ms / STEPS for what, ms in spent.items()})
 
 
 # --- kinds of modules, one forward pass
@@ -145,13 +150,8 @@ def count_modules(
 def module_times(trainer, kinds: dict[str, str]) -> Counter:
     """Milliseconds of one forward pass per kind of module, without the inner modules that have a
     row themselves."""
-    for _ in range(WARMUP):
-        trainer.step()
     names = {name or WHOLE: kind for name, kind in kinds.items()}
-    spent: Counter = Counter()
-    for events in profiled_steps(trainer):
-        spent.update(times_in_ranges(events, names))
-    return Counter({kind: ms / STEPS for kind, ms in spent.items()})
+    return profiled(trainer, lambda events: times_in_ranges(events, names))
 
 
 def times_in_ranges(events: Sequence[dict], kinds: Mapping[str, str]) -> Counter:
@@ -266,16 +266,6 @@ def group_bytes(trainer, no_work: tuple[str, ...]) -> Counter:
     return moved
 
 
-def group_times(trainer) -> Counter:
-    """Milliseconds of one training step per group: of kernels, or without a GPU of operators."""
-    for _ in range(WARMUP):
-        trainer.step()
-    spent: Counter = Counter()
-    for events in profiled_steps(trainer):
-        spent.update(times_of_operators(events))
-    return Counter({group: ms / STEPS for group, ms in spent.items()})
-
-
 def times_of_operators(events: Sequence[dict]) -> Counter:
     """Milliseconds per group of the operator that launched each kernel, as bytes are counted by
     operator, too; where a trace does not tell it, or V4 launched itself, of the kernel's name."""
@@ -318,7 +308,7 @@ def measure_groups(module: ModuleType, args: argparse.Namespace) -> tuple[dict, 
         flop = group_flops(module, args, device)
         free_memory()
         trainer = module.Trainer(args, device)
-        spent = group_times(trainer)
+        spent = profiled(trainer, times_of_operators)
         moved = group_bytes(trainer, module.NO_WORK)
         ceilings = measure_ceilings(args, device)
     except (RuntimeError, MemoryError) as error:
