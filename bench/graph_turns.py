@@ -62,25 +62,22 @@ def gradient_step(
     return step
 
 
-def extra_memory(step: Step) -> float | None:
-    """Peak MB that a step takes beyond what there is before and after it; None on a CPU."""
-    if not GPU:
-        return None
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    return (torch.cuda.max_memory_allocated() - before) / 1e6
-
-
-def held_memory(step: Step) -> float | None:
-    """MB that a forward pass keeps for the backward one, its results apart; None if not told
-    apart."""
-    if not GPU or not hasattr(step, "forward"):
-        return None
-    before = torch.cuda.memory_allocated()
-    found = step.forward()
-    return (torch.cuda.memory_allocated() - before - sum(result.nbytes for result in found)) / 1e6
+def memory_of(step: Step) -> dict[str, float | None]:
+    """Peak MB that a step takes beyond what there is before it, and MB that its forward pass keeps
+    for the backward one, results apart; None on a CPU, or where these are not told apart."""
+    extra = held = None
+    if GPU:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        extra = (torch.cuda.max_memory_allocated() - before) / 1e6
+    if GPU and hasattr(step, "forward"):
+        before = torch.cuda.memory_allocated()
+        found = step.forward()
+        kept = torch.cuda.memory_allocated() - before
+        held = (kept - sum(result.nbytes for result in found)) / 1e6
+    return {"extra_mb": extra, "held_mb": held}
 
 
 class Side:
@@ -88,7 +85,7 @@ class Side:
 
     def __init__(self, step: Step, pool: object):
         step()
-        self.row = {"extra_mb": extra_memory(step), "held_mb": held_memory(step), "turns_us": []}
+        self.row = {**memory_of(step), "turns_us": []}
         self.repeats = max(1, min(10, math.ceil(ENOUGH_MS / 1e3 / seconds(step, DEVICE))))
         warm_up(step)
         self.graph = captured(step, self.repeats, pool)
