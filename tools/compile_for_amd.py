@@ -36,7 +36,6 @@ from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import ClassVar
 from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton: kernels are to be compiled
@@ -53,6 +52,7 @@ with needed():
     from triton.backends.compiler import GPUTarget
 
     from lab.cli import Parser, ToolError, documented_parser, note, program, say
+    from lab.profile.traffic import Launching
     from lab.script import load_script
     from lab.show import Column, render, write_csv
 
@@ -142,27 +142,6 @@ class Launch:
         return " ".join(f"{name}={value}" for name, value in named.items())
 
 
-class Recorder:
-    """Stands for a script's wrap_triton: `Recorder(kernel)[grid](TENSOR, ...)` notes the launch."""
-
-    launches: ClassVar[dict[tuple, Launch]] = {}  # those of the script at work
-    precision = ""
-
-    def __init__(self, kernel: triton.JITFunction):
-        self.kernel = kernel
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-        return self.record
-
-    def record(self, *tensors: torch.Tensor | None, **arguments) -> None:
-        arguments |= zip(self.kernel.arg_names, tensors, strict=False)
-        for name, value in arguments.items():
-            if isinstance(value, torch.Tensor):
-                arguments[name] = Pointer(value)
-        launch = Launch(self.kernel, arguments)
-        self.launches.setdefault(launch.key(), launch).precisions[self.precision] = None
-
-
 def kernels_of(module: ModuleType) -> set[str]:
     """The names of a script's kernels; other functions under @triton.jit are parts of kernels."""
     inference = vars(one_launch_of(module)) if module.__name__ == INFERENCE else {}
@@ -216,7 +195,16 @@ def record(
     options: Sequence[str] = (),
 ) -> list[Launch]:
     """What steps of the script with these options would launch on this backend, each once."""
-    module.BACKEND, module.wrap_triton, Recorder.launches = backend, Recorder, {}
+    launches: dict[tuple, Launch] = {}
+
+    def seen(kernel: triton.JITFunction, grid: tuple, arguments: dict) -> None:
+        for name, value in arguments.items():
+            if isinstance(value, torch.Tensor):
+                arguments[name] = Pointer(value)
+        launch = Launch(kernel, arguments)
+        launches.setdefault(launch.key(), launch).precisions[precision] = None
+
+    module.BACKEND, module.wrap_triton = backend, lambda kernel: Launching(kernel, seen)
     module.shared_memory = lambda: 2**31  # nothing is left to PyTorch
     sizes_of_model = SIZES.get(module.__name__.rpartition("_v")[0])
     if not sizes_of_model or not kernels_of(module):
@@ -225,15 +213,15 @@ def record(
     commands = [sizes_of_model[size] for size in sizes if size in sizes_of_model]
     if "flags" in sizes:
         commands += [f"{sizes_of_model['default']} --disable-{flag}" for flag, *_ in module.FUSIONS]
-    for command, Recorder.precision in itertools.product(commands, precisions):
+    for command, precision in itertools.product(commands, precisions):
         # without a GPU a script asks for the interpreter
         with mock.patch("torch.cuda.is_available", lambda: True):
-            asked = f"{command} {PRECISIONS[Recorder.precision]}".split()
+            asked = f"{command} {PRECISIONS[precision]}".split()
             args = module.parse_args([*asked, *options])
         torch.set_float32_matmul_precision(args.matmul_precision)
         module.use_settings(args)
         take_step(module, args)
-    return list(Recorder.launches.values())
+    return list(launches.values())
 
 
 @dataclass(frozen=True)

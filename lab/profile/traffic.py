@@ -47,7 +47,12 @@ class Traffic(TorchDispatchMode):
     def __enter__(self) -> Traffic:
         self.outer.enter_context(self.tracker)
         if launcher := getattr(self.script, "wrap_triton", None):
-            counted = {"wrap_triton": lambda kernel: CountedKernel(self, kernel, launcher(kernel))}
+
+            def launch(kernel: Callable, grid: tuple, arguments: dict) -> None:
+                self.launched(kernel.__name__, arguments)
+                launcher(kernel)[grid](**arguments)
+
+            counted = {"wrap_triton": lambda kernel: Launching(kernel, launch)}
             for name, value in vars(self.script).items():
                 if isinstance(value, CustomOpDef):
                     counted[name] = value._init_fn
@@ -69,8 +74,9 @@ class Traffic(TorchDispatchMode):
         self.count(function._schema.name, self.moved(function, args, kwargs, result))
         return result
 
-    def launched(self, kernel: str, tensors: dict[str, Tensor]) -> None:
+    def launched(self, kernel: str, arguments: dict) -> None:
         """Count a launch: each tensor once, twice what the kernel reads and writes."""
+        tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
         once = {id(tensor): bytes_behind(tensor) for tensor in tensors.values()}
         again = sum(bytes_behind(t) for name, t in tensors.items() if name in UPDATED)
         self.count(kernel, sum(once.values()) + again)
@@ -107,19 +113,16 @@ class Traffic(TorchDispatchMode):
         return read + written + sum(bytes_behind(leaf) for leaf in different.values())
 
 
-class CountedKernel:
-    """A kernel that a script launches: `CountedKernel(...)[grid](TENSOR, ..., NAME=value)`."""
+class Launching:
+    """Stands for a wrapped kernel: `Launching(kernel, seen)[grid](TENSOR, ..., NAME=value)` calls
+    `seen` with kernel, grid and arguments by name."""
 
-    def __init__(self, traffic: Traffic, kernel: Callable, launcher: Callable):
-        self.traffic, self.kernel, self.launcher = traffic, kernel, launcher
+    def __init__(self, kernel: Callable, seen: Callable[[Callable, tuple, dict], None]):
+        self.kernel, self.seen = kernel, seen
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable:
         def launch(*pointers: Tensor | None, **arguments) -> None:
             arguments |= zip(self.kernel.arg_names, pointers, strict=False)
-            tensors = {
-                name: value for name, value in arguments.items() if isinstance(value, Tensor)
-            }
-            self.traffic.launched(self.kernel.__name__, tensors)
-            self.launcher[grid](**arguments)
+            self.seen(self.kernel, grid, arguments)
 
         return launch
