@@ -36,7 +36,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from lab.cli import Parser, ToolError, documented_parser, note, program, say
-from lab.dashboard import Found, Panel, found_panels, only, read
+from lab.dashboard import Panel, found_panels, only, read
 from lab.files import ROOT, below, write_text
 
 CHARTS = ("versions", "memory", "ablation", "kernels", "roofline")
@@ -84,7 +84,7 @@ def build(args: argparse.Namespace) -> int:
         raise ToolError(f"{named[0]}: no chart shows what is in this file")
     everything = [*itertools.chain(*found.values())]
     failed = only(str, everything)
-    panels = [*only(Panel, everything), *found_panels(only(Found, everything))]
+    panels = [*only(Panel, everything), *found_panels(only(dict, everything))]
     if not panels and not failed:
         places = ", ".join(map(str, args.paths))
         raise ToolError(f"{places}: no results in there that a chart shows")

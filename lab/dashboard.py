@@ -151,6 +151,8 @@ ATTENTION = {"scores": "V2, scores in memory", "flash": "V2, flash attention"}  
 SIZES = ("batch_size", "seq_len", "num_blocks", "num_layers", "hidden_dim", "num_seqs")
 DAMAGED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 Choice = tuple[str, str, str]  # model, device, precision
+# what was measured by itself: name and result, with a run's row, or a profile's ms per category
+Found = dict
 
 
 @dataclass(frozen=True)
@@ -166,15 +168,6 @@ class Panel:
     def order(self) -> tuple[bool, int]:
         """Studies with turns enough to tell come first, and of these those of more versions."""
         return "too few turns" in self.html, -len(set(re.findall(r">V\d<", self.html)))
-
-
-@dataclass(frozen=True)
-class Found:
-    """A run as a row, or a profile as ms per step of each category, that was measured by itself."""
-
-    name: str
-    result: dict
-    row: dict
 
 
 # --- in words
@@ -303,24 +296,23 @@ def memory_panel(cells: Cells, choice: Choice, study: str) -> Iterator[Panel]:
 
 
 def found_panels(found: Sequence[Found]) -> Iterator[Panel]:
-    """Runs and profiles that were measured by themselves; those of the same settings are one
-    bar."""
+    """Panels of runs and profiles; those of the same settings are one bar."""
     values, alike = defaultdict(set), defaultdict(list)
     for each in found:
-        for key, value in each.result["config"].items():
-            values[choice_of(each.result), key].add(value)
+        for key, value in each["result"]["config"].items():
+            values[choice_of(each["result"]), key].add(value)
     for each in found:
-        result, choice = each.result, choice_of(each.result)
+        result, choice = each["result"], choice_of(each["result"])
         differing = [key for key in result["config"] if len(values[choice, key]) > 1]
-        unit = result["unit"] if "categories" in each.row else None
+        unit = result["unit"] if "categories" in each else None
         alike[choice, unit, sizes_of(result, differing), run_name(result)].append(each)
     charts = defaultdict(lambda: defaultdict(dict))
     by_sizes = sorted(alike.items(), key=lambda item: numbers_in(item[0][2]))
     for (choice, unit, sizes, name), several in by_sizes:
-        several.sort(key=lambda each: each.row.get("batch_ms") or math.inf)
-        times = [each.row["batch_ms"] for each in several if each.row.get("batch_ms")]
-        middle = several[(len(several) - 1) // 2].row
-        row = {**middle, "argv": [each.name for each in several], "alike": times}
+        several.sort(key=lambda each: each.get("batch_ms") or math.inf)
+        times = [each["batch_ms"] for each in several if each.get("batch_ms")]
+        middle = several[(len(several) - 1) // 2]
+        row = {**middle, "argv": [each["name"] for each in several], "alike": times}
         charts[choice, unit][sizes][name] = row
     for (choice, unit), cells in charts.items():
         if unit:
@@ -356,7 +348,8 @@ def read_scripts_file(path: Path, name: str, content: dict) -> Iterator[Panel | 
     elif "categories" in content:
         checked(records.Profile, content, path)
         parts = {kind: row["ms_per_step"] for kind, row in content["categories"].items()}
-        yield Found(name, content, {"batch_ms": sum(parts.values()), "categories": parts})
+        profile = {"batch_ms": sum(parts.values()), "categories": parts}
+        yield {"name": name, "result": content, **profile}
     else:
         yield from found_in(load_run(path))
 
@@ -366,7 +359,7 @@ def found_in(run: Run) -> Iterator[Found | str]:
     if run.status == "failed":
         yield f"{run.name} failed: {run.result['error']} ({run.path})"
     elif run.result["config"]:
-        yield Found(run.name, run.result, run.row())
+        yield {"name": run.name, "result": run.result, **run.row()}
 
 
 def only(kind: type, found: Sequence) -> list:
@@ -399,7 +392,7 @@ def read(path: Path, name: str) -> list[Panel | Found | str]:
             found += Study(name, content).panels()
         else:
             return []
-        [*found_panels(only(Found, found))]  # what is wrong shows while its file is known
+        [*found_panels(only(dict, found))]  # what is wrong shows while its file is known
     except DAMAGED as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else error
         what = "not as our tools write it, or by an older version"

@@ -119,7 +119,7 @@ class Launch:
     def __init__(self, kernel: triton.JITFunction, arguments: dict):
         self.kernel, self.arguments = kernel, arguments
         self.name = kernel.__name__.removesuffix("_kernel")
-        self.precisions: dict[str, None] = {}  # as an ordered set
+        self.precisions: dict[str, None] = {}  # in which one like it was seen, in their order
         variable = set(kernel.arg_names) - {kernel.arg_names[i] for i in kernel.constexprs}
         self.constants, self.variables = {}, {}
         for name, value in arguments.items():
