@@ -123,11 +123,6 @@ docs/CLAIMS.md | {stage2:.1f}x and {stage4:.2f}x
 {IMPACT} | to {forward[1]:.1f}, the optimizer,
 {IMPACT} | from {optimizer[0]:.2f} to {optimizer[1]:.2f}.
 {ROCM} | {gemms[0]:.1f} and {gemms[1]:.1f} % of the time
-{ROCM} | {top[0]:.1f} %
-{ROCM} | {top[1]:.1f} %
-{ROCM} | {top[2]:.1f} %
-{ROCM} | {top[3]:.1f} %
-{ROCM} | {top[4]:.1f} %
 docs/RESULTS.md | {padded_default} % longer at default sizes, {padded_crop} % at the crop
 docs/MANY_GPUS.md | {one:.2f} ms for 16 samples, {half:.2f} for 8, and {two:.2f}
 """
@@ -285,7 +280,6 @@ def of_profiles() -> Iterator[tuple[str, object]]:
     for phase in ("forward", "backward", "optimizer"):
         yield phase, [side["phases"][phase]["ms_per_step"] for side in sides]
     yield "gemms", [side["categories"]["GEMM"]["percent"] for side in sides]
-    yield "top", [kernel["percentage"] for kernel in sides[1]["top"]]
 
 
 def of_two_gpus() -> Iterator[tuple[str, object]]:
