@@ -59,7 +59,6 @@ NOT_HERE = re.compile(
     r"^[^#\n]*(?:\bpip install|\bvenv\b|environment_setup\.sh|\bpytest\b|\.ci/run)", re.MULTILINE
 )
 TIMEOUT = 900
-PIPES = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE) | {"text": True}
 
 
 @dataclass(frozen=True)
@@ -69,9 +68,11 @@ class Done:
     status: int
     stdout: str
     stderr: str
-    blocks: list[dict]  # of summary.json
     logs: Path
-    directory: Path
+
+    @property
+    def blocks(self) -> list[dict]:
+        return json.loads((self.logs / "summary.json").read_text())["blocks"]
 
     @property
     def statuses(self) -> list[str]:
@@ -82,22 +83,21 @@ class Done:
         return (self.logs / self.blocks[number]["log"]).read_text()
 
 
-def start(sheet: Path, logs: Path, *argv: object, **more: str) -> subprocess.Popen:
-    """Run a sheet, with more in its environment."""
+def start(sheet: Path, logs: Path, *argv: object) -> subprocess.Popen:
+    """Run a sheet in a process of its own."""
     command = [sys.executable, ROOT / "tools" / "run_sheet.py", sheet, "--log", logs, *argv]
-    return subprocess.Popen(list(map(str, command)), env=os.environ | more, cwd=ROOT, **PIPES)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(list(map(str, command)), cwd=ROOT, **pipes)
 
 
-def end(process: subprocess.Popen, logs: Path, directory: Path) -> Done:
+def end(process: subprocess.Popen, logs: Path) -> Done:
     """Wait for it."""
     try:
-        stdout, stderr = process.communicate(timeout=TIMEOUT)
+        printed = process.communicate(timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGINT)  # so that it ends what it has started
-        stdout, stderr = process.communicate()
-    path = logs / "summary.json"
-    blocks = json.loads(path.read_text())["blocks"] if path.exists() else []
-    return Done(process.returncode, stdout, stderr, blocks, logs, directory)
+        printed = process.communicate()
+    return Done(process.returncode, *printed, logs)
 
 
 # --- the sheets
@@ -115,7 +115,7 @@ def test_every_block_of_a_sheet_runs_and_prints_what_it_should(sheet: str, tmp_p
     assert not installs, "these lines need <!-- not run in CI: why -->"
     options = ["--shrink", "--long", "--with-standins", "--ci", "--keep-going"]
     process = start(ROOT / sheet, tmp_path, "--python", forking_python(), *options)
-    done = end(process, tmp_path, ROOT)
+    done = end(process, tmp_path)
     assert done.status == 0, done.stdout + done.stderr
     assert set(done.statuses) <= {"ok", "not run in CI", "needs a GPU"}, done.stdout
 
@@ -182,14 +182,14 @@ def test_files_that_pages_and_comments_name_are_there():
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., Done]:
-    """`run(text, *argv)` runs a made-up sheet in an empty directory of its own."""
+    """`run(text, *argv)` runs a made-up sheet in the folder `work`."""
+    sheet, logs, directory = tmp_path / "sheet.md", tmp_path / "logs", tmp_path / "work"
+    directory.mkdir()
 
-    def run_text(text: str, *argv: object, **environment: str) -> Done:
-        sheet, logs, directory = tmp_path / "sheet.md", tmp_path / "logs", tmp_path / "work"
+    def run_text(text: str, *argv: object) -> Done:
         sheet.write_text(text)
-        directory.mkdir(exist_ok=True)
-        process = start(sheet, logs, "--directory", directory, *argv, **environment)
-        return end(process, logs, directory)
+        answer = call(run_sheet, sheet, "--log", logs, "--directory", directory, *argv)
+        return Done(*answer, logs)
 
     return run_text
 
@@ -201,17 +201,17 @@ def sheet_of(*parts: str) -> str:
     return "\n".join(("## Exercise 1: made up\n", *blocks))
 
 
-def test_directory_variables_and_functions_carry_over(run):
+def test_directory_variables_and_functions_carry_over(run, tmp_path: Path):
     first = "mkdir -p 'a b'\ncd 'a b'\nTEXT=\"it's \\$two\nlines\"\nLIST=(1 '2 3')\n"
     first += 'export SEEN=yes\nf() { echo "f $1"; }'
     second = 'pwd\necho "$TEXT"\necho "${LIST[1]}"\nf 7'
     python = "import os\nprint(os.getcwd()[-3:], os.environ['SEEN'], 'TEXT' in os.environ)"
     done = run(sheet_of(first, second, f"```python\n{python}\n```\n", "cd ..\npwd"))
     assert done.statuses == ["ok"] * 4
-    place = str(done.directory / "a b")
-    assert done.log(1).splitlines() == [place, "it's $two", "lines", "2 3", "f 7"]
+    work = tmp_path / "work"
+    assert done.log(1).splitlines() == [f"{work}/a b", "it's $two", "lines", "2 3", "f 7"]
     assert done.log(2) == "a b yes False\n"
-    assert done.log(3).strip() == str(done.directory)
+    assert done.log(3) == f"{work}\n"
 
 
 def test_failures_end_their_block_and_name_the_line_and_phrases_that_are_missing(run):
@@ -242,7 +242,7 @@ def test_blocks_that_ci_or_a_machine_without_gpus_cannot_run(run, tmp_path: Path
     done = run(sheet_of(comment, "touch one", "touch two"), "--ci")
     assert (done.status, done.statuses) == (0, ["not run in CI", "ok"])
     assert done.blocks[0]["remark"] == "needs a screen"
-    assert os.listdir(done.directory) == ["two"]
+    assert os.listdir(tmp_path / "work") == ["two"]
     apart = sheet_of(comment + "\nOnly directly before a block.\n", "true")
     assert run(apart, "--ci").statuses == ["ok"]
 
@@ -274,10 +274,11 @@ def test_show_waits_on_a_terminal(tmp_path: Path):
     assert process.wait(60) == 0
 
 
-def test_without_rocm_a_section_is_skipped(run):
+def test_without_rocm_a_section_is_skipped(run, monkeypatch):
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
     wrapper = f"{ROOT}/run_rocprofv3.sh --output-dir ."
     parts = ("### A\n", wrapper, "cat stats.csv", "### B\n", "rocm-smi", "### C\n", "echo there")
-    done = run(sheet_of(*parts), PATH="/usr/bin:/bin")
+    done = run(sheet_of(*parts))
     assert (done.status, done.statuses) == (0, ["skipped", "skipped", "skipped", "ok"])
     assert "rocprofv3 not found" in done.blocks[0]["remark"]
 
@@ -345,7 +346,7 @@ def test_an_interrupt_ends_all_that_was_started(tmp_path: Path, number: int, arg
         time.sleep(0.05)
         pids = file.read_text().splitlines() if file.exists() else []
     process.send_signal(number)
-    done = end(process, logs, tmp_path)
+    done = end(process, logs)
     assert (done.status, done.stderr) == (130, "run_sheet.py: interrupted\n")
     assert f"logs: {logs}" in done.stdout
     assert done.statuses == ["ok", "interrupted", "not reached"]

@@ -217,8 +217,8 @@ def run_without_packages(commands: list[list[str]], cwd: Path) -> list[tuple]:
 def test_help_needs_no_package_and_no_docstring(tmp_path):
     found = run_without_packages([[str(path), "--help"] for path in PROGRAMS], tmp_path)
     assert len(found) == len(PROGRAMS)
-    wrong = [f for f in found if f[1:4:2] != [0, ""] or "usage" not in f[2].lower()]
-    assert not wrong
+    for program, status, out, err in found:
+        assert (status, err, "usage" in out.lower()) == (0, "", True), program
 
 
 TRAINS = {
