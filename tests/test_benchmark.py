@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, load, relative_difference, words
+from conftest import ROOT, load, random_state, relative_difference, words
 
 from bench import before_after, memory_by_purpose, whole_steps
 from bench import operations as kernels
@@ -318,6 +318,15 @@ def test_llamas_that_are_compared_train_alike(tmp_path, monkeypatch, capsys):
     pytest.importorskip("transformers")
     monkeypatch.setattr(whole_steps, "LLAMAS", {"tiny_llama, tiny": LLAMA})
     losses, eager = {}, []
+    for module in map(load, ("tiny_llama_v2", "tiny_llama_v3", "tiny_llama_v4")):
+        build_model = module.build_model
+
+        def with_random_weights(*given: object, build_model=build_model) -> torch.nn.Module:
+            model = build_model(*given)
+            model.load_state_dict(random_state(model.state_dict()))
+            return model
+
+        monkeypatch.setattr(module, "build_model", with_random_weights)
 
     def in_turns(sides: dict, rounds: int) -> dict:
         losses.update({name: [step()[0].item() for _ in range(2)] for name, step in sides.items()})
