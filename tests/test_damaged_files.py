@@ -192,6 +192,7 @@ def test_a_damaged_file_is_read_or_named(name: str, tmp_path: Path):
 
 ROW = {"model": "tiny_llama", "side": "none", "on": [], "speedup": 1.0}
 STUDY = {"environment": {"device_name": "GPU"}, "rows": [ROW]}
+UNEQUAL = [ROW | {"turns_ms": count * [1.0]} for count in (5, 7)]
 BROKEN = {  # a file's name and text, and what every reader says of it
     "cut": ('{"schema_version": 1,', "cut off"),
     "list": ("[1]", "not a JSON object"),
@@ -202,12 +203,13 @@ BROKEN = {  # a file's name and text, and what every reader says of it
     "empty": (json.dumps(STUDY | {"rows": []}), "without a row"),
     "study": (json.dumps(STUDY), "it has no 'mode'"),
     "package": ("{}", "no chart shows"),
+    "turns": (json.dumps(STUDY | {"rows": UNEQUAL}), "has 7 turns, others have 5"),
     **{
         name: (re.sub(r'"final": [^,}]+', f'"final": {value}', RUN.read_text()), "loss.final is")
         for name, value in (("text", '"fast"'), ("nan", "NaN"), ("huge", "1" + "0" * 400))
     },
 }
-OF_STUDIES = ("empty", "study", "package")  # compare_runs reads runs
+OF_STUDIES = ("empty", "study", "package", "turns")  # compare_runs reads runs
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -62,15 +62,6 @@ def test_every_picture_is_on_a_page_or_a_slide():
     assert {path.name for path in COMMITTED} == set(re.findall(r"figures/(\w+\.svg)", text))
 
 
-def test_a_drawing_has_each_text_that_is_filled_in(tmp_path, monkeypatch):
-    monkeypatch.setattr(figures, "FIGURES", tmp_path)
-    (tmp_path / "a.svg").write_text('<text id="a" x="1">old</text><text id="b" x="2">old</text>')
-    filled = figures.filled("a", b="new")
-    assert filled == '<text id="a" x="1">old</text><text id="b" x="2">new</text>'
-    with pytest.raises(figures.ToolError, match="no text with the id c"):
-        figures.filled("a", c="new")
-
-
 def test_what_is_kept_is_told_apart_by_what_it_is_for():
     argv = [*TINY["llama"], "--device", "cpu", "--use-amp"]
     measure = memory_by_purpose.measure

@@ -293,6 +293,7 @@ ODD = [
     (compare_runs, f"{RUN} --csv=", "not the name of a file"),
     (analyze_kernel_reduction, "--baseline nothing --fused nothing --top -1", "0 or more"),
     (performance_dashboard, f"{RUN} --output page.txt", "must end in .html"),
+    (performance_dashboard, "nothing --output page.html", "no results in there"),
     (ABLATION, "--script tiny_llama_v1.py", "adds no fusions"),
     (ABLATION, f"{V2} --fusions overlap", "tiny_llama_v2.py has qkv-fusion, flash-attention"),
     (ABLATION, f"{V2} --enable-qkv-fusion", "not allowed with argument"),

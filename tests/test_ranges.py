@@ -96,14 +96,6 @@ def test_each_module_is_a_range_of_its_name_and_computes_what_it_did_before(
     assert PARTS[model] <= pushed <= {name for name, _ in network.named_modules()}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_flag_says_once_that_nothing_is_marked(calls: list[str], run):
-    argv = [*QUICK, "--compare-fusion", "--under-profiler"]
-    (line,) = run(SCRIPT, *argv, "--enable-rocm-profiling").stderr.splitlines()
-    assert "no GPU" in line
-    assert (run(SCRIPT, *argv).stderr, set(calls)) == ("", {"step"})
-
-
 def test_under_rocm_the_profiler_is_resumed_and_paused(monkeypatch, calls: list[str]):
     """Also where a step fails."""
     library = SimpleNamespace(

@@ -166,10 +166,3 @@ def test_a_rehearsal_adds_the_seconds_of_what_runs_and_fails_with_the_rest(tmp_p
     assert captured(agenda.main, ["rehearse", str(file), str(good)])[0] == 0
     assert captured(agenda.main, ["rehearse", str(file), str(bad)])[0] == 1
     assert set(json.loads(file.read_text())["seconds"]) == {str(good)}
-
-
-def test_a_sheet_without_its_minutes_is_named(tmp_path, monkeypatch):
-    (tmp_path / "sheet.md").write_text("# A sheet\n\nCore: 25 minutes\n")
-    monkeypatch.setattr(agenda, "ROOT", tmp_path)
-    with pytest.raises(agenda.ToolError, match=r"sheet.md: no line '\*\*Core\*\*: N minutes'"):
-        agenda.core_minutes("sheet.md")

@@ -17,7 +17,6 @@ from conftest import captured, load, words
 from analysis_tools import benchmark_suite, fusion_ablation_study, optimize_batch_size
 from lab import study
 from lab.cli import ToolError
-from lab.records import Study, read
 from lab.turns import (
     GRAPH,
     Turns,
@@ -233,16 +232,6 @@ def test_effects_of_made_up_times():
     assert "cannot be said" in study.additivity(logs, "abc")
 
 
-def test_sets_are_named_and_none_comes_twice():
-    names = [study.set_name(on, "abc") for on in study.fusion_sets("abc")]
-    alone, but_one = ([f"{kind} {name}" for name in "abc"] for kind in ("only", "all but"))
-    assert names == ["none", *alone, *but_one, "all"]
-    assert len(set(study.fusion_sets("abcde", every=True))) == 32
-    assert study.fusion_sets("a") == [(), ("a",)]
-    assert "triton-swiglu" in study.new_fusions(load("tiny_llama_v3"))
-    assert not {*GAINS} & {*study.new_fusions(load("tiny_llama_v3"))}
-
-
 def test_a_cost_within_that_of_the_control_is_none_seen():
     """In each group over all of the same turns, however slow the host was for another group.
 
@@ -408,19 +397,3 @@ def test_the_best_batch_size_is_below_the_limit(steady, monkeypatch, tmp_path):
     monkeypatch.setattr(optimize_batch_size, "memory_mb", lambda device: 1.0)
     status, _, err = call(optimize_batch_size, *argv, tmp_path / "none.json")
     assert (status, "even batch size 1 takes more than 80%" in err) == (3, True)
-
-
-@pytest.mark.parametrize(("precision", "fits"), [("fp32", True), ("bf16", False)])
-def test_sides_that_are_compared_have_equally_many_turns(precision, fits, tmp_path):
-    names = {"shape": "small", "side": "V1"}
-    rows = [
-        {**names, "precision": "bf16", "turns_ms": [1.0] * 5},
-        {**names, "precision": precision, "turns_ms": [1.0] * 7},
-    ]
-    path = tmp_path / "study.json"
-    path.write_text(json.dumps({"environment": {"device_name": "x"}, "rows": rows}))
-    if fits:
-        assert len(read(Study, path)["rows"]) == 2
-    else:
-        with pytest.raises(ToolError, match="has 7 turns, others have 5"):
-            read(Study, path)
