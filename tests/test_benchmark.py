@@ -9,9 +9,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, load, random_state, relative_difference, words
+from conftest import (
+    ROOT,
+    TINY,
+    build,
+    captured,
+    load,
+    random_state,
+    relative_difference,
+    strict_json,
+    words,
+)
 
-from bench import before_after, memory_by_purpose, whole_steps
+from bench import accuracy_atlas, before_after, memory_by_purpose, whole_steps
 from bench import operations as kernels
 from bench import versions as benchmark
 from bench.sizes import Shape
@@ -19,23 +29,6 @@ from lab.turns import ratios
 
 SMALL = words("--hidden-dim 32 --num-layers 1 --seq-len 16 --batch-size 2")
 FUSIONS = tuple(flag for flag, _, _ in load("tiny_llama_v2").FUSIONS)
-
-
-def a_turn(run, ms: float) -> SimpleNamespace:
-    """What a run keeps and returns in place of a turn that was taken."""
-    run.turns.append(SimpleNamespace(label=run.label, step_ms=ms, peak=0))
-    return run.turns[-1]
-
-
-def turns_of(run) -> int:
-    """How many turns it took since the last plan."""
-    return sum(turn.label == run.label for turn in run.turns)
-
-
-def cells(table: str) -> list[list[str]]:
-    """Those of the lines below the header of a table."""
-    lines = table.splitlines()[2:]
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
 
 
 def sides_in(path: Path) -> dict[str, dict]:
@@ -49,10 +42,12 @@ def test_headline_compares_all_versions_turn_by_turn(tmp_path, monkeypatch):
         script = benchmark.importlib.import_module(benchmark.script_of("tiny_llama", version))
 
         def take(run, steps: int, version: str = version):
+            taken = sum(turn.label == run.label for turn in run.turns)
+            ms = {"V1": 30.0, "V2": 20.0, "V3": 10.0}[version] * (1 + taken**2)
+            run.turns.append(SimpleNamespace(label=run.label, step_ms=ms, peak=0))
             if run.label == "step":
                 order.append(version)
-            ms = {"V1": 30.0, "V2": 20.0, "V3": 10.0}[version]
-            return a_turn(run, ms * (1 + turns_of(run) ** 2))
+            return run.turns[-1]
 
         monkeypatch.setattr(script.Run, "take", take)
     shapes = {"tiny_llama, small": Shape("tiny_llama", SMALL)}
@@ -68,9 +63,9 @@ def test_headline_compares_all_versions_turn_by_turn(tmp_path, monkeypatch):
     assert what == ["tiny_llama", "V2", "tiny_llama, small", "fp32", "eager", 2, 16]
     assert sides["V2"]["fusions"] == [*FUSIONS]
     assert ratios(sides["V1"], sides["V2"]) == [1.5, 1.5, 1.5]
-    times, kernels = benchmark.table(tmp_path).split("\n\n")
-    assert cells(times)[0] == ["tiny_llama, small, fp32", "60.00", "40.00", "20.00"]
-    assert str(sides["V2"]["per_step"]) in kernels
+    table = benchmark.table(tmp_path)
+    assert re.search(r"\| tiny_llama, small, fp32 \| +60.00 \| +40.00 \| +20.00 \|", table)
+    assert f" {sides['V2']['per_step']} |" in table
 
 
 def test_a_part_that_needs_more_memory_than_there_is_is_one_line(tmp_path, monkeypatch, capsys):
@@ -279,7 +274,7 @@ def test_the_whole_step_has_its_parts_and_its_reference(tmp_path, monkeypatch, c
     assert kernels.main(["table", str(tmp_path)]) == 0
     steps, categories, longest = capsys.readouterr().out.split("\n\n")
     assert re.search(rf"\| tiny_llama, tiny, bf16 +\| +{row['batch_ms']:.2f} \|", steps)
-    assert {"GEMM", "attention", "normalisation"} < {line[0] for line in cells(categories)}
+    assert all(f"| {name}" in categories for name in ("GEMM", "attention", "normalisation"))
     assert row["kernels"][0]["name"] in longest.splitlines()[2]
 
 
@@ -312,7 +307,7 @@ def test_the_bytes_of_a_step_are_those_of_its_operators_and_of_the_optimizer():
     assert bytes_of(v4, layer, fused, update) == 64 * (7 * 4 + 2) + 3 * 8
 
 
-def test_llamas_that_are_compared_train_alike(tmp_path, monkeypatch, capsys):
+def test_llamas_that_are_compared_train_alike(tmp_path, monkeypatch):
     """All have the same loss at the start and after a step; Liger with its loss runs without a
     graph."""
     pytest.importorskip("transformers")
@@ -343,6 +338,65 @@ def test_llamas_that_are_compared_train_alike(tmp_path, monkeypatch, capsys):
     assert losses["V3"][1] < losses["V3"][0]
     limit = 1e-4 if torch.cuda.is_available() else 1e-5
     assert list(losses.values()) == [pytest.approx(losses["V3"], rel=limit)] * 7
-    assert kernels.main(["table", str(tmp_path)]) == 0
-    row = r"\| tiny_llama, tiny, fp32 \|( +3\.00 \|){7}( +1\.00x \|){6}"
-    assert re.search(row, capsys.readouterr().out)
+
+
+# bench/accuracy_atlas.py: its table is of what was computed, and shows what is wrong
+
+
+@pytest.fixture
+def atlas(monkeypatch) -> None:
+    """Sizes for Triton's interpreter."""
+    if torch.cuda.is_available():
+        pytest.skip("runs the kernels in Triton's interpreter")
+    sizes = " ".join([*TINY["llama"], "--num-layers 1 --seq-len 8"])
+    monkeypatch.setitem(accuracy_atlas.SIZES, "tiny_llama", sizes)
+    monkeypatch.setitem(accuracy_atlas.LENGTHS, "plain", 5)
+    monkeypatch.setattr(accuracy_atlas, "RUNS", 2)
+    monkeypatch.setattr(accuracy_atlas, "ALL_VERSIONS", ("V1", "V3"))
+
+
+def measured(folder: Path, *only: str) -> tuple[list[dict], str]:
+    """Rows of these parts of the suite, and the table."""
+    status, _, errors = captured(benchmark.main, ["accuracy", str(folder), "--only", *only])
+    assert status == 0, errors
+    status, table, _ = captured(benchmark.main, ["table", str(folder), "--tables", "accuracy"])
+    assert status == 0
+    return strict_json((folder / "accuracy.json").read_text())["rows"], table
+
+
+def test_the_accuracy_of_a_whole_model(atlas, tmp_path: Path):
+    rows, table = measured(tmp_path, "tiny_llama", "bf16", "plain", "large logits")
+    assert [row["case"] for row in rows] == ["plain", "large logits"]
+    names = set(build("tiny_llama_v1", "--num-layers", "1").state_dict())
+    for row in rows:
+        for side in ("V1", "V3"):
+            found = row["sides"][side]
+            assert set(found["lines"]) == set(found["parameters"]) == names
+            assert 0 < found["outputs"] < 0.1
+            assert 0 < max(found["parameters"].values()) < 0.2
+            assert found["equal_bits"] is (True if row["case"] == "plain" else None)
+    assert "| equal bits in 100 runs, bf16 " in table
+
+
+def test_a_fault_in_one_column_is_shown_by_its_name(atlas, tmp_path: Path, monkeypatch):
+    """So small that the norm of the whole gradient would not tell."""
+    v3 = load("tiny_openfold_v3")
+    right_gradients = v3.triangle_weight_gradients
+
+    def faulty(*arguments) -> None:
+        right_gradients(*arguments)
+        arguments[-2][:, 7] *= 0.5
+
+    argv = ["triangle multiplication", "bf16", "plain"]
+    ((right,), _) = measured(tmp_path / "right", *argv)
+    monkeypatch.setattr(v3, "triangle_weight_gradients", faulty)
+    ((wrong,), table) = measured(tmp_path / "wrong", *argv)
+    right, wrong = right["sides"], wrong["sides"]
+    assert right["V3"]["lines"]["linear_z.weight"][0] < 0.1
+    error, where = wrong["V3"]["lines"]["linear_z.weight"]
+    assert error == pytest.approx(0.5, abs=0.05)
+    assert where == "[:, 7]"
+    assert wrong["V3"]["parameters"]["linear_z.weight"] < 0.1
+    assert wrong["V1"] == right["V1"]
+    assert "V3: linear_" in table
+    assert "[:, 7]" in table

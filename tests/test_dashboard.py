@@ -132,8 +132,6 @@ def test_runs_have_no_ratios_sizes_do_not_mix_and_alike_runs_are_one_bar(tmp_pat
     assert shown[shown.index("3 runs: 10.00 to 30.00") - 1] == "20.00"
 
 
-
-
 @pytest.fixture
 def browser():
     """Chromium without a window, which notes what it is asked for."""
