@@ -16,7 +16,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from conftest import ROOT, captured, forking_python, load, strict_json, words
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from exercises.performance_debugging import check_benchmark, check_step, compare_stages, probes
 from exercises.performance_debugging.benchmarks import examine
@@ -81,6 +83,13 @@ def test_slow_stages_learn_what_the_final_version_learns(v3, train, final: dict,
         argv = [*SIZES, "--verify-accuracy", "--use-amp"]
         status, stdout, _ = captured(v3.main, argv)
         assert (status, "Accuracy check: PASS" in stdout) == (0, True), stdout
+
+
+def test_stage_2_calls_attention_with_channels_that_are_not_last_in_memory(v3: ModuleType):
+    check_step.load(path_of(2))
+    refused = pytest.raises(RuntimeError, match="No available kernel")
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), refused:
+        v3.CausalAttention.apply(torch.randn(2, 8, 4, 16), 2)
 
 
 def test_stage_3_does_not_wait_for_the_device(v3: ModuleType, train, monkeypatch, tmp_path):
