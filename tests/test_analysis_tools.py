@@ -1,6 +1,5 @@
 """The analysis tools: their numbers are those of the result files, and what cannot be compared is
-said. What any of them does with a damaged file is in test_damaged_files.py, with odd arguments in
-test_promises.py."""
+said. What any of them does with damaged files and odd arguments is in test_promises.py."""
 
 from __future__ import annotations
 
