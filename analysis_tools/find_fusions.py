@@ -113,7 +113,7 @@ def examine(args: argparse.Namespace, argv: Sequence[str]) -> dict:
         "operators": len({operator.call for operator in recorded.operators}),
         "flop": sum(operator.flop for operator in recorded.operators),
         "levels": found.levels,
-        "untouched_us": rates and sum(g.now("us") for g in found.groups if g.kind != "stream"),
+        "untouched_us": rates and sum(o.us for o in recorded.operators if o.kind != "stream"),
         "chains": found.rows(),
         "not_understood": found.unknown(),
         "unwritten": recorded.unwritten,
@@ -155,11 +155,8 @@ def report(result: dict, top: int) -> str:
         where = f"nothing was run, times are estimates with the rates of {rates['device_name']}"
     counted = f"{result['operators']} operators, {result['flop'] / 1e9:.1f} GFLOP in products"
     lines = [f"{result['name']}, {result['precision']}: {counted}; {where}"]
-    if not result["measured"]:
-        lines += [
-            "These are a CPU's operators: attention, norms and dropout can be others on a GPU."
-        ]
-    lines += [""]
+    others = "These are a CPU's operators: attention, norms and dropout can be others on a GPU."
+    lines += [""] if result["measured"] else [others, ""]
 
     def part(key: str, unit: float):
         return lambda row: None if row[key] is None else row[key] / unit

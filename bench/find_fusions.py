@@ -160,68 +160,48 @@ def measure(args: argparse.Namespace) -> int:
     return 0
 
 
-def predicted(row: dict, level: str) -> float | None:
-    """Milliseconds of the whole step."""
-    return row.get("predicted_ms", {}).get(level)
-
-
-def measured(row: dict, side: str) -> float | None:
-    """Milliseconds of the whole step, the median of its turns."""
-    turns = row.get("sides_ms", {}).get(side)
-    return turns and statistics.median(turns)
-
-
-def gains(row: dict) -> tuple[float, float] | None:
-    """The speed-up of chains as predicted, and that of the compiled step."""
-    if "sides_ms" not in row:
-        return None
-    compiled = measured(row, "now") / measured(row, "compiled")
-    return predicted(row, "now") / predicted(row, "chains"), compiled
-
-
-def off(row: dict) -> float | None:
-    """How far the predicted speed-up is from that of the compiled step, in percent."""
-    found = gains(row)
-    return found and 100 * (found[0] / found[1] - 1)
-
-
-def off_v3(row: dict) -> float | None:
-    """How far a step fused like V3 is from V3's, in percent."""
-    found = predicted(row, "V3"), measured(row, "V3")
-    return 100 * (found[0] / found[1] - 1) if all(found) else None
-
-
-def profiled(row: dict) -> float | None:
-    """Seconds of one step in the profiler, with its trace."""
-    return row.get("cost", {}).get("profiled_step_seconds")
+def judged(row: dict) -> dict:
+    """A row of the table: milliseconds of a step, predicted and measured, speed-ups, by how many
+    percent the predictions are off, and the tool's seconds."""
+    found = {f"{level}, predicted": ms for level, ms in row.get("predicted_ms", {}).items()}
+    found |= {side: statistics.median(ms) for side, ms in row.get("sides_ms", {}).items()}
+    found |= row.get("cost", {})
+    if "compiled" in found:
+        found["predicted"] = found["now, predicted"] / found["chains, predicted"]
+        found["speedup"] = found["now"] / found["compiled"]
+        found["off"] = 100 * (found["predicted"] / found["speedup"] - 1)
+    if "V3" in found:
+        found["V3 off"] = 100 * (found["V3, predicted"] / found["V3"] - 1)
+    return {"model": f"{row['shape']}, {row['precision']}", **found}
 
 
 def table(rows: list[dict]) -> str:
     """A line for each model, and what the predictions are off by."""
-
+    rows = [judged(row) for row in rows]
     columns = [
-        Column("model", lambda row: f"{row['shape']}, {row['precision']}"),
-        Column("now, predicted", lambda row: predicted(row, "now"), ".2f", " ms"),
-        Column("measured", lambda row: measured(row, "now"), ".2f", " ms"),
-        Column("fused, predicted", lambda row: predicted(row, "chains"), ".2f", " ms"),
-        Column("compiled", lambda row: measured(row, "compiled"), ".2f", " ms"),
-        Column("speed-up, predicted", lambda row: gains(row) and gains(row)[0], ".2f", "x"),
-        Column("compiled ", lambda row: gains(row) and gains(row)[1], ".2f", "x"),
-        Column("off", off, "+.0f", " %"),
-        Column("like V3, predicted", lambda row: predicted(row, "V3"), ".2f", " ms"),
-        Column("V3", lambda row: measured(row, "V3"), ".2f", " ms"),
-        Column("V3 off", off_v3, "+.0f", " %"),
-        Column("the tool", lambda row: row.get("cost", {}).get("seconds"), ".1f", " s"),
-        Column("profiled step", profiled, ".1f", " s"),
+        Column("model", "model"),
+        Column("now, predicted", "now, predicted", ".2f", " ms"),
+        Column("measured", "now", ".2f", " ms"),
+        Column("fused, predicted", "chains, predicted", ".2f", " ms"),
+        Column("compiled", "compiled", ".2f", " ms"),
+        Column("speed-up, predicted", "predicted", ".2f", "x"),
+        Column("compiled ", "speedup", ".2f", "x"),
+        Column("off", "off", "+.0f", " %"),
+        Column("like V3, predicted", "V3, predicted", ".2f", " ms"),
+        Column("V3", "V3", ".2f", " ms"),
+        Column("V3 off", "V3 off", "+.0f", " %"),
+        Column("the tool", "seconds", ".1f", " s"),
+        Column("profiled step", "profiled_step_seconds", ".1f", " s"),
     ]
     lines = [render(columns, rows)]
-    if errors := [abs(off(row)) for row in rows if off(row) is not None]:
-        run = [row for row in rows if gains(row)]
-        now = max(abs(predicted(row, "now") / measured(row, "now") - 1) for row in run)
-        middle, worst = statistics.median(errors), max(errors)
-        gain = f"speed-up off by {middle:.1f} % (median), {worst:.1f} % (worst)"
-        lines.append(f"Predicted {gain}; the step now by {100 * now:.1f} % at most.")
-    if costs := [row["cost"] for row in rows if "cost" in row]:
+    if run := [row for row in rows if "off" in row]:
+        now = max(abs(row["now, predicted"] / row["now"] - 1) for row in run)
+        errors = [abs(row["off"]) for row in run]
+        gain = f"{statistics.median(errors):.1f} % (median), {max(errors):.1f} % (worst)"
+        lines.append(
+            f"Predicted speed-up off by {gain}; the step now by {100 * now:.1f} % at most."
+        )
+    if costs := [row for row in rows if "seconds" in row]:
         beyond = max(cost["seconds"] - 5 * cost["profiled_step_seconds"] for cost in costs)
         lines.append(
             "The tool takes as long as five profiled steps, their traces written, and "

@@ -34,12 +34,11 @@ class Group:
     the last level says."""
 
     def __init__(self, root: int, members: list[Operator]):
-        self.root, self.members = root, members
+        self.root, self.members, self.segment = root, members, members[0].segment
         self.kind, self.phase = members[0].kind, members[0].phase
         self.names = [*{operator.call: operator.name for operator in members}.values()]
         self.reads: dict[Key, int] = {}  # bytes that come from memory
         self.keeps: dict[Key, int] = {}  # bytes that others need
-        self.becomes(*(self.now(what) for what in ("moved", "us", "kernels")))
 
     def now(self, what: str) -> float:
         """The sum of `moved`, `us` or `kernels` of its operators."""
@@ -57,46 +56,41 @@ class Joiner:
         self.operators = operators
         self.members = {i: [i] for i in range(len(operators))}
         self.root, self.mask = [*self.members], [1 << i for i in self.members]
-        self.before, self.after = [0] * len(operators), [0] * len(operators)
+        self.waits: list[set[int]] = []
+        self.before = [0] * len(operators)  # what they wait for, and what that waits for
         self.writer: dict[Key, int] = {}
         self.readers: dict[Key, list[int]] = defaultdict(list)
-        self.segment: list[int] = []  # between barriers; a phase that comes again is another
-        waits: list[set[int]] = []
-        segment = 0
         for i, operator in enumerate(operators):
             last = operators[i - 1] if i else operator
-            segment += last.barrier or last.phase != operator.phase
-            self.segment.append(segment)
-            old = [(use.key[0], use.key[1] - 1) for use in operator.writes]
+            operator.segment = last.segment + (last.barrier or last.phase != operator.phase)
+            old = [use.old for use in operator.writes]
             wanted = [*(use.key for use in operator.reads), *old]
             earlier = {self.writer[key] for key in wanted if key in self.writer}
             earlier |= {reader for key in old for reader in self.readers[key]}  # of what was there
-            waits.append(earlier)
+            self.waits.append(earlier)
             for j in earlier:
                 self.before[i] |= self.before[j] | self.mask[j]
             for use in operator.reads:
                 self.readers[use.key].append(i)
             self.writer |= {use.key: i for use in operator.writes}
-        for i in reversed(self.members):
-            for j in waits[i]:
-                self.after[j] |= self.after[i] | self.mask[i]
 
     def between(self, a: int, b: int) -> bool:
-        """Is there something that waits for one of these groups, and the other one for it?"""
-        through = self.after[a] & self.before[b] | self.after[b] & self.before[a]
-        return bool(through & ~(self.mask[a] | self.mask[b]))
+        """Does one of these groups wait for something that waits for the other one?"""
+        for first, last in ((a, b), (b, a)):
+            direct = {self.root[j] for i in self.members[last] for j in self.waits[i]} - {a, b}
+            if any(self.before[x] & self.mask[first] for x in direct):
+                return True
+        return False
 
-    def independent(self, a: int, b: int) -> bool:
-        """May these groups begin at the same time?"""
-        a, b = self.root[a], self.root[b]
-        waits = self.before[a] & self.mask[b] or self.before[b] & self.mask[a]
-        return not waits and self.segment[a] == self.segment[b]
+    def waits_for(self, a: int, b: int) -> bool:
+        """Does one of these groups wait for the other one?"""
+        return bool(self.before[a] & self.mask[b] or self.before[b] & self.mask[a])
 
     def fits(self, a: int, b: int) -> bool:
         """Could these groups be one kernel?"""
         numbers = sorted(self.members[a] + self.members[b])
         both = [self.operators[i] for i in numbers]
-        if len({self.segment[i] for i in numbers}) > 1 or any(o.kind != "stream" for o in both):
+        if len({o.segment for o in both}) > 1 or any(o.kind != "stream" for o in both):
             return False
         numel, over = max(o.numel for o in both), {o.reduced for o in both} - {None}
         if len(over) > 1 or any(r[0] != numel for r in over):
@@ -117,15 +111,14 @@ class Joiner:
 
     def merge(self, a: int, b: int) -> None:
         """Make these groups one; `a` is the earlier one."""
-        self.mask[a] |= self.mask[b]
         self.members[a] = sorted(self.members[a] + self.members.pop(b))
         for i in self.members[a]:
             self.root[i] = a
-        for side, other in ((self.before, self.after), (self.after, self.before)):
-            side[a] = (side[a] | side[b]) & ~self.mask[a]
-            for x in self.members:
-                if side[a] & self.mask[x]:
-                    other[x] |= other[a] | other[b] | self.mask[a]
+        self.mask[a] |= self.mask[b]
+        self.before[a] = (self.before[a] | self.before[b]) & ~self.mask[a]
+        for x in self.members:
+            if self.before[x] & self.mask[a]:
+                self.before[x] |= self.before[a] | self.mask[a]
 
     def groups(self) -> list[Group]:
         """Join each operator to those that make what it reads; then such as read the same and go
@@ -161,12 +154,12 @@ class Finding:
         self, recorded: Recorder, rates: Rates | None, levels: Iterable[str] = tuple(LEVELS)
     ):
         self.recorded, self.timed, self.rates = recorded, bool(rates), rates or NO_RATES
+        operators = recorded.operators
         # what in-place operators have changed, and when
-        self.gone = {(use.key[0], use.key[1] - 1): o.call
-                     for o in recorded.operators for use in o.writes}  # fmt: skip
+        self.gone = {use.old: o.call for o in operators for use in o.writes}
         same: dict[Key, Key] = {}
         first: dict[tuple, Key] = {}
-        for o in recorded.operators:
+        for o in operators:
             if o.us is None:
                 o.us = self.rates.us(o.moved, o.flop) if o.kernels else 0.0
             # a second cast of the same is none when fused
@@ -175,22 +168,19 @@ class Finding:
             if o.name in ("_to_copy", "clone") and o.writes and o.writes[0].key not in self.gone:
                 what, key = (o.name, o.dtype, o.phase, *o.reads), o.writes[0].key
                 same[key] = first.setdefault(what, key)
-        self.joiner = Joiner(recorded.operators)
+        self.joiner = Joiner(operators)
         self.groups = self.joiner.groups()
         self.maker: dict[Key, Group] = {}
-        self.made: dict[Key, Operator] = {}
         self.users: dict[Key, set[Group]] = defaultdict(set)
         for group in self.groups:
             self.memory_of(group)
-        unseen = recorded.unwritten or any(
-            o.kind == "unknown" and not o.reads for o in recorded.operators
-        )
+        blind = recorded.unwritten or any(o.kind == "unknown" and not o.reads for o in operators)
+        read = {use.key for o in operators for use in o.reads}
         for group in self.groups:
-            taken = {use.key for operator in group.members for use in operator.reads}
             group.keeps = {
                 key: count
                 for key, count in group.keeps.items()
-                if self.needed_by(key) - {group} or (unseen and key not in taken)
+                if self.needed_by(key) - {group} or (blind and key not in read)
             }
         self.remake()
         self.levels: dict[str, dict] = {}
@@ -211,9 +201,8 @@ class Finding:
                 if use.key not in made or covered(made[use.key], sizes[use.key[0]]) < use.bytes:
                     reads[use.key].append(use)
             for use in operator.writes:
-                storage, version = use.key
-                made[use.key] = [*made.get(use.key, made.get((storage, version - 1), ())), use]
-                self.maker[use.key], self.made[use.key] = group, operator
+                made[use.key] = [*made.get(use.key, made.get(use.old, ())), use]
+                self.maker[use.key] = group
         group.reads = {key: covered(uses, sizes[key[0]]) for key, uses in reads.items()}
         group.keeps = {key: covered(uses, sizes[key[0]]) for key, uses in made.items()}
         for key in group.reads:
@@ -223,8 +212,6 @@ class Finding:
         """The groups that read it, and None where it is there when the step is over."""
         return self.users[key] | ({None} if key in self.recorded.alive else set())
 
-    # --- what is not written at all
-
     def remake(self) -> None:
         """Let groups compute a tensor again from what lies in memory, where that moves fewer bytes
         than to write and read it: what compilers do with what the backward pass needs."""
@@ -232,9 +219,8 @@ class Finding:
         certain |= {key for g in self.groups if g.kind != "stream" for key in (*g.reads, *g.keeps)}
         order = [(count, key, g) for g in self.groups for key, count in g.keeps.items()]
         for count, key, group in sorted(order, key=lambda item: item[:2], reverse=True):
-            others = self.users[key] - {group}
-            leaves = None if key in certain else self.leaves(group, key)
-            if leaves is None or not others:
+            leaves, others = self.leaves(group, key), self.users[key] - {group}
+            if key in certain or leaves is None or not others:
                 continue
             last = max(g.members[-1].call for g in others)
             if any(self.gone.get(leaf, last) < last for leaf in leaves):
@@ -273,17 +259,19 @@ class Finding:
 
     def now(self) -> None:
         """As it is."""
+        for group in self.groups:
+            group.becomes(*(group.now(what) for what in ("moved", "us", "kernels")))
 
     def chains(self) -> None:
-        """A group is one kernel, or two where sums are long: their last step is another one."""
+        """A group is one kernel, or two where sums are long: their last step is another one. Where
+        others compute what they need of it, it is none."""
         for group in self.groups:
             if group.kind == "stream" and group.launches:
                 moved = sum(group.reads.values()) + sum(group.keeps.values())
                 launches = 1 + any(o.closed and o.sums for o in group.members)
-                if not group.keeps:  # others compute what they need of it
+                if not group.keeps:
                     moved = launches = 0
-                us = min(group.us, self.time(group, moved, launches))
-                group.becomes(moved, us, launches)
+                group.becomes(moved, min(group.us, self.time(group, moved, launches)), launches)
         self.fused = [(group.us, group.moved) for group in self.groups]
 
     def time(self, group: Group, moved: int, launches: int) -> float:
@@ -334,28 +322,26 @@ class Finding:
             own = {group} | {self.maker[key] for key in made} & {*softmax}
             behind = {user for g in own for key in g.keeps for user in self.users[key]} - own
             ahead = {g for g in behind if g.phase == group.phase}
-            ends = {g for g in ahead if {*g.names} <= SUMS}  # the gradient of a bias
-            if ahead > ends and all(g.kind == "matrix" for g in {before} | ahead - ends):
+            products = {g for g in ahead if not {*g.names} <= SUMS}  # the gradient of a bias is one
+            if products and all(g.kind == "matrix" for g in {before} | products):
                 blocks.append({group, before} | ahead)
         inside = set().union(*blocks)
         for block in blocks:
             flop = sum(o.flop for group in block for o in group.members)
-            moved = self.needed(block, inside)
-            self.replace(block, moved, self.rates.us(moved, flop / ATTENTION))
+            self.replace(block, self.needed(block, inside), flop / ATTENTION)
 
     def optimizer(self) -> None:
         """The optimizer with the casts of its weights and gradients: one kernel that reads and
         writes weights and moments once, and writes the copies."""
         own = {g for g in self.groups if g.phase == "optimizer" and g.kind == "library"}
-        casts = [g for g in self.groups if g.kind == "stream" and {*g.names} == {"_to_copy"}]
         block = set(own)
-        for group in casts if own else ():
+        for group in self.groups if own else ():
             of_weights = {key[0] for key in group.reads} <= self.recorded.weights
             of_gradients = all(self.users[k] and self.users[k] <= own for k in group.keeps)
-            block |= {group} if of_weights or of_gradients else set()
+            if {*group.names} == {"_to_copy"} and (of_weights or of_gradients):
+                block.add(group)
         if block:
-            moved = self.needed(block, block)
-            self.replace(block, moved, self.rates.us(moved))
+            self.replace(block, self.needed(block, block))
 
     def needed(self, block: Iterable[Group], inside: set[Group]) -> int:
         """Bytes that one kernel in place of these groups moves, where what goes from one group to
@@ -377,24 +363,22 @@ class Finding:
                 flop[o.dtype] += o.flop
                 for place, operand in enumerate(o.operands if group.launches else ()):
                     shared = next(use.bytes for use in o.reads if use.key == operand[0])
-                    alike[o.dtype, o.phase, place, operand][group] = shared
+                    alike[o.dtype, group.segment, place, operand][group] = shared
                 for product in self.summands(group, o):
                     result = product.members[0]
-                    alike[result.dtype, o.call][product] = result.writes[0].bytes
+                    alike[result.dtype, product.segment, o.call][product] = result.writes[0].bytes
         usual = max(flop, key=flop.get, default="")  # rates are those of this type
         done: set[Group] = set()
         for (dtype, *_), products in sorted(alike.items(), key=lambda item: -len(item[1])):
             own: list[Group] = []
             for product in sorted(products.keys() - done, key=lambda group: group.root):
-                if all(self.joiner.independent(product.root, other.root) for other in own):
+                if not any(self.joiner.waits_for(product.root, other.root) for other in own):
                     own.append(product)
             if len(own) > 1 and dtype == usual:
                 done |= {*own}
-                for other in own[1:]:
-                    self.joiner.merge(own[0].root, other.root)
                 moved = sum(g.moved for g in own) - (len(own) - 1) * max(products.values())
-                us = self.rates.us(moved, sum(o.flop for g in own for o in g.members))
-                self.replace(own, moved, max(us, *(g.us for g in own)))
+                longest = max(group.us for group in own)
+                self.replace(own, moved, sum(o.flop for g in own for o in g.members), longest)
 
     def summands(self, group: Group, operator: Operator) -> set[Group]:
         """Products whose results a group adds up in this operator, and nobody else reads."""
@@ -402,14 +386,18 @@ class Finding:
         for use in operator.reads if operator.name in SUMMED else ():
             maker = self.maker.get(use.key)
             if maker is group:
-                found |= self.summands(group, self.made[use.key])
+                writer = self.joiner.operators[self.joiner.writer[use.key]]
+                found |= self.summands(group, writer)
             elif maker and maker.launches and self.users[use.key] == {group}:
                 found |= {maker} if maker.members[0].operands else set()
         return found
 
-    def replace(self, block: Iterable[Group], moved: int, us: float) -> None:
+    def replace(
+        self, block: Iterable[Group], moved: int, flop: float = 0.0, longest: float = 0.0
+    ) -> None:
         """One kernel in place of these groups, which takes no longer than they do."""
         first, *others = sorted(block, key=lambda group: group.root)
+        us = max(self.rates.us(moved, flop), longest)
         first.becomes(moved, min(us, sum(group.us for group in (first, *others))), 1)
         for group in others:
             group.becomes(0, 0.0, 0)
@@ -421,23 +409,24 @@ class Finding:
         rows: dict[tuple, dict] = {}
         for group, (us, moved) in zip(self.groups, self.fused, strict=True):
             now = group.now("us")
-            single = len(group.names) == 1 and us >= 0.9 * now
-            if group.kind != "stream" or single:
+            if group.kind != "stream" or (len(group.names) == 1 and us >= 0.9 * now):
                 continue
             lines = places(operator.line for operator in group.members)
-            sums = {"places": 1, "kernels": group.now("kernels")}
-            sums |= {"bytes_now": group.now("moved"), "bytes_fused": moved}
-            sums |= {"us_now": now, "us_fused": us} if self.timed else {}
-            row = rows.setdefault(
-                (*group.names, group.phase, lines),
-                {"chain": words(group.names), "pass": group.phase, "lines": lines}
-                | dict.fromkeys(sums, 0)
-                | ({} if self.timed else {"us_now": None, "us_fused": None}),
-            )
+            sums = {
+                "places": 1,
+                "kernels": group.now("kernels"),
+                "bytes_now": group.now("moved"),
+                "bytes_fused": moved,
+                "us_now": now,
+                "us_fused": us,
+            }
+            names = {"chain": words(group.names), "pass": group.phase, "lines": lines}
+            row = rows.setdefault((*group.names, *names.values()), names | dict.fromkeys(sums, 0))
             for key, value in sums.items():
                 row[key] += value
         key = "us" if self.timed else "bytes"
-        return sorted(rows.values(), key=lambda row: row[f"{key}_fused"] - row[f"{key}_now"])
+        best = sorted(rows.values(), key=lambda row: row[f"{key}_fused"] - row[f"{key}_now"])
+        return best if self.timed else [{**row, "us_now": None, "us_fused": None} for row in best]
 
     def unknown(self) -> list[dict]:
         """Operators that keep their time because nobody knows what they do, and kernels unseen."""

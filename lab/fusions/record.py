@@ -65,6 +65,11 @@ class Use(NamedTuple):
     offset: int  # below 0 of what a gather or scatter touches, in no order
     bytes: int
 
+    @property
+    def old(self) -> tuple[int, int]:
+        """What was there before a write."""
+        return self.key[0], self.key[1] - 1
+
 
 @dataclass
 class Operator:
@@ -87,6 +92,7 @@ class Operator:
     random: bool = False  # a second time it would make other numbers
     apart: bool = False  # sums of columns, which compilers leave to a kernel of its own
     barrier: bool = False  # the host waits for its result, or nobody sees what it does
+    segment: int = 0  # between barriers; a phase that comes again is another
     dtype: str = ""
     flop: int = 0
     moved: int = 0  # bytes, read and written; like kernels and time of the first pass alone
