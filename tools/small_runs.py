@@ -17,6 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 
+import contextlib
+import io
 import os
 import re
 import runpy
@@ -49,30 +51,23 @@ SIZES: dict[str, Scale] = {  # what becomes of each
 }
 
 
-def last_value(words: Sequence[str], flag: str) -> str | None:
-    """The value that counts of a flag given as `--flag value` or `--flag=value`."""
-    pairs = zip(words, (*words[1:], None), strict=True)
-    values = [
-        after if word == flag else word.partition("=")[2]
-        for word, after in pairs
-        if word.split("=")[0] == flag
-    ]
-    return values[-1] if values else None
-
-
 def shrink(command: Sequence[str]) -> list[str]:
-    """The command line with small sizes appended, as the last value of an argument counts; a value
-    that is no number stays, so that the script can refuse it. Defaults are V1's, which all have."""
+    """The command line with small sizes appended, as the last value of an argument counts; as it is
+    where V1, whose arguments and defaults all versions have, cannot read it."""
     model = re.search(r"\btiny_(\w+)_v\d+\.py\b", " ".join([*command, DEFAULT_SCRIPT]))[1]
     if model not in ("llama", "openfold"):
         return list(command)
-    defaults = vars(load_script(f"tiny_{model}_v1.py").build_parser().parse_args([]))
-    words, defaults["warmup_steps"] = list(command), 5  # at least, by default
+    parser = load_script(f"tiny_{model}_v1.py").build_parser()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            given = vars(parser.parse_known_args(command)[0])
+    except SystemExit:  # of --help, or of a value that the script can refuse
+        return list(command)
+    given["warmup_steps"] = 5 if given["warmup_steps"] is None else given["warmup_steps"]
+    words = list(command)
     for flag, scale in SIZES.items():
-        name = flag[2:].replace("-", "_")
-        value = last_value(command, flag) or str(defaults.get(name))
-        if name in defaults and value.isdecimal():
-            words += [flag, str(scale(int(value)))]
+        if (value := given.get(flag[2:].replace("-", "_"))) is not None:
+            words += [flag, str(scale(value))]
     return words
 
 
