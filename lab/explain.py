@@ -30,10 +30,6 @@ MODULE = "PyTorch, numpy and math do not work on blocks: take the function from 
 PRINT = 'print in a kernel takes a fixed text and then the blocks: print("x", x)'
 GLOBAL = "`{}` is a global variable: pass it as an argument (a function needs @triton.jit)"
 RETURN = "a kernel returns nothing: tl.store(OUT + at, value) writes the result"
-POINTER = (
-    "X is an address, not a tensor: tl.load(X + at) reads numbers, tl.store(OUT + at, value) "
-    "writes them"
-)
 BUILTIN = (
     "Python's own sum, max and min do not work on blocks: tl.sum(x, 0) and tl.max(x, 0) "
     "reduce one, tl.maximum(a, b) takes two"
@@ -69,7 +65,10 @@ MISTAKES = {
     (
         "not iterable|forget to add @triton.jit|unsupported tensor index|not subscriptable",
         r"\w\[(?!:|None)",
-    ): POINTER,
+    ): (
+        "X is an address, not a tensor: tl.load(X + at) reads numbers, tl.store(OUT + at, value) "
+        "writes them"
+    ),
     "add pointers together": "X and Y are addresses: tl.load(X + at) has the numbers",
     r"cannot cast (pointer|\[\d)": (
         "this stores addresses: tl.load(X + at) has the numbers that stand there"
