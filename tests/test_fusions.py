@@ -34,16 +34,18 @@ from conftest import (
 )
 
 every_setting = pytest.mark.parametrize(("script", "argv"), ALL_SETTINGS)
-MIXTURES = [  # what kernels do without others
-    ("tiny_llama_v3", "--disable-qkv-fusion --disable-swiglu-fusion --disable-flash-attention"),
-    ("tiny_llama_v3", "--disable-qkv-fusion --disable-triton-rotary"),
-    ("tiny_llama_v3", "--disable-triton-attention"),
-    ("tiny_llama_v4", "--disable-triton-rotary"),
-    ("tiny_llama_v4", "--disable-triton-attention"),
-    (
-        "tiny_openfold_v4",
-        "--disable-fused-optimizer --disable-loss-fusion --disable-triton-attention",
-    ),
+MIXTURES = [  # fusions that do without others
+    pytest.param(
+        f"tiny_{script}", [f"--disable-{flag}" for flag in words(off)], id=f"{script} {off}"
+    )
+    for script, off in (
+        ("llama_v3", "qkv-fusion swiglu-fusion flash-attention"),
+        ("llama_v3", "qkv-fusion triton-rotary"),
+        ("llama_v3", "triton-attention"),
+        ("llama_v4", "triton-rotary"),
+        ("llama_v4", "triton-attention"),
+        ("openfold_v4", "fused-optimizer loss-fusion triton-attention"),
+    )
 ]
 all_on = pytest.mark.parametrize("script", [script for script in SCRIPTS if script[-1] != "1"])
 both_models = pytest.mark.parametrize("script", [f"tiny_{model}_v2" for model in MODELS])
@@ -91,9 +93,7 @@ def assert_every_gradient(found: dict[str, torch.Tensor]) -> None:
             assert gradient.abs().max() > 0, name
 
 
-@pytest.mark.parametrize(
-    ("script", "argv"), [*ALL_SETTINGS, *((script, words(argv)) for script, argv in MIXTURES)]
-)
+@pytest.mark.parametrize(("script", "argv"), [*ALL_SETTINGS, *MIXTURES])
 def test_outputs_loss_and_every_gradient_are_those_of_v1(script: str, argv: list[str]):
     first, second = build(baseline(script)), build(script, *argv)
     weights = random_state(first.state_dict())

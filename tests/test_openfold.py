@@ -52,6 +52,7 @@ def test_block_equals_its_equations_forward_and_backward(script: str, argv: list
     """In float64: every operation, and every gradient. The reference has OpenFold's names, and says
     which layers have a bias."""
     block = with_random_weights(script, *argv).blocks[0].double()
+    assert type(block).__name__ == "EvoformerBlock"
     msa, pair = torch.randn(B, S, N, C_M).double(), torch.randn(B, N, N, C_Z).double()
     inputs, expected_inputs = ([x.clone().requires_grad_() for x in (msa, pair)] for _ in range(2))
     parameters = {n: x.clone().requires_grad_() for n, x in block.state_dict().items()}

@@ -15,6 +15,7 @@ import json
 import re
 import sqlite3
 from collections.abc import Callable
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -258,6 +259,12 @@ def test_rounded_times_and_a_wrong_cell_are_named_with_their_row(tmp_path: Path)
             ns_of_counters(counters(tmp_path, [GOOD[0], bad]))
     exact = ("b", "1.62068000000000E+14", "1.62068000005001E+14")
     assert ns_of_counters(counters(tmp_path, [exact])) == {"b": 5001}
+
+
+def test_statistics_by_hand():
+    *_, row = kernels.statistics_of({"a": [100, 300], "b": [1000]})
+    _, *numbers = astuple(row)
+    assert numbers == pytest.approx([2, 400, 200, 40000 / 1400, 100, 300, 20000**0.5])
 
 
 @pytest.mark.parametrize(
