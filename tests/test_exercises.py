@@ -1,8 +1,8 @@
-"""The commands of README and exercise sheets run as they stand, and the tables of the answers are
-current.
+"""The commands of README and exercise sheets run as they stand, as does the notebook, and the
+tables of the answers are current.
 
-Sheets run with small models and with stand-ins for ROCm's tools. The programs of tools/ that do
-it (run_sheet.py, small_runs.py, tables.py) are tested with made-up sheets.
+Sheets run with small models and with stand-ins for ROCm's tools. The programs of tools/ that do it
+(run_sheet.py, tables.py) are tested with made-up sheets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from conftest import ROOT, assert_refused, call, forking_python
 
 from tools import run_sheet, tables
 from tools.run_sheet import parse_sheet
-from tools.small_runs import shrink
 
 
 def files_with(mark: str, *patterns: str) -> list[str]:
@@ -175,6 +174,50 @@ def test_files_that_pages_and_comments_name_are_there():
                 missing[file, name] = {name, str(Path(file).parent / name)}
     written = ignored(path for places in missing.values() for path in places)
     assert not [where for where, places in missing.items() if not places & written]
+
+
+# --- the notebook: it runs as it stands, and its outputs say whose they are
+
+NOTEBOOK = ROOT / "exercises/first_kernel.ipynb"
+
+
+def printed(notebook) -> list[str]:
+    """What each cell with code prints."""
+    cells = (cell for cell in notebook.cells if cell.cell_type == "code")
+    return ["".join(output.get("text", "") for output in cell.outputs) for cell in cells]
+
+
+@pytest.fixture(scope="module")
+def notebook():
+    """exercises/first_kernel.ipynb."""
+    nbformat = pytest.importorskip("nbformat")
+    found = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(found)
+    return found
+
+
+def test_it_has_twenty_cells_whose_outputs_are_an_h100s(notebook):
+    assert len(notebook.cells) == 20
+    said = [text for text in printed(notebook) if text]
+    assert not said or re.match(r"These outputs are of NVIDIA H100", said[0])
+
+
+def test_it_runs_in_the_folder_where_it_is_opened_and_its_solution_is_right(notebook):
+    nbformat, nbclient = map(pytest.importorskip, ("nbformat", "nbclient"))
+    cells, place = notebook.cells, {"metadata": {"path": str(NOTEBOOK.parent)}}
+    solution = re.search(r"```python\n(.*?)```", cells[-1].source, re.DOTALL)[1]
+    own_turn = cells[-2].source.partition("pass  # your code\n")[2]
+    solved = nbformat.v4.new_code_cell(solution + own_turn)
+    longer = {**notebook, "cells": [*cells, solved]}
+    done = nbclient.NotebookClient(
+        nbformat.from_dict(longer), timeout=300, resources=place
+    ).execute()
+    *_, wrong, not_yet, right = printed(done)
+    assert "predicted: 1.67x" in "".join(printed(done))
+    assert "the gradient of y is right" in wrong
+    assert "the gradient of x is wrong" in wrong
+    assert not_yet.startswith("not yet: the output is wrong")
+    assert right == "right\n"
 
 
 # --- tools/run_sheet.py
@@ -355,19 +398,6 @@ def test_an_interrupt_ends_all_that_was_started(tmp_path: Path, number: int, arg
     assert all(" Z " in state for state in states), "some still run"
     assert "Traceback" not in done.log(1)
     assert len(file.read_text().splitlines()) == 2, "the loop went on"
-
-
-# --- tools/small_runs.py
-
-
-@pytest.mark.parametrize("flag", ["--seq-len", "--batch-size"])
-@pytest.mark.parametrize("form", ["{} {}", "{}={}"])
-def test_sizes_that_differ_still_do(flag: str, form: str):
-    values = [2**n for n in range(5, 11)] if flag == "--seq-len" else [1, 2, 4, 8, 16, 32]
-    commands = [shrink(["tiny_llama_v2.py", *form.format(flag, n).split()]) for n in values]
-    small = [int(command[len(command) - command[::-1].index(flag)]) for command in commands]
-    assert small == sorted(set(small)) and small[-1] <= 18
-    assert all(n <= value for n, value in zip(small, values, strict=True))
 
 
 # --- tools/tables.py
