@@ -43,10 +43,6 @@ def group_of(finding: Finding, name: str) -> Group:
     return next(group for group in finding.groups if name in group.names)
 
 
-def chains(finding: Finding) -> dict[str, dict]:
-    return {f"{row['pass']}: {row['chain']}": row for row in finding.rows()}
-
-
 def code_at(row: dict) -> list[str]:
     """The source of the lines that a chain names."""
     file, _, numbers = row["lines"].rpartition(":")
@@ -83,7 +79,8 @@ def test_a_backward_chain_has_the_lines_of_the_forward_pass():
         z.backward(torch.ones(N, D))
 
     finding = found(take)
-    row = chains(finding)["backward: tanh_backward, sigmoid_backward"]
+    row = next(row for row in finding.rows() if row["pass"] == "backward")
+    assert row["chain"] == "tanh_backward, sigmoid_backward"
     assert code_at(row) == ["y = torch.sigmoid(x)", "z = torch.tanh(y)"]
     # y, z and the ones are computed again: x is read, its gradient is written
     assert (row["bytes_now"], row["bytes_fused"]) == (6 * ROW, 2 * ROW)
@@ -147,6 +144,11 @@ def odd(x: torch.Tensor) -> torch.Tensor:
     [
         # as one kernel exp and add would wait for the product between, and this for them
         (lambda: (y := SQUARE.exp()) + y @ SQUARE, [["exp"], ["mm"], ["add"]]),
+        (lambda: (y := X.exp(), X.cos() @ W + y), [["exp", "add"], ["cos"], ["mm"]]),
+        (
+            lambda: ((y := X.exp()) @ W + (z := Y.cos()), z @ W + y),
+            [["exp"], ["mm"], ["cos", "add"], ["mm"], ["add"]],
+        ),
         # a long sum is complete when its kernel has ended, a short one before
         (lambda: X.exp() / X.exp().sum(1, keepdim=True), [["exp", "exp", "sum", "div"]]),
         (lambda: WIDE.exp() / WIDE.exp().sum(1, keepdim=True), [["exp", "div"], ["exp", "sum"]]),
@@ -238,20 +240,6 @@ def test_a_copy_that_changes_is_a_copy():
         return one @ W, two @ W
 
     assert len({storage for storage, _ in group_of(found(take), "clone").keeps}) == 2
-
-
-def test_what_the_backward_pass_needs_is_computed_again_from_less():
-    """A chain of float32 steps from bf16 numbers: nothing of it is kept but its end."""
-    x = torch.randn(N, 512).bfloat16().requires_grad_()
-    w = torch.randn(512, 512, dtype=torch.bfloat16, requires_grad=True)
-
-    def take():
-        x.grad = w.grad = None
-        y = torch.tanh(x.float()).sigmoid().bfloat16()
-        (y @ w).sum().backward()
-
-    row = chains(found(take, [w]))["forward: cast x2, tanh, sigmoid"]
-    assert row["bytes_fused"] == 2 * x.nbytes
 
 
 # --- levels
@@ -391,11 +379,9 @@ def test_a_kernel_takes_as_long_as_a_copy_of_its_bytes_and_where_it_is_slower(le
 def test_the_study_counts_without_a_gpu(tmp_path):
     argv = [str(tmp_path / "s.json"), "--small", "--only", "message passing"]
     status, out, _ = captured(study.main, argv)
-    assert status == 0
-    assert [line.split(" | ")[0].strip("| ") for line in out.splitlines()[2:]] == [
-        "message passing, bf16",
-        "message passing, fp32",
-    ]
+    assert status == 0 and all(
+        f"message passing, {precision}" in out for precision in ("bf16", "fp32")
+    )
 
 
 def test_the_study_says_how_far_a_prediction_is_off():
@@ -432,7 +418,6 @@ class Asks(Net):
 def build(): return Net(), {"x": torch.randn(8, 16)}
 def no_loss(): return nn.Linear(16, 4), {"input": torch.randn(8, 16)}
 def one_thing(): return Net()
-def no_dict(): return Net(), torch.randn(8, 16)
 def frozen(): return Net().requires_grad_(False), {"x": torch.randn(8, 16)}
 def fails(): return Net(), {"x": torch.randn(8, 15)}
 def asks(): return Asks(), {"x": torch.randn(8, 16)}
@@ -497,7 +482,6 @@ def test_a_step_of_ones_own_and_one_that_asks_for_values(function, note, model):
         ("--model model_of_mine.py", 2, "FILE.py:function"),
         ("--model model_of_mine.py:nothing", 2, "no function 'nothing'"),
         ("--model model_of_mine.py:one_thing", 2, "(model, batch)"),
-        ("--model model_of_mine.py:no_dict", 2, "(model, batch)"),
         ("--model model_of_mine.py:no_loss", 2, "[8, 4]"),
         ("--model model_of_mine.py:frozen", 2, "no weight to train"),
         ("--model model_of_mine.py:fails", 1, "model_of_mine.py:11: RuntimeError"),
