@@ -266,17 +266,13 @@ def test_train_returns_what_it_writes_and_leaves_its_arguments_alone(tmp_path: P
     ],
 )
 def test_under_a_profiler_nothing_runs_but_training_steps(variable, value, run, monkeypatch):
-    def refuse(*args: object, **options: object) -> None:
-        raise AssertionError("a profiler was started")
-
-    monkeypatch.setattr(torch.profiler, "profile", refuse)
+    monkeypatch.setattr(torch.profiler, "profile", None)  # would be a traceback
     if variable:
         monkeypatch.setenv(variable, value)
     result = run(SCRIPT, *QUICK, *([] if variable else ["--under-profiler"]))
     assert result.status == 0
-    assert (
-        result.stderr.count("--under-profiler is on") == result.stderr.count("\n") == bool(variable)
-    )
+    said = result.stderr.count("--under-profiler is on"), result.stderr.count("\n")
+    assert said == (bool(variable), bool(variable))
     assert result.summary["kernels"] == result.summary["flops"] == {}
     assert "Average training speed: " in result.stdout and "Final loss: " in result.stdout
     for absent in ("Kernel", "FLOPs", "Host launches", "counting"):

@@ -39,16 +39,21 @@ GAINS = {"qkv-fusion": 1.25, "flash-attention": 2.0, "swiglu-fusion": 1.1}
 # lab/turns.py, and studies that go on where they were interrupted
 
 
-def test_a_side_that_fails_is_a_row_and_the_others_go_on(monkeypatch):
-    script = load("tiny_llama_v2")
-    build = script.build_model
+def fails_where(when, monkeypatch, script: str, error: type[Exception] = MemoryError) -> None:
+    """The script's model cannot be built where `when(args)` says so."""
+    module = load(script)
+    build = module.build_model
 
-    def too_large(args, device):
-        if args.hidden_dim == 64:
-            raise MemoryError("can't allocate memory")
+    def build_or_fail(args, device):
+        if when(args):
+            raise error("no room")
         return build(args, device)
 
-    monkeypatch.setattr(script, "build_model", too_large)
+    monkeypatch.setattr(module, "build_model", build_or_fail)
+
+
+def test_a_side_that_fails_is_a_row_and_the_others_go_on(monkeypatch):
+    fails_where(lambda args: args.hidden_dim == 64, monkeypatch, "tiny_llama_v2")
     nan = [*SMALL, "--learning-rate", "1e30"]
     sides = {"good": SMALL, "large": [*SMALL, "--hidden-dim", "64"], "nan": nan}
     sides = {name: ("tiny_llama_v2", argv) for name, argv in sides.items()}
@@ -57,7 +62,7 @@ def test_a_side_that_fails_is_a_row_and_the_others_go_on(monkeypatch):
     assert (len(rows["good"]["turns_ms"]), rows["good"]["unit"]) == (3, "operator calls")
     assert "learning-rate" in rows["nan"]["error"]
     assert "batch_ms" not in rows["large"] | rows["nan"]
-    with pytest.raises(ToolError, match="allocate memory") as error:
+    with pytest.raises(ToolError, match="no room") as error:
         all_measured(sides, 3)
     assert error.value.status == 3
 
@@ -296,19 +301,6 @@ def steady(monkeypatch):
 
         monkeypatch.setattr(script.Run, "take", take)
         monkeypatch.setattr(script, "memory_of_a_step", lambda trainer: 1e7)
-
-
-def fails_where(when, monkeypatch, script: str, error: type[Exception] = MemoryError) -> None:
-    """The script's model cannot be built where `when(args)` says so."""
-    module = load(script)
-    build = module.build_model
-
-    def build_or_fail(args, device):
-        if when(args):
-            raise error("no room")
-        return build(args, device)
-
-    monkeypatch.setattr(module, "build_model", build_or_fail)
 
 
 def test_an_ablation_has_the_effect_of_each_fusion(steady, monkeypatch, tmp_path):
