@@ -68,6 +68,32 @@ def test_headline_compares_all_versions_turn_by_turn(tmp_path, monkeypatch):
     assert f" {sides['V2']['per_step']} |" in table
 
 
+def test_the_trunk_has_a_row_for_each_side_with_and_without_checkpoints(tmp_path, monkeypatch):
+    """Where memory ends and where OpenFold is missing, too; a change of blocks is undone."""
+    sizes = "--num-blocks 1 --num-seqs 2 --seq-len 4 --msa-dim 32 --pair-dim 32 --batch-size 1"
+    sizes += " --num-heads-msa 2 --num-heads-pair 2"
+    monkeypatch.setattr(benchmark, "TRUNKS", {"2 x 4": Shape("tiny_openfold", words(sizes))})
+    v1 = load("tiny_openfold_v1")
+    build_model, start = v1.build_model, v1.Run.start
+
+    def start_if_checkpointed(run) -> None:
+        if not run.args.checkpoint_blocks:
+            raise MemoryError("no room")
+        start(run)
+
+    monkeypatch.setattr(v1.Run, "start", start_if_checkpointed)
+    argv = words("--rounds 1 --only V1 OpenFold")
+    assert benchmark.main(["trunk", str(tmp_path), *argv]) == 0
+    assert v1.build_model is build_model
+    rows = json.loads((tmp_path / "trunk.json").read_text())["rows"]
+    found = {(row["side"], row["checkpointed"]): row for row in rows}
+    assert found["V1", False]["status"] == "oom"
+    assert found["V1", True]["argv"].count("--checkpoint-blocks") == 1
+    assert "no OpenFold in" in found["OpenFold", True]["error"]
+    ms = f"{found['V1', True]['batch_ms']:.0f}"
+    assert re.search(rf"\| 2 x 4, V1 +\| +out of memory \| +{ms} \|", benchmark.table(tmp_path))
+
+
 def test_a_part_that_needs_more_memory_than_there_is_is_one_line(tmp_path, monkeypatch, capsys):
     def no_room(*given: object) -> None:
         raise MemoryError
