@@ -223,6 +223,8 @@ def read_after(change):
         # nothing is computed again from what has changed by then
         (lambda: read_after(lambda: None), "sum", WIDE.nbytes, 4),
         (lambda: read_after(lambda: WIDE.add_(0)), "sum", WIDE.nbytes, 2 * WIDE.nbytes + 4),
+        # nor is what is there when the step is over
+        (lambda: (y := WIDE * 2, y + y.exp().sum()), "sum", WIDE.nbytes, WIDE.nbytes + 4),
         # a second copy is none
         (lambda: X.bfloat16() @ W.bfloat16() + X.bfloat16() @ W.bfloat16(), "add", ROW, ROW // 2),
         (lambda: (y := torch.rand_like(WIDE)) + y.sum(), "rand_like", WIDE.nbytes, WIDE.nbytes + 4),
@@ -430,6 +432,10 @@ def step():
     net, x = Net(), torch.randn(8, 16)
     return lambda: net(x).backward()
 
+def step_asks():
+    torch.linspace(0, 1, 4)[1].item()
+    return step()
+
 def compiled():
     part = torch.compile(torch.sin, backend="eager", fullgraph=True)
     return lambda: part(torch.randn(8, 16))
@@ -464,10 +470,11 @@ def test_a_model_of_ones_own(model):
 
 
 @pytest.mark.parametrize(
-    ("function", "note"), [("step", ""), ("asks", "two real ones"), ("asks_early", "")]
+    ("function", "note"),
+    [("step", ""), ("asks", "two real"), ("asks_early", ""), ("step_asks", "two real")],
 )
 def test_a_step_of_ones_own_and_one_that_asks_for_values(function, note, model):
-    """While it is built, which leaves its step one of fake tensors, or in its step."""
+    """In its step, or while it is built, which leaves the step of a model one of fake tensors."""
     status, out, err = find("--model", f"{model}:{function}")
     assert (status, "tanh" in out, "not understood" in out) == (0, True, False)
     assert (note in err) if note else not err
