@@ -15,16 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import triton
-from conftest import (
-    DEVICE,
-    gradients,
-    load,
-    parse,
-    randn,
-    random_state,
-    relative_difference,
-    words,
-)
+from conftest import DEVICE, gradients, load, parse, randn, random_state, relative_difference, words
 from torch import Tensor
 
 from lab.accuracy import relative_error

@@ -9,17 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import (
-    DEVICE,
-    LIMITS,
-    TINY,
-    both_types,
-    check_close,
-    load,
-    randn,
-    random_state,
-    words,
-)
+from conftest import DEVICE, LIMITS, TINY, both_types, check_close, load, randn, random_state, words
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -14,14 +14,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from conftest import (
-    DEVICE,
-    TRITON,
-    load,
-    model_of,
-    random_state,
-    relative_difference,
-)
+from conftest import DEVICE, TRITON, load, model_of, random_state, relative_difference
 from test_triton_llama_v4 import layer_arguments, one_launch
 from torch import Tensor
 
