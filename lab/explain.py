@@ -322,11 +322,7 @@ def only_in_tensors(interpreter: ModuleType) -> Iterator[None]:
     """ValueError for a load or store beyond the memory of all tensors that a launch was given."""
     bounds: list[tuple[int, int]] = []  # addresses; none where there are arguments of other kinds
     executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
-    begin, load, store = (
-        executor._init_args_hst,
-        builder.create_masked_load,
-        builder.create_masked_store,
-    )
+    begin = executor._init_args_hst
 
     def noted(self, *arguments):
         positional, named = found = begin(self, *arguments)
@@ -336,23 +332,20 @@ def only_in_tensors(interpreter: ModuleType) -> Iterator[None]:
         bounds[:] = [(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in memory] if known else []
         return found
 
-    def check(addresses, mask) -> None:
-        wanted = addresses.data[mask.data.astype(bool)]
-        if bounds and not sum((first <= wanted) & (wanted < end) for first, end in bounds).all():
-            raise ValueError(BEYOND)
+    def guarded(access: Callable, mask_at: int) -> Callable:
+        def checked(self, addresses, *rest):
+            wanted = addresses.data[rest[mask_at].data.astype(bool)]
+            if bounds and not sum((low <= wanted) & (wanted < end) for low, end in bounds).all():
+                raise ValueError(BEYOND)
+            return access(self, addresses, *rest)
 
-    def checked_load(self, addresses, mask, *rest):
-        check(addresses, mask)
-        return load(self, addresses, mask, *rest)
+        return checked
 
-    def checked_store(self, addresses, values, mask, *rest):
-        check(addresses, mask)
-        return store(self, addresses, values, mask, *rest)
-
+    load, store = builder.create_masked_load, builder.create_masked_store
     with (
         mock.patch.object(executor, "_init_args_hst", noted),
-        mock.patch.object(builder, "create_masked_load", checked_load),
-        mock.patch.object(builder, "create_masked_store", checked_store),
+        mock.patch.object(builder, "create_masked_load", guarded(load, 0)),
+        mock.patch.object(builder, "create_masked_store", guarded(store, 1)),
     ):
         yield
 
