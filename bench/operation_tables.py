@@ -60,28 +60,25 @@ def rows_table(directory: Path) -> str:
 def step_tables(directory: Path) -> str:
     """The whole step beside its reference, the time of each category, the ten longest kernels."""
     rows = read_rows(directory / "step.json", kind=WholeStep)
-    names = [f"{row['shape']}, {row['precision']}" for row in rows]
-    spent = []  # microseconds of each category
     for row in rows:
-        spent.append(Counter())
+        row |= {"name": f"{row['shape']}, {row['precision']}", "spent": Counter()}
         for kernel in row["kernels"]:
-            spent[-1][kernel["category"]] += kernel["us"]
+            row["spent"][kernel["category"]] += kernel["us"]
     whole = [
-        Column("whole step", lambda i: names[i]),
-        Column("ms", lambda i: rows[i]["batch_ms"], ".2f"),
-        Column("in kernels, ms", lambda i: spent[i].total() / 1e3, ".2f"),
-        Column("FLOPs as a large GEMM, ms", lambda i: rows[i]["gemm_ms"], ".2f"),
-        Column("bytes as a copy, ms", lambda i: rows[i]["copy_ms"], ".2f"),
-        Column("step / both", lambda i: rows[i]["over_reference"], ".2f", "x"),
+        Column("whole step", "name"),
+        Column("ms", "batch_ms", ".2f"),
+        Column("in kernels, ms", lambda row: row["spent"].total() / 1e3, ".2f"),
+        Column("FLOPs as a large GEMM, ms", "gemm_ms", ".2f"),
+        Column("bytes as a copy, ms", "copy_ms", ".2f"),
+        Column("step / both", "over_reference", ".2f", "x"),
     ]
     by_category = [Column("us per step", str)]
-    for name, us in zip(names, spent, strict=True):
-        by_category.append(Column(name, us.__getitem__, ".0f"))
-    categories = [name for name in CATEGORIES if any(name in us for us in spent)]
-    tables = [render(whole, range(len(rows))), render(by_category, categories)]
-    for name, row in zip(names, rows, strict=True):
+    by_category += [Column(row["name"], row["spent"].__getitem__, ".0f") for row in rows]
+    categories = [name for name in CATEGORIES if any(name in row["spent"] for row in rows)]
+    tables = [render(whole, rows), render(by_category, categories)]
+    for row in rows:
         longest = [
-            Column(name, "name"),
+            Column(row["name"], "name"),
             Column("what it does", "category", text=True),
             Column("calls", "calls", "g"),
             Column("us per step", "us", ".0f"),
