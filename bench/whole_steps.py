@@ -128,15 +128,6 @@ def one_step(trainer, batch: dict[str, Tensor]) -> Sequence[Tensor]:
     return (trainer.compute(batch),)
 
 
-EAGER = "Liger, eager"
-LIBRARIES = {  # what is made of Hugging Face's Llama
-    "Hugging Face": lambda model: model,
-    "Hugging Face compiled": torch.compile,
-    EAGER: with_liger,
-    "Liger but its loss": partial(with_liger, fused_linear_cross_entropy=False),
-}
-
-
 def llama(args: argparse.Namespace) -> Iterator[Part]:
     """Rows of the study: whole steps of V2 to V4, of Hugging Face's Llama, and that with Liger."""
     for precision, (name, sizes) in itertools.product(args.precisions, LLAMAS.items()):
@@ -161,7 +152,7 @@ def llamas_in_turns(sizes: list[str], precision: str, rounds: int) -> list[dict]
             ours = module.build_model(args, DEVICE)
             batch = module.make_batches(args, DEVICE, args.seed).next_batch()
             sides[version] = training_step(ours, ours, batch, dtype)
-        for side, made_fast in LIBRARIES.items():
+        for side, made_fast in libraries_llamas().items():
             try:
                 model = hugging_face(ours)
                 sides[side] = training_step(made_fast(model), model, batch, dtype)
@@ -169,6 +160,19 @@ def llamas_in_turns(sizes: list[str], precision: str, rounds: int) -> list[dict]
             except ImportError as error:
                 sides[side] = partial(absent, error)
         return as_rows(steps_in_turns(sides, rounds))
+
+
+EAGER = "Liger, eager"
+
+
+def libraries_llamas() -> dict[str, Callable]:
+    """What is made of Hugging Face's Llama."""
+    return {
+        "Hugging Face": lambda model: model,
+        "Hugging Face compiled": torch.compile,
+        EAGER: with_liger,
+        "Liger but its loss": partial(with_liger, fused_linear_cross_entropy=False),
+    }
 
 
 # in bf16 if nothing else is asked for
