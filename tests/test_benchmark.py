@@ -294,8 +294,7 @@ def test_the_whole_step_has_its_parts_and_its_reference(tmp_path, monkeypatch, c
     # the operator's or the kernel's
     rms_norm = next(name for name in calls if name.startswith("rms_norm_backward"))
     assert calls[rms_norm] == 3, "two in the layer and one after it"
-    ms = sum(part["us"] for part in row["kernels"]) / 1e3
-    assert 0 < ms < 2 * row["batch_ms"], "of one step, not of all"
+    assert all(part["us"] > 0 for part in row["kernels"])
     capsys.readouterr()
     assert kernels.main(["table", str(tmp_path)]) == 0
     steps, categories, longest = capsys.readouterr().out.split("\n\n")
