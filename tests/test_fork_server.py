@@ -73,7 +73,7 @@ def test_nothing_outlives_a_program_or_its_caller(program: Path, how: str):
             process.send_signal(signal.Signals[how])
         process.wait(60)
     assert process.returncode == (0 if how == "its end" else -signal.Signals[how])
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 30
     while child.exists() and " Z " not in child.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.05)
