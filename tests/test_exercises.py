@@ -263,7 +263,7 @@ def test_failures_end_their_block_and_name_the_line_and_phrases_that_are_missing
     text = sheet_of(
         *(f"{command}\necho after" for command in wrong),
         "```python\nx = 1\nraise ValueError('no')\n```\n",
-        *("echo 'Peak memory: 3 MB'\necho warning >&2", "Prints: `Peak memory:`,\n`warning`, so\n"),
+        *("echo 'Peak memory: 3 MB'\necho warning >&2", "Prints: `Peak\nmemory:`, `warning`, so\n"),
         *("echo 'Peak memory: 3 MB'", "Prints: `Peak`, `Final loss:`\n"),
     )
     done, lines = run(text, "--keep-going"), text.splitlines()

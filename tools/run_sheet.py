@@ -104,7 +104,7 @@ def parse_sheet(text: str) -> list[Block]:
         elif match["title"] and len(match["level"]) == 3:
             section = match["title"]
         elif match["prints"] is not None:
-            phrases = re.findall(r"`([^`]+)`", match["prints"])
+            phrases = re.findall(r"`([^`]+)`", match["prints"].replace("\n", " "))
             if not (phrases and before and before["language"] in ("bash", "python")):
                 needs = "needs a bash or python block before it and `phrases`"
                 raise ToolError(f"line {line}: 'Prints:' {needs}")
