@@ -236,6 +236,15 @@ def seconds_by_exercise(blocks: list[Block]) -> dict[str, float]:
     return dict(seconds)
 
 
+def announce(block: Block, show: bool) -> None:
+    """Say what begins: all commands with --show, else a line that `report` writes over."""
+    if show:
+        print(f"\n{block.text}", end="", flush=True)
+    elif sys.stdout.isatty():
+        line = f"  line {block.line:4}  {'runs':13}  {'':9}  {block}"
+        print(line[: shutil.get_terminal_size().columns - 1], end="\r", flush=True)
+
+
 def report(block: Block, logs: Path) -> None:
     """One line for a block, more if it did not simply succeed."""
     print(f"  line {block.line:4}  {block.status:13}  {block.seconds:7.1f} s  {block}")
@@ -265,8 +274,7 @@ def run_blocks(args: argparse.Namespace, blocks: list[Block], session: Session) 
             elif skipped == (block.exercise, block.section):
                 block.status, block.remark = SKIPPED, "follows a block that was skipped"
             else:
-                if args.show:
-                    print(f"\n{block.text}", end="", flush=True)
+                announce(block, args.show)
                 session.run(block)
         finally:
             summary = {"sheet": str(args.sheet), "seconds": seconds_by_exercise(blocks)}
