@@ -45,7 +45,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
-from lab.cli import Parser, ToolError, note, program
+from lab.cli import Parser, ToolError, note, program, say
 from lab.files import write_text
 from lab.profile.ceilings import measure_ceilings
 from lab.profile.roofline import (
@@ -78,7 +78,7 @@ def find_deepspeed() -> ModuleType | None:
     except Exception as error:
         # it looks for compilers when imported, and what it raises then is its own
         reason = f"DeepSpeed is installed but cannot be imported ({error})"
-        print(f"{PROG}: {reason}; counting without it", file=sys.stderr)
+        say(f"{reason}; counting without it")
         return None
 
 

@@ -43,7 +43,6 @@ from lab.show import Column, render
 from lab.study import measure_study, read_rows
 from lab.turns import compare_in_turns, free_memory
 
-PROG = Path(__file__).name
 GPU = torch.cuda.is_available()
 ROUNDS = 11
 BEST = 8  # chains in a row
@@ -212,7 +211,7 @@ def table(rows: list[dict]) -> str:
 
 def build_parser() -> Parser:
     """The command line."""
-    parser = documented_parser(PROG, __doc__)
+    parser = documented_parser(__file__, __doc__)
     parser.add_argument("output", type=Path, metavar="FILE.json")
     parser.add_flag("--small", "tiny sizes")
     parser.add_argument("--only", nargs="+", metavar="MODEL", help="of these names alone")

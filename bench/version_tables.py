@@ -55,8 +55,9 @@ def read_lines(
     keys = [key for _, key, *_ in Formatter().parse(name + column) if key]
     lines, columns = {}, {}
     for row in read_rows(path, (*keys, *measured), measured, kind=kind):
-        line = lines.setdefault(name.format(**row), {"name": name.format(**row)})
-        line[column.format(**row)] = columns[column.format(**row)] = row
+        place, label = name.format(**row), column.format(**row)
+        lines.setdefault(place, {"name": place})[label] = row
+        columns[label] = None
     return [*lines.values()], [*columns]
 
 
@@ -76,20 +77,24 @@ def best_over(
 
 
 def best_column(label: str, others: Iterable[str], ours: str) -> Column:
-    form = "{:.2f}x ({})".format
-    return Column(label, lambda sides: (best := best_over(others, ours, sides)) and form(*best))
+    def value(sides: Mapping[str, dict]) -> str | None:
+        best = best_over(others, ours, sides)
+        return best and "{:.2f}x ({})".format(*best)
+
+    return Column(label, value)
 
 
 def share_table(directory: Path) -> str:
     """What the kernels of a step do, a row for each profile of run_pytorch_profiler.py."""
     profiles = [read(Profile, path) for path in sorted(directory.glob("profile_tiny_*.json"))]
     columns = [Column("share of kernel time", "script"), Column("ms", "ms_per_step", ".2f")]
+
+    def share(category: str, profile: Mapping) -> float | None:
+        return profile["categories"].get(category, {}).get("percent")
+
     for name in CATEGORIES:
-        shares = [profile["categories"].get(name, {}).get("percent") for profile in profiles]
-        for profile, share in zip(profiles, shares, strict=True):
-            profile[name] = share
-        if any(share is not None for share in shares):
-            columns.append(Column(name, name, ".1f", " %"))
+        if any(name in profile["categories"] for profile in profiles):
+            columns.append(Column(name, partial(share, name), ".1f", " %"))
     return render(columns, profiles)
 
 

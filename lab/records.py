@@ -294,14 +294,13 @@ def _check(kind: object, value: object, path: Path, where: str) -> None:
 
 def _check_fields(kind: dict, value: dict, path: Path, place: str) -> None:
     """ToolError if the fields of the object at this place are not those of this kind."""
-    for field, of in kind.items():
-        name = field.removesuffix("?")
+    known = {field.removesuffix("?"): of for field, of in kind.items() if field != "*"}
+    for name, of in known.items():
         if name in value:
             _check(of, value[name], path, f"{place}{name}")
-        elif name == field != "*":
+        elif name in kind:  # without "?"
             raise ToolError(f"{path}: it has no {place}{name}: another kind of file, or damaged")
-    known = {field.removesuffix("?") for field in kind}
-    for name in sorted(value.keys() - known) if "*" in kind else ():
+    for name in sorted(value.keys() - known.keys()) if "*" in kind else ():
         if kind["*"] is NOTHING:
             raise ToolError(f"{path}: {place}{name} is not a field of this kind of file")
         _check(kind["*"], value[name], path, f"{place}{name}")

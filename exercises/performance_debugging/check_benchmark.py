@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 from exercises.performance_debugging.benchmarks import examine
-from lab.cli import ToolError, documented_parser, run_tool
+from lab.cli import ToolError, documented_parser, run_tool, say
 from lab.explain import explained
 from lab.files import read_json, write_text
 
@@ -93,7 +93,7 @@ def check(paths: Sequence[Path], probes: ModuleType | None, output: Path | None 
     for one in gather(paths, claims=not probes):
         count += 1
         if isinstance(one, ToolError):
-            print(f"{PROG}: error: {one}", file=sys.stderr)
+            say(f"error: {one}")
             failed = one.status
             continue
         study = isinstance(one, Path)
