@@ -106,7 +106,8 @@ def run_pytest(root: Path, argv: list[str], output: TextIO) -> NoReturn:
         os.dup2(output.fileno(), descriptor)
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     sys.dont_write_bytecode = True
-    sys.path[:] = [str(root), *(path for path in sys.path if not Path(path).is_relative_to(ROOT))]
+    ours = ROOT, ROOT / "tools"  # not what lies in them: .venv may
+    sys.path[:] = [str(root), *(path for path in sys.path if Path(path) not in ours)]
     for name in [*sys.modules]:
         if name.partition(".")[0] in ("lab", "tools"):
             del sys.modules[name]
