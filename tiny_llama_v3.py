@@ -20,33 +20,23 @@ Examples:
 
 from __future__ import annotations
 
-import _thread
 import argparse
 import contextlib
-import ctypes
-import difflib
 import gc
-import gzip
 import importlib.util
 import itertools
 import json
 import math
 import os
 import re
-import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, make_dataclass
-from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
-from types import ModuleType
-from typing import NoReturn
 
 try:
     import numpy as np
@@ -63,10 +53,9 @@ try:
     from torch._subclasses import FakeTensor
     from torch.library import triton_op, wrap_triton
     from torch.utils.flop_counter import FlopCounterMode
-except (ImportError, KeyboardInterrupt) as error:
-    missing = isinstance(error, ImportError)
-    print(f"{Path(__file__).name}: error: {error if missing else 'interrupted'}", file=sys.stderr)
-    sys.exit(4 if missing else 130)
+except ImportError as error:
+    print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
+    sys.exit(4)
 
 # --- configuration
 
@@ -1232,6 +1221,7 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.O
 
 # --- data
 # Copied from common/data_llama.py by tools/sync_common.py: edit it there.
+CONTROL = {*range(9), *range(14, 26), *range(28, 32)}  # bytes that no text has
 
 
 class TextBatches:
@@ -1281,7 +1271,7 @@ def read_text(path: Path, seq_len: int) -> np.ndarray:
         content = path.read_bytes()
     except OSError as error:
         fail(f"--text-file {path}: {error.strerror}")
-    if re.search(rb"[\x00-\x08\x0e-\x19\x1c-\x1f]", content):
+    if CONTROL & set(content):
         like = "token ids (nanoGPT's train.bin), an archive or UTF-16"
         fail(f"--text-file {path}: it looks like {like}; give plain text (ASCII or UTF-8)")
     if len(content) < seq_len:
@@ -1300,240 +1290,68 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> T
 
 # --- end of data
 
-# --- process
-# Copied from common/process.py by tools/sync_common.py: edit it there.
-# This process: what torchrun says of it, its devices and settings, signals, the other processes.
-
-
-def launched(name: str, otherwise: int = 0) -> int:
-    """Return a number that torchrun sets; check_environment refuses what is none."""
-    text = os.getenv(name, "")
-    return int(text) if re.fullmatch("[0-9]{1,9}", text) else otherwise
-
-
-LAUNCHED = "RANK" in os.environ  # a plain run is the only process
-RANK, WORLD_SIZE = launched("RANK"), launched("WORLD_SIZE", 1)
-
-
-def check_environment() -> None:
-    """Refuse what torchrun would not set: half of it, or what another launcher has left."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    texts = {name: os.environ[name] for name in names if name in os.environ}
-    numbers = all(launched(name, -1) >= 0 for name in {*names[:2], *texts})
-    rank, size = launched("RANK"), launched("WORLD_SIZE")
-    fit = rank < size >= launched("LOCAL_WORLD_SIZE", size) > launched("LOCAL_RANK")
-    if texts and not (numbers and fit):
-        text = ", ".join(f"{name} is {value!r}" for name, value in texts.items())
-        fail(f"RANK and WORLD_SIZE must be numbers that fit together: {text}")
-
-
-def choose_devices(args: argparse.Namespace) -> None:
-    """Settle device and number of processes; refuse more than there are GPUs for."""
-    gpu = args.device != "cpu" and torch.cuda.is_available()
-    if args.device == "cuda" and not gpu:
-        fail("--device cuda: PyTorch finds no GPU here; use --device cpu or auto", 4)
-    try:
-        gpus = torch.cuda.device_count()
-    except (RuntimeError, ValueError) as error:
-        fail(f"*_VISIBLE_DEVICES: {error}")
-    kinds = ("ROCR", "HIP", "CUDA") if torch.version.hip else ("CUDA",)
-    listed = gpu and any(os.getenv(f"{kind}_VISIBLE_DEVICES") for kind in kinds)
-    processes = WORLD_SIZE if LAUNCHED else args.num_gpus or (gpus if listed else 1)
-    if args.num_gpus not in (None, processes):
-        fail(f"--num-gpus {args.num_gpus}, but torchrun started {processes}")
-    here = launched("LOCAL_WORLD_SIZE", 1) if LAUNCHED else processes
-    if args.device != "cpu" and (gpu or args.num_gpus) and here > max(1, gpus):
-        fail(f"{here} GPUs wanted, PyTorch finds {gpus}", 4)
-    if gpu and WORLD_SIZE > 1 and launched("LOCAL_RANK", gpus) >= gpus > 1:
-        rank = os.getenv("LOCAL_RANK", "not set")
-        fail(f"LOCAL_RANK is {rank}, but PyTorch finds {gpus} GPUs", 4)
-    args.device, args.num_gpus = "cuda" if gpu else "cpu", processes
-
-
-def prepare(args: argparse.Namespace) -> torch.device:
-    """Apply this run's process-wide settings; return the device."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler writes on stderr
-    if args.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(args.deterministic)
-    torch.set_float32_matmul_precision(args.matmul_precision)
-    use_settings(args)
-    return torch.empty(0, device=args.device).device
-
-
-def environment(device: torch.device) -> dict:
-    """Return what the numbers are measured on."""
-    names = [torch.cuda.get_device_name(device)] if device.type == "cuda" else []
-    if (info := Path("/proc/cpuinfo")).exists():
-        names += re.findall(r"model name\t: (.+)", info.read_text())
-    with_triton = importlib.util.find_spec("triton")
-    return {
-        "device": device.type,
-        "device_name": [*names, os.uname().machine][0],
-        "cpu_threads": torch.get_num_threads(),
-        "triton": __import__("triton").__version__ if with_triton else None,
-        "torch": torch.__version__,
-        "hip": torch.version.hip,
-        "cuda": torch.version.cuda,
-        "python": sys.version.split()[0],
-    }
-
-
-def start_torchrun(processes: int, argv: list[str]) -> NoReturn:
-    """Become torchrun, which starts this script so many times."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    os.environ["TINY_LAUNCHED"] = "1"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    os.execv(sys.executable, [*torchrun, f"--nproc-per-node={processes}", __file__, *argv])
-
-
-def answer_signals() -> None:
-    """Have SIGTERM, as from a time limit, end a run as Ctrl-C does: it keeps what was measured."""
-
-    def interrupt(*_: object) -> NoReturn:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a process and its group may both get it
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
-    if WORLD_SIZE == 1:
-        return
-    signals = {signal.SIGTERM}
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as in the background of a shell
-        signals.add(signal.SIGINT)
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # or PyTorch's waiting would print a stack
-
-    def watch() -> None:  # in C++, waiting for other processes, the main thread hears no signal
-        signal.sigwait(signals)
-        _thread.interrupt_main(signal.SIGTERM)
-        time.sleep(1)
-        if signal.getsignal(signal.SIGTERM) == interrupt:
-            say("error", "interrupted")
-            os._exit(130)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def join_processes(args: argparse.Namespace) -> None:
-    """Meet the other processes; only rank 0 prints from now on."""
-    if args.device == "cuda":
-        torch.cuda.set_device(launched("LOCAL_RANK") if torch.cuda.device_count() > 1 else 0)
-    warnings.filterwarnings("ignore", ".*(barrier|broadcast_buffers|AccumulateGrad node's stream)")
-    if args.cuda_graph:  # says PyTorch; NCCL then sees no lost rank
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-    backend = "gloo" if args.device == "cpu" else None  # None: NCCL/RCCL
-    try:
-        store = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))[0]
-        dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
-    except (RuntimeError, ValueError) as error:
-        said = f"MASTER_ADDR, MASTER_PORT: {str(error).splitlines()[0]}"
-        fail(f"{WORLD_SIZE} processes cannot meet: {said}", 2 if type(error) is ValueError else 1)
-    everyone = [{}] * WORLD_SIZE
-    dist.all_gather_object(everyone, {"script": SCRIPT, **vars(args), "profile_dir": None})
-    for name in everyone[0]:
-        values = [theirs.get(name) for theirs in everyone]
-        if any(value != values[0] for value in values):
-            if RANK:  # rank 0 says it
-                raise SystemExit(2)
-            fail(f"the ranks were started with --{name.replace('_', '-')} {values}")
-    if RANK:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
-
-
-# --- end of process
-
-# --- harness
-# Copied from common/harness.py by tools/sync_common.py: edit it there.
-# It knows the model by docstring, VERSION, FUSIONS, TRITON_FUSIONS, add_model_arguments
-# (--batch-size), check_model_arguments, without_effect, use_settings, build_model (.config,
-# .TARGETS), build_optimizer, make_batches (.next_batch(), .source); these use at_least,
-# beside, fail and say.
+# --- core
+# Copied from common/core.py by tools/sync_common.py: edit it there.
+# In the order in which it runs: arguments, training step, turns, counts, report, main.
 SCRIPT = Path(__file__).stem
-# What runs in place of training: functions of these names, in modules beside this script.
-MODES = {"compare_fusion": "lab.modes", "verify_accuracy": "lab.modes"}
-FORECAST = Path(__file__).resolve().parent / "lab" / "forecast.py"  # of the time on a CPU
-PHASES = ("data", "forward", "backward", "optimizer")
-GRAPH_PHASES = ("data", "graph")  # with --enable-cuda-graph
+RANK, WORLD_SIZE = int(os.getenv("RANK", "0")), int(os.getenv("WORLD_SIZE", "1"))  # by torchrun
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
+NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # and views move no data
+PROFILERS = {"ROCP_TOOL_LIBRARIES", "ROCPROFSYS_MODE", "NSYS_PROFILING_SESSION_ID"}  # variables
+PROFILERS |= {"NV_NSIGHT_INJECTION_TRANSPORT_TYPE"}  # of ncu
 SETTINGS = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", "deterministic")
 SETTINGS += ("use_amp", "amp_dtype", "matmul_precision")
 SETTINGS += ("torch_compile", "torch_compile_mode", "cuda_graph")
-PATIENCE = 600  # seconds without a step that ends
-# A line is printed where all of its values were measured.
-REPORT = """\
-Residues with coordinates: {data[observed]} of {data[residues]}
-Average training speed: {timing[samples_per_sec]:.1f} samples/sec
-Average batch time: {timing[batch_ms]:.1f} ms \
-(median {timing[batch_median_ms]:.1f}, p95 {timing[batch_p95_ms]:.1f})
-Average forward time: {timing[forward_ms]:.1f} ms
-Average backward time: {timing[backward_ms]:.1f} ms
-Average optimizer time: {timing[optimizer_ms]:.1f} ms
-Average graph time: {timing[graph_ms]:.1f} ms (the whole step; its phases cannot be told apart)
-Warmup step time: {timing[warmup_first_step_ms]:.1f} ms (first step{compiled})
-Compilation overhead: {timing[compilation_overhead_ms]:.1f} ms
-Final loss: {loss[final]:.4f} (first step {loss[initial]:.4f})
-Peak memory usage: {memory[peak_mb]:.1f} MB
-Kernels per step: {kernels[per_step]}{all_off}{kernels[remark]}
-Kernel reduction: {kernels[reduction_percent]:.1f} %
-Host launches per step: {kernels[host_launches]}
-FLOPs per step: {flops[gflop]:.4g} GFLOP, achieved {flops[achieved_tflops]:.3g} TFLOP/s
-"""
+NOT_YET = -1.0  # in place of a loss that is still on its way to the host
 
 
 def say(kind: str, message: str) -> None:
-    """Print an "error" of this process, or one "note" for all processes, on stderr."""
-    if kind == "error" or (not RANK and "TINY_LAUNCHED" not in os.environ):
-        rank = f"rank {RANK}: " if RANK else ""
-        print(f"{SCRIPT}.py: {kind}: {rank}{message}", file=sys.stderr)
+    """Print an "error" of this process, or a "note" once for all of them, on stderr."""
+    if kind == "error" or not (RANK or "TINY_LAUNCHED" in os.environ):
+        print(f"{SCRIPT}.py: {kind}: {message}", file=sys.stderr)
 
 
-def fail(message: str, status: int = 2) -> NoReturn:
-    """Exit with one line on stderr about what the user can put right."""
+def fail(message: str, status: int = 2) -> None:
+    """End the program with one line about what the user can put right."""
     say("error", message)
     raise SystemExit(status)
 
 
-def beside(module: str, flag: str) -> ModuleType:
-    """Import a module of the folders beside this script, which a flag asks for."""
+def beside(module: str, flag: str):
+    """Import a module of a folder beside this script, which only this flag needs."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = (error.name or module).partition(".")[0]
-        if package != module.partition(".")[0]:  # which that file imports
-            fail(f"{flag} needs the package {package}: pip install {package}", 4)
-        fail(f"{flag} needs {module.replace('.', '/')}.py beside this script ({error})", 4)
+        missing = error.name or module
+        fail(f"{flag} needs {missing.replace('.', '/')}, which is not there beside this script", 4)
 
 
 def progress(text: str = "") -> None:
-    """Say what happens now; on a terminal in one line, which is cleared in the end."""
-    if sys.stdout.isatty():
-        width = shutil.get_terminal_size().columns - 1
-        print(f"\r{text[:width]}\033[K", end="", flush=True)
-    elif text:
-        print(text, flush=True)
+    """Say what happens now; on a terminal in one line, which the next text replaces."""
+    terminal = sys.stderr.isatty()
+    if not RANK and (text or terminal):
+        print(text, end="\033[K\r" if terminal else "\n", file=sys.stderr, flush=True)
 
 
 def at_least(low: int) -> Callable[[str], int]:
-    """Make an argparse type: a whole number from `low` to 32 bits."""
+    """Make an argparse type: a whole number from `low`."""
 
-    def whole_number(text: str) -> int:
-        if not low <= int(text) < 2**31:
-            raise argparse.ArgumentTypeError(f"must be {low} or more, not {text}")
+    def number(text: str) -> int:
+        if not (text.isdecimal() and low <= int(text) < 2**31):
+            raise argparse.ArgumentTypeError(f"must be {low} to {2**31 - 1}, not {text}")
         return int(text)
 
-    return whole_number
+    return number
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the command line: arguments of the model, and of all versions."""
-    description, _, examples = (__doc__ or "").partition("\nExamples:\n")  # python -OO has none
+    """Build the command line: the arguments of the model, and those of every version."""
+    description, _, examples = (__doc__ or "").partition("\nExamples:\n")
+    raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog=f"{SCRIPT}.py",
-        usage=argparse.SUPPRESS,
-        description=description,
-        epilog="examples:\n" + examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        usage=argparse.SUPPRESS, description=description, formatter_class=raw, allow_abbrev=False
     )
+    parser.epilog = "examples:\n" + examples
     add_model_arguments(parser)
     switch, default = {"action": "store_true"}, "(default: %(default)s)"
 
@@ -1547,12 +1365,12 @@ def build_parser() -> argparse.ArgumentParser:
         add = group.add_mutually_exclusive_group().add_argument
         add(f"--enable-{flag}", dest=attribute, action="store_const", const=True, help=text)
         add(f"--disable-{flag}", dest=attribute, action="store_const", const=False)
-    choices = ("default", *OWN_GRAPHS, "max-autotune-no-cudagraphs")
-    group.add_argument("--torch-compile-mode", choices=choices, help="compile longer to run faster")
+    modes = ("default", *OWN_GRAPHS, "max-autotune-no-cudagraphs")
+    group.add_argument("--torch-compile-mode", choices=modes, help="compile longer to run faster")
 
     add = parser.add_argument_group("training").add_argument
     add("--num-steps", type=at_least(1), default=50, help=f"measured steps {default}")
-    add("--warmup-steps", type=at_least(0), help="before those, on several GPUs 12 (default: 5)")
+    add("--warmup-steps", type=at_least(0), help="before those (default: 5, on several GPUs 12)")
     add("--learning-rate", type=float, default=3e-4, help=f"of AdamW {default}")
     add("--use-amp", **switch, help="automatic mixed precision")
     add("--amp-dtype", choices=("bfloat16", "float16"), help="(default: bfloat16)")
@@ -1570,7 +1388,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--enable-memory-profiling", **switch, help="memory timeline of one step")
     add("--enable-rocm-profiling", **switch, help="names of phases for a profiler")
     add("--under-profiler", **switch, help="launch nothing but the training steps")
-    folder = f"pytorch_profiles_v{VERSION}"
+    folder = Path(f"pytorch_profiles_v{VERSION}")
     add("--profile-dir", type=Path, default=folder, metavar="DIR", help=f"for results {default}")
 
     add = parser.add_argument_group("modes").add_mutually_exclusive_group().add_argument
@@ -1582,114 +1400,111 @@ def build_parser() -> argparse.ArgumentParser:
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse and check; what cannot work is one line on stderr and SystemExit (2 or 4)."""
     parser = build_parser()
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        flags = re.findall(r"--[\w-]+", parser.format_help())
-        near = difflib.get_close_matches(unknown[0], flags, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-    flags = choose_fusions(args)
+    args = parser.parse_args(argv)
+    flags = {name: getattr(args, name) for _, name, _ in FUSIONS}
+    for name, on in flags.items():  # a flag of its own wins over all-fusion
+        setattr(args, name, args.all_fusion is not False if on is None else on)
     check_model_arguments(args, parser)
-    check_environment()
     choose_devices(args)
-    check_training(args)
-    notice_profilers(args)
-    args.profile_dir /= f"rank{RANK}" if RANK else ""
+    graph, mode = args.cuda_graph, args.torch_compile_mode
+    for wrong, message in (
+        (args.batch_size % args.num_gpus, f"--batch-size must divide by {args.num_gpus} GPUs"),
+        (
+            not FUSIONS and (args.all_fusion or args.compare_fusion),
+            "V1 has no fusions: --enable-all-fusion and --compare-fusion start with V2",
+        ),
+        (mode and not args.torch_compile, "--torch-compile-mode needs --enable-torch-compile"),
+        (args.amp_dtype and not args.use_amp, "--amp-dtype needs --use-amp"),
+        (not 0 < args.learning_rate < math.inf, "--learning-rate must be above 0"),
+        (graph and mode in OWN_GRAPHS, f"--enable-cuda-graph: mode {mode} makes its own graphs"),
+        (graph and args.warmup_steps < 2, "--enable-cuda-graph needs --warmup-steps 2 or more"),
+    ):
+        if wrong:
+            fail(message)
+    args.amp_dtype, args.torch_compile = args.amp_dtype or "bfloat16", bool(args.torch_compile)
+    if not args.under_profiler and (found := PROFILERS & {*os.environ}):
+        say("note", f"a GPU profiler started this run ({found.pop()}): --under-profiler is on")
+        args.under_profiler = True
     args.without_effect = without_effect(args)
     for flag, name, _ in FUSIONS:
-        if name in flags and name in args.without_effect:
+        if flags[name] is not None and name in args.without_effect:
             switch = "enable" if flags[name] else "disable"
             say("note", f"--{switch}-{flag} has no effect: {args.without_effect[name]}")
     return args
 
 
-def choose_fusions(args: argparse.Namespace) -> dict[str, bool]:
-    """Turn each fusion on or off: by its own flag, which is returned, else by all-fusion."""
-    if not FUSIONS and (args.all_fusion or args.compare_fusion):
-        fail(f"--enable-all-fusion and --compare-fusion start with V2, {SCRIPT} has no fusions")
-    flags = {name: on for _, name, _ in FUSIONS if (on := getattr(args, name)) is not None}
-    if flags and all(flags.values()) and len(flags) < len(FUSIONS) and args.all_fusion is None:
-        say("note", "all fusions are on by default; for single ones add --disable-all-fusion")
-    for _, name, _ in FUSIONS:
-        setattr(args, name, flags.get(name, args.all_fusion is not False))
-    return flags
-
-
-def check_training(args: argparse.Namespace) -> None:
-    """Refuse what cannot work together; choose graph and warm-up where no flag does."""
-    if args.torch_compile_mode and not args.torch_compile:
-        fail(f"--torch-compile-mode {args.torch_compile_mode} needs --enable-torch-compile")
-    if args.amp_dtype and not args.use_amp:
-        fail(f"--amp-dtype {args.amp_dtype} needs --use-amp")
-    if not 0 < args.learning_rate < math.inf:
-        fail(f"--learning-rate must be above 0, not {args.learning_rate}")
-    if args.batch_size % args.num_gpus:
-        fail(f"--batch-size {args.batch_size} is not divisible by {args.num_gpus} GPUs")
-    args.torch_compile = bool(args.torch_compile)
-    args.amp_dtype = args.amp_dtype or "bfloat16"
-
-    gpu, own_graph = args.device == "cuda", args.torch_compile_mode in OWN_GRAPHS
-    least = 12 if gpu and args.num_gpus > 1 else 2  # DDP needs 11 before a capture
+def choose_devices(args: argparse.Namespace) -> None:
+    """Settle device, number of processes, warm-up and graph where no flag does."""
+    gpus = torch.cuda.device_count() if args.device != "cpu" else 0
+    listed = any(os.getenv(f"{kind}_VISIBLE_DEVICES") for kind in ("ROCR", "HIP", "CUDA"))
+    asked = args.num_gpus or (gpus if listed else 1) or 1
+    processes = WORLD_SIZE if "RANK" in os.environ else asked
+    if RANK >= WORLD_SIZE or args.num_gpus not in (None, processes):
+        fail(f"RANK is {RANK}, WORLD_SIZE {WORLD_SIZE}, --num-gpus {args.num_gpus}")
+    needed = args.device == "cuda" or args.cuda_graph or (args.num_gpus and args.device != "cpu")
+    if needed and gpus < (1 if "RANK" in os.environ else asked):
+        fail(f"{asked} GPUs wanted, PyTorch finds {gpus}", 4)
+    args.device, args.num_gpus = "cuda" if gpus else "cpu", processes
     if args.warmup_steps is None:
-        args.warmup_steps = max(5, least)
-    too_few = args.warmup_steps < least
+        args.warmup_steps = 12 if processes > 1 else 5  # DDP needs 11 before a capture
     if args.cuda_graph is None:
-        args.cuda_graph = VERSION > 3 and gpu and not (too_few or own_graph)
-    if args.cuda_graph and own_graph:
-        fail(f"--enable-cuda-graph: mode {args.torch_compile_mode} makes graphs of its own")
-    if args.cuda_graph and not gpu:
-        fail("--enable-cuda-graph: this run has no GPU", 4)
-    if args.cuda_graph and too_few:
-        say("note", f"--warmup-steps {args.warmup_steps} raised to {least} for --enable-cuda-graph")
-        args.warmup_steps = least
-
-
-def notice_profilers(args: argparse.Namespace) -> None:
-    """Launch training steps alone where rocprofv3, rocprof-sys, nsys or ncu started the run."""
-    signs = "ROCP_TOOL_LIBRARIES NSYS_PROFILING_SESSION_ID NV_NSIGHT_INJECTION_TRANSPORT_TYPE"
-    signs = [name for name in signs.split() if name in os.environ]
-    signs += re.findall("librocprof[^:]*", os.getenv("LD_PRELOAD", ""))
-    if signs and not args.under_profiler:
-        say("note", f"a GPU profiler started this run ({signs[0]}): --under-profiler is on")
-        args.under_profiler = True
-    if args.enable_rocm_profiling and args.device == "cpu":
-        say("note", "--enable-rocm-profiling: no GPU here, so nothing is marked")
-        args.enable_rocm_profiling = False
+        possible = args.warmup_steps > 1 and args.torch_compile_mode not in OWN_GRAPHS
+        args.cuda_graph = VERSION > 3 and gpus > 0 and possible
 
 
 def all_off(args: argparse.Namespace, **changes) -> argparse.Namespace:
     """Return these arguments with everything off, and changes."""
-    off = {name: False for _, name, _ in FUSIONS}
+    off = dict.fromkeys((name for _, name, _ in FUSIONS), False)
     off |= {"torch_compile": False, "torch_compile_mode": None, "without_effect": {}}
     return argparse.Namespace(**{**vars(args), **off, **changes})
 
 
-class Trainer:
-    """Model, optimizer and data, and their training step."""
+def prepare(args: argparse.Namespace) -> torch.device:
+    """Apply this run's process-wide settings; return the device."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler writes on stderr
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(args.deterministic)
+    torch.set_float32_matmul_precision(args.matmul_precision)
+    use_settings(args)
+    return torch.empty(0, device=args.device).device
 
-    def __init__(self, args: argparse.Namespace, device: torch.device):
-        self.args, self.device = args, device
-        self.gpu = device.type == "cuda"
-        self.synchronize = torch.cuda.synchronize if self.gpu else lambda: None
+
+class Trainer:
+    """A run: model, optimizer, data and their training step; and what was measured of it."""
+
+    def __init__(self, args: argparse.Namespace, title: str = ""):
+        self.args, self.title, self.gpu = args, title, args.device == "cuda"
+        self.losses: list[float] = []
+        self.turns_ms: list[float] = []  # mean time of a step in each turn
+        self.phases: dict[str, list[float]] = {}  # milliseconds of each phase in each step
+        self.facts: dict = {"config": {}, "data": {}}  # of the model
+        self.timing: dict = {}  # of the warm-up
+        self.kernels: dict = {}
+        self.peak = self.flops = 0  # bytes and floating-point operations of a step
+        self.status, self.error = 1, "it did not finish"
+
+    def build(self) -> Trainer:
+        """Build model, optimizer and data; return self."""
+        args, self.device = self.args, prepare(self.args)
         dtype = getattr(torch, args.amp_dtype)
-        self.autocast = partial(torch.autocast, device.type, dtype, enabled=args.use_amp)
+        self.autocast = lambda: torch.autocast(args.device, dtype, enabled=args.use_amp)
         scaled = args.use_amp and dtype == torch.float16
-        self.scaler = torch.amp.GradScaler(device.type, 4096, enabled=scaled)  # 65536 may overflow
+        self.scaler = torch.amp.GradScaler(args.device, 4096, enabled=scaled)  # 65536 may overflow
         self.batches = make_batches(args, torch.device("cpu"), args.seed)
         self.inputs: dict[str, Tensor] = {}  # on a GPU, where batches are copied
-        self.model = self.forward = build_model(args, device)
+        self.model = self.forward = build_model(args, self.device)
         self.optimizer = build_optimizer(args, self.model)
-        self.stream = torch.cuda.Stream(priority=-1) if args.cuda_graph else None  # before others
+        self.average = getattr(self.optimizer, "average_gradients", None)  # in place of DDP
+        self.stream = torch.cuda.Stream(priority=-1) if args.cuda_graph else None
+        self.graph, self.marks = None, []
         if args.torch_compile:
             self.forward = torch.compile(self.model, mode=args.torch_compile_mode)
-        self.average = getattr(self.optimizer, "average_gradients", None)  # in place of DDP
         if WORLD_SIZE > 1 and not self.average:
+            options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
             with torch.cuda.stream(self.stream):  # where autograd adds gradients up
-                options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
                 self.forward = nn.parallel.DistributedDataParallel(self.forward, **options)
-        self.graph, self.phases = None, PHASES
-        self.marks = []  # moments: a first one, and after each phase
-        self.named = contextlib.nullcontext  # ranges of phases for a profiler
+        return self
 
     def next_batch(self) -> dict[str, Tensor]:
         """Return this process's share of the batch, on the device."""
@@ -1705,278 +1520,143 @@ class Trainer:
 
     def step(self) -> Tensor:
         """Take a step; return the loss of the global batch."""
-        with self.phase("data"):
-            batch = self.next_batch()
+        batch = self.next_batch()
+        self.mark("data")
         if not self.graph:
             return self.compute(batch)
-        with self.phase("graph"):
-            self.graph.replay()
+        self.graph.replay()
+        self.mark("graph")
         return self.loss
 
     def compute(self, batch: dict[str, Tensor]) -> Tensor:
-        """Compute what a graph captures."""
-        with self.phase("forward"), self.autocast():
-            if self.args.torch_compile:
-                torch.compiler.cudagraph_mark_step_begin()
+        """Compute what a graph captures: forward pass, backward pass, optimizer."""
+        if self.args.torch_compile:
+            torch.compiler.cudagraph_mark_step_begin()
+        with self.autocast():
             loss = self.forward(**batch)
-        with self.phase("backward"):
-            self.scaler.scale(loss).backward()
-        with self.phase("optimizer"):
-            if self.average:  # before a scaler looks
-                self.average()
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            self.optimizer.zero_grad(set_to_none=True)
-            if WORLD_SIZE > 1:
-                loss = loss.detach() / WORLD_SIZE
-                dist.all_reduce(loss)
-        return loss.detach()
+        self.mark("forward")
+        self.scaler.scale(loss).backward()
+        self.mark("backward")
+        if self.average:  # before a scaler looks
+            self.average()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = loss.detach()
+        if WORLD_SIZE > 1:
+            dist.all_reduce(loss := loss / WORLD_SIZE)
+        self.mark("optimizer")
+        return loss
+
+    def mark(self, phase: str) -> None:
+        """Note the moment at which a phase ends, without a wait."""
+        now = torch.cuda.Event(enable_timing=True) if self.gpu else time.perf_counter()
+        if self.gpu:
+            now.record()
+        self.marks.append((phase, now))
 
     def capture(self) -> None:
-        """Capture the step, replayed from now on; one must have run before."""
+        """Capture the step as a graph, replayed from now on; one must have run before."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self.stream):
             self.loss = self.compute(self.inputs)
-        self.graph, self.phases = graph, GRAPH_PHASES
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Run a phase of the step in a range, with a mark at its end."""
-        with self.named(name):
-            yield
-        self.mark()
-
-    def mark(self) -> None:
-        """Note this moment: an event, or on a CPU the time."""
-        moment = torch.cuda.Event(enable_timing=True) if self.gpu else time.perf_counter()
-        if self.gpu:
-            moment.record()
-        self.marks.append(moment)
-
-    def done(self) -> Callable[[], bool]:
-        """Return a function that tells whether the device has done all its work up to now."""
-        return torch.cuda.current_stream().record_event().query if self.gpu else lambda: True
-
-    def times(self, steps: int) -> dict[str, list[float]]:
-        """Return milliseconds of each phase in the marked steps."""
-        pairs = itertools.pairwise(self.marks[: steps * len(self.phases) + 1])
-        gaps = [a.elapsed_time(b) if self.gpu else 1e3 * (b - a) for a, b in pairs]
-        return {name: gaps[i :: len(self.phases)] for i, name in enumerate(self.phases)}
-
-    @contextlib.contextmanager
-    def ranges(self, named: Callable) -> Iterator[None]:
-        """Run phases and modules inside in ranges of their names."""
-        modules = [] if self.args.torch_compile else [*self.model.named_modules()][1:]
-        for name, module in modules:
-            module.forward = named(name)(module.forward)  # a context manager is a decorator, too
-        self.named = named
-        try:
-            yield
-        finally:
-            self.named = contextlib.nullcontext
-            for _, module in modules:
-                del module.forward  # that of its class again
-
-    def profile(self, steps: int = 1, **options) -> tuple[torch.profiler.profile, dict]:
-        """Take steps under the PyTorch profiler; return it and its Chrome trace."""
-        profile = torch.profiler.profile(acc_events=True, **options)
-        with profile, self.ranges(torch.profiler.record_function):
-            if WORLD_SIZE > 1:  # wait for the others' profilers, without a kernel
-                dist.all_reduce(torch.zeros(1))
-            for _ in range(steps):
-                self.step()
-            self.synchronize()
-        with tempfile.TemporaryDirectory() as folder:  # the path stands in the file, not escaped
-            path = Path(folder) / "trace.json"
-            profile.export_chrome_trace(str(path))
-            return profile, json.loads(path.read_text())
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Steps in a row, the device idle before and after."""
-
-    label: str  # the kind of steps
-    seconds: float  # of all of them, by the host's clock
-    phases: dict[str, list[float]]  # milliseconds of each phase in each step
-    losses: list[float]
-    peak: int  # bytes of GPU memory
-
-    @property
-    def step_ms(self) -> float:
-        return 1e3 * self.seconds / len(self.losses)
-
-
-def timing(turns: list[Turn], batch_size: int) -> dict:
-    """Return speed, mean times of a step and its phases, time per step by turn."""
-    if not (steps := sum(len(turn.losses) for turn in turns)):
-        return {}
-    seconds = sum(turn.seconds for turn in turns)
-    phases = {name: np.concatenate([t.phases[name] for t in turns]) for name in turns[0].phases}
-    totals = sum(phases.values())
-    return {
-        "steps": steps,
-        "wall_s": seconds,
-        "samples_per_sec": batch_size * steps / seconds,
-        "batch_ms": 1e3 * seconds / steps,
-        "turns_ms": [turn.step_ms for turn in turns if turn.losses],
-        "batch_median_ms": float(np.median(totals)),
-        "batch_p95_ms": float(np.quantile(totals, 0.95, method="higher")),
-        **{f"{name}_ms": float(ms.mean()) for name, ms in phases.items()},
-    }
-
-
-class Run:
-    """A run: arguments, trainer, results so far."""
-
-    def __init__(self, args: argparse.Namespace, title: str = ""):
-        self.args, self.title = args, title
-        self.device = prepare(args)
-        self.model: dict = {"config": {}, "data": {}}
-        self.turns: list[Turn] = []
-        self.held = 0  # bytes of GPU memory that it holds between turns
-        self.peak = 0  # bytes in a measured step
-        self.kernels: dict = {}
-        self.flops = 0
-        self.status, self.error = 1, "it did not finish"
+        self.graph = graph
 
     def start(self) -> None:
-        """Build the trainer, say what it is, warm up."""
-        args, before = self.args, gpu_memory(self.device)
-        self.trainer = trainer = Trainer(args, self.device)
-        self.model = {
-            "config": asdict(trainer.model.config),
-            "parameters": sum(p.numel() for p in trainer.model.parameters()),
-            "data": trainer.batches.source,
-        }
-        progress()
-        print(self.headline(), flush=True)
-        if args.torch_compile:
-            progress("compiling in the first step; this can take minutes")
-        elif not (trainer.gpu or args.under_profiler) and FORECAST.exists():
-            steps = args.warmup_steps + args.num_steps
-            beside("lab.forecast", "a CPU").forecast(sys.modules[__name__], trainer, steps)
-        self.plan(args.warmup_steps, "warm-up step")
-        self.take(args.warmup_steps - args.cuda_graph)
+        """Build, say what runs, warm up, and see how much memory a step needs."""
+        args, before = self.args, torch.cuda.memory_allocated() if self.gpu else 0
+        if self.gpu:
+            torch._C._cuda_clearCublasWorkspaces()  # of another run
+        parameters = sum(p.numel() for p in self.build().model.parameters())
+        config, data = asdict(self.model.config), self.batches.source
+        self.facts = {"config": config, "parameters": parameters, "data": data}
+        print(headline(args, self.facts), flush=True)
+        progress(f"{self.title}{'compiling in' if args.torch_compile else 'taking'} the first step")
+        if args.warmup_steps:
+            first_ms, steps = self.take(1, "warm-up step"), args.warmup_steps - 1
+            if self.gpu:
+                torch.cuda.reset_peak_memory_stats()  # after what the first step alone needs
+            rest_ms = self.take(steps - args.cuda_graph, "warm-up step")
+            self.timing = {
+                "warmup_first_step_ms": first_ms,
+                "warmup_ms": first_ms + steps * rest_ms,
+            }
         if args.cuda_graph:
-            trainer.capture()
-            self.take(1)
+            self.capture()
+            self.take(1, "step as a graph")  # the first one does more
+        if self.gpu:
+            self.peak = torch.cuda.max_memory_allocated() - before
         gc.collect()  # compiling leaves cycles that keep tensors
-        self.held = gpu_memory(self.device) - before
-        self.plan(args.num_steps, "step")
+        self.turns_ms, self.phases = [], {}
 
-    def headline(self) -> str:
-        """Name script, device, sizes, precision and fusions in one line."""
-        args, config = self.args, self.model["config"]
-        device = environment(self.device)["device_name"]
-        device += f" x {WORLD_SIZE}" if WORLD_SIZE > 1 else ""
-        sizes = ", ".join(f"{name} {n}" for name, n in config.items() if isinstance(n, int) and n)
-        float32 = f"float32 (matmul precision {args.matmul_precision})"
-        precision = args.amp_dtype if args.use_amp else float32
-        names = (*(name for _, name, _ in FUSIONS), "torch_compile", "cuda_graph")
-        on = [n for n in names if getattr(args, n) and n not in args.without_effect]
-        fused = ", ".join(on or ["nothing fused"]).replace("_", "-")
-        model = f"{self.model['parameters']:,} parameters, batch_size {args.batch_size}, {sizes}"
-        return f"{SCRIPT} on {device}: {model}; {precision}; {fused}"
-
-    def plan(self, steps: int, label: str) -> None:
-        """Reset the progress counter for `steps` steps."""
-        self.goal, self.label, self.done = steps, label, 0
-        self.started = time.perf_counter()
-        self.shown = self.started  # when progress was
-
-    def take(self, steps: int) -> Turn:
-        """Take steps in a row; a turn that is cut short has those until then."""
+    def take(self, steps: int, label: str = "step") -> float:
+        """Take steps in a row, a turn, which Ctrl-C ends but keeps; return mean milliseconds."""
         prepare(self.args)  # another run may have had a turn
-        trainer, losses = self.trainer, []
-        trainer.synchronize()
-        others = gpu_memory(self.device) - self.held  # by runs whose turn it is not
-        if trainer.gpu:
-            torch.cuda.reset_peak_memory_stats()
-        trainer.marks.clear()
-        began = ended = time.perf_counter()
-        trainer.mark()
+        synchronize = torch.cuda.synchronize if self.gpu else int
+        losses = torch.full((steps,), NOT_YET, pin_memory=self.gpu)
+        synchronize()
+        self.marks, began = [], time.perf_counter()
+        self.mark("start")
         try:
-            for loss in self.losses(steps):
-                self.done += 1
-                step = f"{self.title}{self.label} {self.done}"
-                if not math.isfinite(loss):
-                    message = f"the loss became {loss} at {step}; lower --learning-rate"
-                    raise FloatingPointError(message)
-                losses.append(loss)
-                ended = time.perf_counter()
-                speed = self.args.batch_size * len(losses) / (ended - began)
-                self.show(f"{step}/{self.goal}  loss {loss:.4f}  {speed:.1f} samples/s")
-        finally:  # after Ctrl-C, too, without a wait for lost processes
-            phases = trainer.times(len(losses))
-            peak = gpu_memory(self.device, "max_memory_allocated") - others
-            self.turns.append(Turn(self.label, ended - began, phases, losses, peak))
-            if self.label == "step":
-                self.peak = max(peak, self.peak)
-        return self.turns[-1]
-
-    def losses(self, steps: int) -> Iterator[float]:
-        """Take steps; yield the loss of each once the host has it, at most 100 steps later."""
-        trainer, copied = self.trainer, []  # for each loss on its way: has it arrived?
-        values = torch.empty(steps, pin_memory=trainer.gpu)
-        for step in range(steps):
-            values[step].copy_(trainer.step(), non_blocking=True)
-            copied.append(trainer.done())
-            most = 100 if step < steps - 1 else 0  # further ahead, signals would wait
-            while copied and (len(copied) > most or copied[0]()):
-                end = time.perf_counter() + PATIENCE
-                while not copied[0]():  # in Python, which hears signals
-                    if time.perf_counter() > end:
-                        raise TimeoutError(f"no step ended in {PATIENCE} s: is a process lost?")
-                copied.pop(0)
-                yield float(values[step - len(copied)])
-
-    def show(self, text: str) -> None:
-        """Show progress now and then, and the time left until the last of the planned steps."""
-        now, terminal = time.perf_counter(), sys.stdout.isatty()
-        left = (now - self.started) / self.done * (self.goal - self.done)
-        due = now > self.shown + (0.1 if terminal else 60) or not left
-        if due or (self.done % self.args.log_interval == 0 and not terminal):
-            self.shown = now
-            progress(text + (f"  {timedelta(seconds=math.ceil(left))} left" if left else ""))
+            for step in range(1, steps + 1):
+                losses[step - 1].copy_(self.step(), non_blocking=True)
+                if step % self.args.log_interval == 0 and (n := int((losses != NOT_YET).sum())):
+                    speed = self.args.batch_size * n / (time.perf_counter() - began)
+                    text = f"{self.title}{label} {n}/{steps}  loss {losses[n - 1]:.4f}"
+                    progress(f"{text}  {speed:.1f} samples/s")
+        finally:
+            synchronize()
+            seconds, known = time.perf_counter() - began, losses[losses != NOT_YET].tolist()
+            for (_, start), (phase, end) in itertools.pairwise(self.marks):
+                ms = start.elapsed_time(end) if self.gpu else 1e3 * (end - start)
+                self.phases.setdefault(phase, []).append(ms)
+            self.turns_ms += [1e3 * seconds / len(known)] if known else []
+            self.losses += filter(math.isfinite, known)
+        if not all(map(math.isfinite, known)):
+            raise FloatingPointError("the loss is no number any more; lower --learning-rate")
+        return self.turns_ms[-1] if steps else 0.0
 
     def count(self, off: int | None = None) -> None:
         """Count in extra steps, and profile as flags ask; `off`: kernels with all off, if known."""
-        prepare(self.args)
-        trainer, args = self.trainer, self.args
-        if trainer.gpu or not args.torch_compile:  # a loop compiled for a CPU is no operator
-            progress(f"{self.title}counting kernels")
-            self.kernels = count_kernels(trainer)
-        if args.enable_memory_profiling or not trainer.gpu:
-            progress(f"{self.title}recording the memory of a step")
-            memory = memory_of_a_step(trainer)
-            self.peak = self.peak or memory
-        if args.enable_pytorch_profiler:
-            progress(f"{self.title}profiling 3 steps, and writing tables and trace")
-            write_profile(trainer)
-        progress(f"{self.title}counting operations")
-        self.flops = count_flops(args, trainer.batches.next_batch())
-        del trainer, self.trainer  # its memory is wanted for all off
+        args = self.args
+        prepare(args)
+        progress(f"{self.title}counting kernels, memory and operations")
+        if self.gpu or not args.torch_compile:  # a loop compiled for a CPU is no operator
+            self.kernels = count_kernels(self)
+        self.peak = self.peak or max(used for _, used in memory_of_a_step(self))
+        if args.enable_pytorch_profiler or args.enable_memory_profiling:
+            beside("lab.profile.steps", "a profile").write_profile(sys.modules[__name__], self)
+        self.flops = count_flops(args, self.batches.next_batch())
+        self.model = self.forward = self.optimizer = self.average = self.graph = self.loss = None
         if self.kernels and args != all_off(args):
-            self.kernels["all_off"] = off = off or count_all_off(args)
+            torch.compiler.reset()  # lets go of its graphs
+            gc.collect()
+            with contextlib.suppress(torch.OutOfMemoryError):
+                off = off or count_kernels(Trainer(all_off(args)).build())["per_step"]
+            self.kernels["all_off"] = off
             if off:
                 self.kernels["reduction_percent"] = 100 * (1 - self.kernels["per_step"] / off)
 
-    def result(self) -> dict:
-        """Return the results so far."""
-        args, flops = self.args, {}
-        curve = [loss for turn in self.turns for loss in turn.losses]
-        ends = {"initial": curve[0], "final": curve[-1]} if curve else {}
-        times = timing([turn for turn in self.turns if turn.label == "step"], args.batch_size)
-        if self.turns and (warmup := self.turns[0]).losses:
-            times["warmup_first_step_ms"] = sum(ms[0] for ms in warmup.phases.values())
-            times["warmup_ms"] = 1e3 * warmup.seconds
-            if args.torch_compile and "batch_ms" in times:
-                steady_ms = len(warmup.losses) * times["batch_ms"]
-                times["compilation_overhead_ms"] = times["warmup_ms"] - steady_ms
+    def summary(self) -> dict:
+        """Return what is known of the run, as its JSON file has it."""
+        args, losses, timing, flops = self.args, self.losses, dict(self.timing), {}
+        if self.turns_ms:
+            ms, steps_ms = np.median(self.turns_ms), [*map(sum, zip(*self.phases.values()))]
+            timing |= {
+                "steps": len(steps_ms),
+                "batch_ms": ms,  # the median of turns, of which most runs have one
+                "turns_ms": self.turns_ms,
+                "samples_per_sec": 1e3 * args.batch_size / ms,
+                "batch_median_ms": np.median(steps_ms),
+                "batch_p95_ms": np.quantile(steps_ms, 0.95, method="higher"),
+                **{f"{phase}_ms": np.mean(times) for phase, times in self.phases.items()},
+            }
+            if args.torch_compile and "warmup_ms" in timing:
+                timing["compilation_overhead_ms"] = timing["warmup_ms"] - args.warmup_steps * ms
         if self.flops:
-            rate = self.flops / times["batch_ms"] / 1e9
-            flops = {"per_step": self.flops, "gflop": self.flops / 1e9, "achieved_tflops": rate}
+            gflop = self.flops / 1e9
+            flops = {"per_step": self.flops, "gflop": gflop, "achieved_tflops": gflop / ms}
+        loss = {"initial": losses[0], "final": losses[-1]} if losses else {}
         return {
             "schema_version": 1,
             "script": SCRIPT,
@@ -1986,158 +1666,26 @@ class Run:
             "fusions": {name: getattr(args, name) for _, name, _ in FUSIONS},
             "without_effect": args.without_effect,
             "training": {n: getattr(args, n) for n in SETTINGS} | {"processes": WORLD_SIZE},
-            "environment": environment(self.device),
-            **self.model,
-            "timing": times,
+            "environment": environment(args.device),
+            **self.facts,
+            "timing": timing,
             "memory": {"peak_mb": self.peak / 1e6} if self.peak else {},
             "kernels": self.kernels,
             "flops": flops,
-            "loss": {"warmup_steps": args.warmup_steps, "curve": curve, **ends},
+            "loss": {"warmup_steps": args.warmup_steps, "curve": losses, **loss},
         }
 
     def write(self) -> None:
         """Write or replace <profile-dir>/<script>_summary.json, whole or not at all."""
         path = self.args.profile_dir / f"{SCRIPT}_summary.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-        try:
-            unfinished.write_text(json.dumps(self.result(), indent=1, default=str) + "\n")
-            unfinished.replace(path)
-        except OSError:
-            for file in (unfinished, path):
-                file.unlink(missing_ok=True)
-            raise
-
-
-@contextlib.contextmanager
-def recorded(*runs: Run) -> Iterator[None]:
-    """Write results, however the block ends; an error that the user can mend ends here, too."""
-    directory, end = runs[-1].args.profile_dir, (runs[0].status, runs[0].error)
-    for run in runs:
-        run.write()  # for a run that is killed
-    if WORLD_SIZE > 1:
-        dist.barrier()
-    try:
-        yield
-        for run in runs if WORLD_SIZE > 1 else ():
-            dist.all_gather_object(peaks := [0.0] * WORLD_SIZE, run.peak)
-            run.peak = max(peaks)
-        end = 0, None
-    except (Exception, KeyboardInterrupt) as error:
-        end = 1, str(error)  # of a fault of this program, which explain() raises again
-        end = explain(error, directory)
-    finally:
-        for run in runs:
-            run.status, run.error = end
-            try:
-                run.write()
-            except OSError as error:
-                run.status, run.error = explain(error, directory)
-
-
-def train(args: argparse.Namespace) -> dict:
-    """Train, measure and count; the result is also in its JSON file."""
-    run = Run(args)
-    with recorded(run):
-        run.start()
-        with recorded_region([run.trainer] if args.enable_rocm_profiling else []):
-            run.take(args.num_steps)
-        if not args.under_profiler:
-            run.count()
-    return run.result()
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Tell whether it is, or covers, one: the end of a capture raises an error of its own."""
-    if error is None or isinstance(error, MemoryError):
-        return error is not None
-    match = re.search("out of memory|allocate memory|ALLOC_FAILED", str(error))
-    return bool(match) or is_out_of_memory(error.__context__)
-
-
-def explain(error: BaseException, directory: Path) -> tuple[int, str]:
-    """Return exit status and message for an error that the user can mend; raise any other."""
-    line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    if isinstance(error, KeyboardInterrupt):
-        return 130, "interrupted"
-    if is_out_of_memory(error):
-        return 3, f"out of memory: lower --batch-size or --seq-len ({line})"
-    compiler = type(error).__module__.startswith(("torch._", "triton.runtime"))
-    if compiler or isinstance(error, (FloatingPointError, TimeoutError, BrokenPipeError)):
-        return 1, line
-    if isinstance(error, OSError) and error.filename is None:
-        return 2, f"standard output: {error.strerror}"
-    if isinstance(error, (OSError, json.JSONDecodeError)):  # half a trace is no JSON
-        places = f"--profile-dir {directory}: cannot write there or in {tempfile.gettempdir()}"
-        return 2, f"{places}, is there space left? ({line})"
-    raise error
-
-
-def report(result: dict) -> str:
-    """Return the lines of REPORT whose values were measured."""
-    acting = {name for name, on in result["fusions"].items() if on} - {*result["without_effect"]}
-    triton = acting & {*TRITON_FUSIONS} and result["environment"]["device"] == "cuda"
-    compiled = ", includes compilation" if triton or result["training"]["torch_compile"] else ""
-    off = result["kernels"].get("all_off", 0)
-    all_off = f" (all fusions off: {off or 'out of memory'})" if off != 0 else ""
-    text = ""
-    for line in REPORT.splitlines(keepends=True):
-        if all(key in result[group] for group, key in re.findall(r"{(\w+)\[(\w+)\]", line)):
-            text += line.format(**result, all_off=all_off, compiled=compiled)
-    return text
-
-
-def finish(result: dict) -> int:
-    """Print report and error of a result; return the exit status."""
-    progress()
-    print(report(result), end="", flush=True)
-    if result["error"]:
-        say("error", result["error"])
-    return result["exit_status"]
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - it was closed
-    args = parse_args(argv)
-    if args.num_gpus > 1 and not LAUNCHED:
-        start_torchrun(args.num_gpus, sys.argv[1:] if argv is None else argv)
-    if threading.current_thread() is threading.main_thread():
-        answer_signals()
-    mode = next((name for name in MODES if getattr(args, name)), None)
-    try:
-        if WORLD_SIZE > 1:
-            join_processes(args)
-        if mode:
-            module = beside(MODES[mode], f"--{mode}".replace("_", "-"))
-            status = getattr(module, mode)(sys.modules[__name__], args)
-        else:
-            status = finish(train(args))
-        sys.stdout.flush()
-    except (Exception, KeyboardInterrupt) as error:
-        if isinstance(error, OSError) and error.filename is None:  # what is left goes nowhere
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status, message = explain(error, args.profile_dir)
-        if not isinstance(error, BrokenPipeError):  # `... | head` has seen enough
-            say("error", message)
-    if WORLD_SIZE > 1:
-        if status:  # a tidy end could wait for a process that is gone
-            os._exit(status)
-        gc.collect()  # what refers to the group keeps its threads alive
-        dist.destroy_process_group()
-    return status
-
-
-# --- end of harness
-
-# --- counts
-# Copied from common/counts.py by tools/sync_common.py: edit it there.
-# What extra steps count and record: kernels, operations, memory, profiles.
-NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # and views move no data
+        unfinished = path.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(self.summary(), indent=1, default=float) + "\n")
+        unfinished.replace(path)
 
 
 class OperatorCounter(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts ATen operators inside that move data."""
+    """Counts the operators inside that move data."""
 
     calls = 0
 
@@ -2147,37 +1695,45 @@ class OperatorCounter(torch.utils._python_dispatch.TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def trace_of_a_step(trainer: Trainer) -> list[dict]:
+    """Return the events of one more step, as PyTorch's profiler writes them."""
+    trainer.step()  # the first one after a capture does more
+    gc.collect()  # what is freed in the step was allocated in it
+    with torch.profiler.profile(profile_memory=not trainer.gpu, acc_events=True) as profile:
+        trainer.step()
+        if trainer.gpu:
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        profile.export_chrome_trace(f"{folder}/trace.json")
+        return json.loads(Path(folder, "trace.json").read_bytes())["traceEvents"]
+
+
 def count_kernels(trainer: Trainer) -> dict:
     """Count the kernels of a step, on a CPU its operators; {} where none are seen."""
     if not trainer.gpu:  # of two samples: of a single one some copies are views
         two = argparse.Namespace(**{**vars(trainer.args), "batch_size": 2 * WORLD_SIZE})
-        trainer = Trainer(two, trainer.device)
+        trainer = Trainer(two).build()
         trainer.step()
         batch = trainer.next_batch()
         with OperatorCounter() as counter:
             trainer.compute(batch)
-        remark = "; operator calls, counted on a CPU"
-        return {"unit": "operator calls", "per_step": counter.calls, "remark": remark}
-    trainer.step()  # the first one does more
-    events = trainer.profile()[1]["traceEvents"]
+        return {"unit": "operator calls", "per_step": counter.calls}
+    events = trace_of_a_step(trainer)
     kernels = sum(event.get("cat") == "kernel" for event in events)
     calls = [e["name"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
     launches = sum("Launch" in name for name in calls)
-    counts = {"unit": "kernels", "per_step": kernels, "remark": "", "host_launches": launches}
+    counts = {"unit": "kernels", "per_step": kernels, "host_launches": launches}
     return counts if kernels else {}  # a profiler without permission sees none
 
 
-def count_all_off(args: argparse.Namespace) -> int | None:
-    """Count the kernels with everything off; None where memory runs out."""
-    progress("counting kernels with all fusions off")
-    torch.compiler.reset()  # lets go of its graphs
-    gc.collect()
-    try:
-        return count_kernels(Trainer(off := all_off(args), prepare(off)))["per_step"]
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return None
+def memory_of_a_step(trainer: Trainer) -> list[tuple[float, float]]:
+    """Return the course of tensor memory on a CPU in a step: microseconds and bytes."""
+    tensors = [*trainer.model.parameters(), *trainer.model.buffers()]
+    tensors += [t for state in trainer.optimizer.state.values() for t in state.values()]
+    used = sum(tensor.nbytes for tensor in tensors)  # between two steps
+    events = [event for event in trace_of_a_step(trainer) if event["name"] == "[memory]"]
+    events.sort(key=lambda event: event["ts"])
+    return [(e["ts"] - events[0]["ts"], used := used + e["args"]["Bytes"]) for e in events]
 
 
 def count_flops(args: argparse.Namespace, batch: dict[str, Tensor]) -> int:
@@ -2188,63 +1744,200 @@ def count_flops(args: argparse.Namespace, batch: dict[str, Tensor]) -> int:
     return counter.get_total_flops()
 
 
-def memory_of_a_step(trainer: Trainer) -> float:
-    """Return the peak bytes of tensors in a step; a flag writes their course."""
-    gc.collect()  # what is freed in the step was allocated in it
-    events = trainer.profile(profile_memory=True)[1]["traceEvents"]
-    tensors = [*trainer.model.parameters(), *trainer.model.buffers(), *trainer.inputs.values()]
-    tensors += [t for state in trainer.optimizer.state.values() for t in state.values()]
-    used = sum(tensor.nbytes for tensor in tensors)  # between two steps
-    events = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
-    events = [e for e in events if e["args"]["Device Type"] == int(trainer.gpu)]
-    course = [(e["ts"] - events[0]["ts"], used := used + e["args"]["Bytes"]) for e in events]
-    if trainer.args.enable_memory_profiling:
-        rows = ["time_us,bytes\n", *(f"{time:.3f},{used:.0f}\n" for time, used in course)]
-        (trainer.args.profile_dir / f"{SCRIPT}_memory_timeline.csv").write_text("".join(rows))
-    return max((used for _, used in course), default=used)  # a graph allocates nothing
+def environment(device: str) -> dict:
+    """Return what the numbers are measured on."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    cpu = text.partition("model name\t: ")[2].partition("\n")[0] or os.uname().machine
+    return {
+        "device": device,
+        "device_name": torch.cuda.get_device_name() if device == "cuda" else cpu,
+        "cpu_threads": torch.get_num_threads(),
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "triton": getattr(sys.modules.get("triton"), "__version__", None),
+        "hip": torch.version.hip,
+        "cuda": torch.version.cuda,
+    }
 
 
-def gpu_memory(device: torch.device, statistic: str = "memory_allocated") -> int:
-    """Return bytes by this statistic, with the pools that graphs keep; 0 on a CPU."""
-    if device.type == "cpu":
-        return 0
-    torch._C._cuda_clearCublasWorkspaces()  # which any run may have made
-    pools = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]
-    used = getattr(torch.cuda, statistic)()
-    return used + sum(s["total_size"] - s["allocated_size"] for s in pools)
+def headline(args: argparse.Namespace, facts: dict) -> str:
+    """Name script, device, sizes, precision and fusions in one line."""
+    device = environment(args.device)["device_name"] + f" x {WORLD_SIZE}" * (WORLD_SIZE > 1)
+    sizes = {"batch_size": args.batch_size, **facts["config"]}
+    sizes = ", ".join(f"{name} {n}" for name, n in sizes.items() if type(n) is int)
+    float32 = f"float32 (matmul precision {args.matmul_precision})"
+    precision = args.amp_dtype if args.use_amp else float32
+    names = [*(name for _, name, _ in FUSIONS), "torch_compile", "cuda_graph"]
+    on = [name for name in names if getattr(args, name) and name not in args.without_effect]
+    fused = ", ".join(on or ["nothing fused"]).replace("_", "-")
+    return (
+        f"{SCRIPT} on {device}: {facts['parameters']:,} parameters, {sizes}; {precision}; {fused}"
+    )
 
 
-def write_profile(trainer: Trainer) -> None:
-    """Write tables of operators by time, and a trace, of three steps."""
-    start = trainer.args.profile_dir / SCRIPT
-    profile, trace = trainer.profile(steps=3, record_shapes=True)
-    for clock in ("cpu", "device") if trainer.gpu else ("cpu",):
-        table = profile.key_averages().table(f"self_{clock}_time_total", row_limit=40)
-        path = Path(f"{start}_operators_by_{clock}_time.txt")
-        path.write_text(table.replace("time total", "total"))
-    with gzip.open(f"{start}_trace.json.gz", "wt") as file:
-        json.dump(trace, file)
+def report(result: dict) -> None:
+    """Print the lines whose values were measured."""
+    timing, kernels, off = result["timing"], result["kernels"], result["kernels"].get("all_off", 0)
+    remark = "" if off == 0 else f" (all fusions off: {off or 'out of memory'})"
+    if kernels.get("unit") == "operator calls":
+        remark += "; operator calls, counted on a CPU"
+    triton = VERSION > 2 and result["environment"]["device"] == "cuda"
+    compiled = ", includes compilation" if triton or result["training"]["torch_compile"] else ""
+    one, loss = "{:.1f} ms", result["loss"]
+    batch = ("batch_ms", "batch_median_ms", "batch_p95_ms")
+    rate = ("gflop", "achieved_tflops")
+    for label, group, keys, text in (
+        ("Average training speed", timing, ["samples_per_sec"], "{:.1f} samples/sec"),
+        ("Average batch time", timing, batch, f"{one} (median {{:.1f}}, p95 {{:.1f}})"),
+        ("Average forward time", timing, ["forward_ms"], one),
+        ("Average backward time", timing, ["backward_ms"], one),
+        ("Average optimizer time", timing, ["optimizer_ms"], one),
+        ("Average graph time", timing, ["graph_ms"], f"{one} (its phases cannot be told apart)"),
+        ("Warmup step time", timing, ["warmup_first_step_ms"], f"{one} (first step{compiled})"),
+        ("Compilation overhead", timing, ["compilation_overhead_ms"], one),
+        ("Final loss", loss, ["final", "initial"], "{:.4f} (first step {:.4f})"),
+        ("Peak memory usage", result["memory"], ["peak_mb"], "{:.1f} MB"),
+        ("Kernels per step", kernels, ["per_step"], "{}" + remark),
+        ("Kernel reduction", kernels, ["reduction_percent"], "{:.1f} %"),
+        ("Host launches per step", kernels, ["host_launches"], "{}"),
+        ("FLOPs per step", result["flops"], rate, "{:.4g} GFLOP, achieved {:.3g} TFLOP/s"),
+    ):
+        if all(key in group for key in keys):
+            print(f"{label}: {text.format(*map(group.get, keys))}")
 
 
-@contextlib.contextmanager
-def recorded_region(trainers: list[Trainer]) -> Iterator[None]:
-    """Have a profiler record what these run inside, in ranges (cudaProfilerStart, ROCTx)."""
-    with contextlib.ExitStack() as at_end:
-        if trainers:
-            at_end.enter_context(torch.cuda.profiler.profile())
-        if trainers and torch.version.hip:
-            try:
-                roctx = ctypes.CDLL("librocprofiler-sdk-roctx.so")
-            except OSError as error:
-                fail(f"--enable-rocm-profiling needs ROCm's rocprofiler-sdk-roctx: {error}", 4)
-            roctx.roctxProfilerResume(0)
-            at_end.callback(roctx.roctxProfilerPause, 0)
+def compare(before: dict, after: dict) -> None:
+    """Print both sides, and what the ratios of their turns show."""
+    pairs = zip(before["timing"]["turns_ms"], after["timing"]["turns_ms"], strict=True)
+    ratios = [off / on for off, on in pairs]
+    print(f"\n{'':24}{'all off':>12}{'as chosen':>12}{'ratio':>9}")
+    for label, group, key, digits in (
+        ("batch time, ms", "timing", "batch_ms", 2),
+        ("peak memory, MB", "memory", "peak_mb", 1),
+        (f"{after['kernels'].get('unit')} per step", "kernels", "per_step", 0),
+        ("final loss", "loss", "final", 4),
+    ):
+        if key in before[group] and key in after[group]:
+            off, on = before[group][key], after[group][key]
+            ratio = np.median(ratios) if key == "batch_ms" else off / on
+            shown = f"{ratio:8.2f}x" if key != "final" else ""
+            print(f"{label:24}{off:12.{digits}f}{on:12.{digits}f}{shown}")
+    low, high = min(ratios), max(ratios)
+    sizes = "" if high <= 1.25 * low else " on which is faster"
+    said = "no difference seen" if low <= 1 <= high else f"all turns agree{sizes}"
+    said = said if len(ratios) >= 5 else "too few turns to tell"
+    print(f"Batch time ratio in {len(ratios)} turns: {low:.2f}x to {high:.2f}x ({said})")
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Tell whether it is, or covers, one: the end of a capture raises an error of its own."""
+    if error is None or isinstance(error, MemoryError):
+        return error is not None
+    signs = ("out of memory", "allocate memory", "ALLOC_FAILED")
+    return any(sign in str(error) for sign in signs) or is_out_of_memory(error.__context__)
+
+
+def explain(error: BaseException) -> tuple[int, str]:
+    """Return exit status and line for what a user can mend; raise any other error."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "interrupted"
+    if is_out_of_memory(error):
+        return 3, f"out of memory: lower --batch-size or --seq-len ({line})"
+    if isinstance(error, OSError):
+        return 2, f"cannot write {error.filename or 'the output'}: {error.strerror}"
+    compiler = type(error).__module__.startswith(("torch._", "triton"))
+    if compiler or isinstance(error, FloatingPointError):
+        return 1, line
+    raise error
+
+
+def measure(*trainers: Trainer) -> list[dict]:
+    """Train all of these in alternating turns; leave a record of each, however it ends."""
+    args = trainers[-1].args
+    steps, turns = args.num_steps, 1 if len(trainers) == 1 else min(10, args.num_steps)
+    end, ranges = (1, "it did not finish"), contextlib.nullcontext
+    try:
         for trainer in trainers:
-            at_end.enter_context(trainer.ranges(torch.cuda.nvtx.range))
-        yield
+            trainer.write()  # for a run that is killed
+        if args.enable_rocm_profiling:
+            ranges = beside("lab.rocm.ranges", "--enable-rocm-profiling").ranges
+        for trainer in trainers:
+            trainer.start()
+        with ranges(trainers):
+            for turn in range(turns):
+                for trainer in trainers[:: 1 if turn % 2 == 0 else -1]:
+                    trainer.take(steps * (turn + 1) // turns - steps * turn // turns)
+        for trainer in trainers if not args.under_profiler else ():
+            trainer.count(trainers[0].kernels.get("per_step"))
+        end = 0, None
+    except (Exception, KeyboardInterrupt) as error:
+        end = explain(error)
+    finally:
+        for trainer in trainers:
+            trainer.status, trainer.error = end
+            trainer.write()
+    return [trainer.summary() for trainer in trainers]
 
 
-# --- end of counts
+def train(args: argparse.Namespace) -> dict:
+    """Train, measure and count; the result is in its JSON file, too."""
+    return measure(Trainer(args))[0]
+
+
+def join_processes(args: argparse.Namespace) -> None:
+    """Meet the other processes that torchrun started; only the first prints from now on."""
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.getenv("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    if args.cuda_graph:  # says PyTorch
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    try:
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    except (RuntimeError, ValueError) as error:
+        fail(f"{WORLD_SIZE} processes cannot meet: {str(error).splitlines()[0]}")
+    if RANK:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    args = parse_args(argv)
+    if args.num_gpus > 1 and "RANK" not in os.environ:
+        os.environ["TINY_LAUNCHED"] = "1"  # notes are said
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        words = [*torchrun, str(args.num_gpus), __file__, *(sys.argv[1:] if argv is None else argv)]
+        os.execv(sys.executable, [sys.executable, *words])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # of a scheduler: as Ctrl-C
+    if WORLD_SIZE > 1:
+        join_processes(args)
+    try:
+        if args.verify_accuracy:
+            modes = beside("lab.modes", "--verify-accuracy")
+            return modes.verify_accuracy(sys.modules[__name__], args)
+        if args.compare_fusion:
+            off = all_off(args, profile_dir=args.profile_dir / "baseline")
+            before, result = measure(Trainer(off, "all off: "), Trainer(args, "as chosen: "))
+        else:
+            result = train(args)
+        progress()
+        if args.compare_fusion and result["status"] == "ok":
+            compare(before, result)
+        else:
+            report(result)
+        status, message = result["exit_status"], result["error"]
+    except (Exception, KeyboardInterrupt) as error:
+        status, message = explain(error)
+    if message:
+        say("error", message)
+    if WORLD_SIZE > 1:
+        sys.stdout.flush()
+        os._exit(status)  # a tidy end could wait for a process that is gone
+    return status
+
+
+# --- end of core
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,5 @@
 # Copied from common/data_llama.py by tools/sync_common.py: edit it there.
+CONTROL = {*range(9), *range(14, 26), *range(28, 32)}  # bytes that no text has
 
 
 class TextBatches:
@@ -48,7 +49,7 @@ def read_text(path: Path, seq_len: int) -> np.ndarray:
         content = path.read_bytes()
     except OSError as error:
         fail(f"--text-file {path}: {error.strerror}")
-    if re.search(rb"[\x00-\x08\x0e-\x19\x1c-\x1f]", content):
+    if CONTROL & set(content):
         like = "token ids (nanoGPT's train.bin), an archive or UTF-16"
         fail(f"--text-file {path}: it looks like {like}; give plain text (ASCII or UTF-8)")
     if len(content) < seq_len:
