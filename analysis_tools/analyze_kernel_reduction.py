@@ -23,12 +23,10 @@ Examples:
       --fused profiles_tiny_llama_v2
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-
 import argparse
+import sys
+
+import _path
 
 from lab.cli import Parser, documented_parser, note, program
 from lab.files import write_text

@@ -17,14 +17,13 @@ Examples:
   python analysis_tools/benchmark_suite.py --table benchmark_llama.json
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-
 import argparse
 import itertools
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+import _path
 
 from lab import study
 from lab.cli import Parser, ToolError, at_least, program, several

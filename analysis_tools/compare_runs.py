@@ -23,14 +23,12 @@ Examples:
   python analysis_tools/compare_runs.py sweep.json/batch_1 sweep.json/batch_4
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-
 import argparse
 import json
+import sys
 from collections.abc import Sequence
+
+import _path
 
 from lab import records
 from lab.cli import Parser, documented_parser, note, program

@@ -18,13 +18,12 @@ Examples:
       --hidden-dim 64 --num-layers 2 --seq-len 32 --batch-size 2
 """
 
+import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-
-import argparse
-from collections.abc import Sequence
+import _path
 
 from lab import records, study
 from lab.cli import Parser, ToolError, note, program

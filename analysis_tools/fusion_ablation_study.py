@@ -25,13 +25,12 @@ Examples:
   python analysis_tools/fusion_ablation_study.py --table small.json
 """
 
+import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-
-import argparse
-from collections.abc import Sequence
+import _path
 
 from lab import study
 from lab.cli import Parser, ToolError, note, program, several

@@ -16,15 +16,14 @@ Examples:
       --output energy.json
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-
 import argparse
 import statistics
+import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
+
+import _path
 
 from lab import provenance
 from lab.cli import Parser, documented_parser, program

@@ -14,13 +14,12 @@ Examples:
   python analysis_tools/optimize_batch_size.py --script tiny_openfold_v3.py --output v3.json
 """
 
+import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-
-import argparse
-from collections.abc import Sequence
+import _path
 
 from lab.cli import Parser, ToolError, positive, program
 from lab.script import add_script, load_script, parser_around, script_arguments

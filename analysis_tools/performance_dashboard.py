@@ -23,17 +23,16 @@ Examples:
   python analysis_tools/performance_dashboard.py profiles_tiny_llama_v2 ablation.json
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-
 import argparse
 import itertools
 import json
 import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import _path
 
 from lab.cli import Parser, ToolError, documented_parser, note, program, say
 from lab.dashboard import Panel, found_panels, only, read

@@ -10,14 +10,13 @@ Examples:
   python analysis_tools/plot_runs.py memory v2='sweep/*' --x batch_size
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-
 import argparse
+import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
+
+import _path
 
 from lab import records
 from lab.cli import Parser, ToolError, documented_parser, note, program

@@ -15,13 +15,11 @@ Examples:
       --current-results profiles/v2 --min-speedup 1.3
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-
 import argparse
+import sys
 from operator import itemgetter
+
+import _path
 
 from lab.cli import Parser, ToolError, documented_parser, note, positive, program
 from lab.records import Entry, load_entries

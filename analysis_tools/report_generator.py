@@ -20,12 +20,11 @@ Examples:
       --output-dir ./analysis
 """
 
+import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-
-import argparse
+import _path
 
 from lab import records
 from lab.cli import Parser, ToolError, documented_parser, program

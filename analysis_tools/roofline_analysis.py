@@ -25,15 +25,14 @@ Examples:
       --output ./roofline
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
+
+import _path
 
 from lab.cli import Parser, ToolError, note, program
 from lab.files import write_text

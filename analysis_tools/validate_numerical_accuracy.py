@@ -26,13 +26,12 @@ Examples:
       --optimized tiny_openfold_v2.py --steps 10 --use-amp --tolerance 0.01
 """
 
+import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-
-import argparse
-from collections.abc import Sequence
+import _path
 
 from lab.cli import Parser, ToolError, documented_parser, positive, program
 from lab.script import load_script, script_arguments

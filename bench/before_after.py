@@ -12,17 +12,16 @@ Examples:
   python bench/before_after.py --table results/DIR/before_after.json
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-
 import argparse
 import statistics
+import sys
 import tempfile
 from collections.abc import Mapping
 from functools import partial
 from itertools import product
+from pathlib import Path
+
+import _path
 
 from bench.sizes import GPT_2, ODD, PRECISIONS, SHAPES, TRUNK, in_sizes, script_of, sized
 from lab.cli import Parser, ToolError, documented_parser, program

@@ -19,47 +19,42 @@ Examples:
   python bench/operations.py table DIR       the tables, from what lies in DIR
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-
 import argparse
 import importlib
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
-from lab.cli import needed
+import _path
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-with needed():
-    import torch
-    import torch.nn.functional as F
-    from torch import Tensor
-
-    from bench.graph_turns import (
-        DEVICE,
-        GPU,
-        PRECISIONS,
-        as_tuple,
-        gradient_step,
-        matmul_precision,
-        steps_in_turns,
-    )
-    from bench.operation_tables import table
-    from bench.peers import (
-        JoinedTriangle,
-        Step,
-        attention_peers,
-        cuequivariance_attention,
-        library_attention,
-        plain_attention,
-    )
-    from bench.sizes import SHAPES
-    from bench.whole_steps import LLAMAS, STEPS
-    from lab.cli import Parser, ToolError, documented_parser, program
-    from lab.study import Part, as_rows, measure_study
-    from lab.turns import speedup
+from bench.graph_turns import (
+    DEVICE,
+    GPU,
+    PRECISIONS,
+    as_tuple,
+    gradient_step,
+    matmul_precision,
+    steps_in_turns,
+)
+from bench.operation_tables import table
+from bench.peers import (
+    JoinedTriangle,
+    Step,
+    attention_peers,
+    cuequivariance_attention,
+    library_attention,
+    plain_attention,
+)
+from bench.sizes import SHAPES
+from bench.whole_steps import LLAMAS, STEPS
+from lab.cli import Parser, ToolError, documented_parser, program
+from lab.study import Part, as_rows, measure_study
+from lab.turns import speedup
 
 # of triangle multiplication: samples, length
 TRIANGLE = {f"N={n}": (1, n) for n in (256, 384, 512, 768, 1024)} | {"N=64, batch 4": (4, 64)}
@@ -286,8 +281,7 @@ def run_study(args: argparse.Namespace) -> int:
     else:
         measured = parts_of(args.what, args)
     path = args.directory / f"{args.what}.json"
-    more = {"keep": args.keep, "renew": args.renew, "rounds": args.rounds}
-    found = measure_study(path, list(measured), **more)
+    found = measure_study(path, list(measured), keep=args.keep, rounds=args.rounds)
     for row in found if args.what in STUDIES else ():
         check_ours({row["side"]: row})
     return 0
@@ -304,7 +298,6 @@ def build_parser() -> Parser:
     shapes = "of any study but rows (default: all)"
     add("--shapes", nargs="+", metavar="SHAPE", help=shapes)
     parser.add_flag("--keep", "add to the rows of an earlier file, and measure none of them again")
-    parser.add_flag("--renew", "measure those rows of an earlier file again that this one would")
     return parser
 
 

@@ -1,12 +1,10 @@
-"""What several processes measure together, a GPU each: the suites scaling and ddp of
-bench/versions.py, and their tables.
-"""
+"""What several processes measure together, a GPU each: the suite scaling of bench/versions.py, and
+its tables."""
 
 import argparse
 import importlib
 import itertools
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,20 +22,15 @@ from bench.sizes import (
     script_of,
     sized,
 )
-from lab.cli import ToolError
 from lab.records import COUNT, POSITIVE, TEXT, Row
 from lab.show import Column, render
 from lab.study import Part, read_rows
-from lab.turns import alternating, failure, free_memory, graph_of, make_trainer, named, parse_quiet
+from lab.turns import failure, free_memory, graph_of, named, parse_quiet
 
 Scaling = Row | {
     "name": TEXT,  # of a size in SCALING
     "processes": COUNT,  # that shared the batch, on a GPU each
     "backward_ms?": POSITIVE,
-}
-Apart = Row | {  # what a step on several GPUs consists of
-    **dict.fromkeys(("name", "version", "precision"), TEXT),
-    **dict.fromkeys(("alone_ms", "together_ms", "slowest_ms", "ddp_ms"), POSITIVE),
 }
 
 
@@ -71,7 +64,7 @@ GRAPH_SCALING = {
 }
 
 
-def join_processes(suite: str) -> int:
+def join_processes() -> int:
     """Meet the other processes that torchrun started; returns how many there are. Each has one
     thread, as torchrun wants it, so also one alone, which is compared with them."""
     import torch
@@ -79,13 +72,8 @@ def join_processes(suite: str) -> int:
     first = importlib.import_module("tiny_llama_v1")
     torch.set_num_threads(1)
     if first.WORLD_SIZE > 1:
-        argv = ["--batch-size", str(first.WORLD_SIZE)]
-        if suite == "scaling":  # what follows may be graphs
-            argv = graph_of(argv)
+        argv = graph_of(["--batch-size", str(first.WORLD_SIZE)])  # what follows may be graphs
         first.join_processes(first.parse_args(argv))
-    elif suite == "ddp":
-        command = "torchrun --nproc-per-node N bench/versions.py ddp DIR"
-        raise ToolError(f"ddp needs several processes: {command}")
     return first.WORLD_SIZE
 
 
@@ -132,66 +120,6 @@ def turns_alone(script: str, argv: list[str], steps: int, rounds: int) -> dict:
     return row
 
 
-def ddp(args: argparse.Namespace) -> Iterator[Part]:
-    """The same steps on one GPU while the others idle, on all without DDP, and with it; in turn.
-
-    Of the steps on all GPUs without DDP, `slowest` is the mean over the steps of the longest one
-    among the processes: what a step would take if nothing but waiting for each other were added.
-    Milliseconds per step of rank 0, the median of the rounds. Only shapes and precisions that scale
-    below 0.95 or are limited by the host.
-    """
-    import torch
-
-    # NCCL's barrier would keep core and GPU busy
-    idle = torch.distributed.new_group(backend="gloo")
-    for name, precision in itertools.product(EAGER_SCALING, ("fp32", "bf16")):
-        (model, sizes), per_gpu, _ = SCALING[name]
-        if precision == "fp32" and name != model:
-            continue
-        argv = [*sizes, *PRECISIONS[precision], "--batch-size", str(per_gpu * args.processes)]
-        for version in EAGER_SCALING[name]:
-            names = {"name": name, "precision": precision, "argv": argv, "version": version}
-            work = partial(with_and_without_ddp, script_of(model, version), argv)
-            yield names, partial(work, args.processes, args.rounds, idle)
-
-
-def with_and_without_ddp(script: str, argv: list[str], processes: int, rounds: int, idle) -> dict:
-    """Milliseconds per step, where the processes wait for each other in the group `idle`."""
-    import torch
-
-    module = importlib.import_module(script)
-    trainer = make_trainer(module, argv)
-    forward = {"alone": trainer.model, "together": trainer.model, "ddp": trainer.forward}
-    times: dict[str, list[float]] = {kind: [] for kind in (*forward, "slowest")}
-    for turn, kind in alternating(forward, rounds + 1):
-        trainer.forward = forward[kind]
-        torch.distributed.barrier(idle)
-        steps = step_times(trainer, 12) if kind != "alone" or module.RANK == 0 else []
-        everyone: list = [None] * processes
-        torch.distributed.all_gather_object(everyone, steps, idle)
-        if turn:  # the first warms up
-            times[kind].append(statistics.fmean(everyone[0]))
-        if turn and kind == "together":
-            times["slowest"].append(statistics.fmean(map(max, zip(*everyone, strict=True))))
-    found = {f"{kind}_ms": statistics.median(values) for kind, values in times.items()}
-    row = named(script, argv, trainer.args) | found
-    del trainer, forward
-    free_memory()
-    return row
-
-
-def step_times(trainer, steps: int) -> list[float]:
-    """Milliseconds of each training step on the host's clock; the last one waits for the device."""
-    trainer.synchronize()
-    moments = [time.perf_counter()]
-    for _ in range(steps):
-        trainer.step()
-        moments.append(time.perf_counter())
-    trainer.synchronize()
-    moments[-1] = time.perf_counter()
-    return [1e3 * (after - before) for before, after in itertools.pairwise(moments)]
-
-
 # Tables
 
 
@@ -231,19 +159,3 @@ def scaling_table(rows: Sequence[dict], mode: str, weak: bool) -> str:
 
 def described(name: str, precision: str) -> str:
     return f"{name}, {SCALING[name].per_gpu} per GPU, {precision}"
-
-
-def ddp_table(directory: Path) -> str:
-    rows = read_rows(directory / "ddp_4.json", kind=Apart)
-
-    def name(row: dict) -> str:
-        return f"{described(row['name'], row['precision'])}, {row['version']}"
-
-    columns = [
-        Column("ms per step", name),
-        Column("one GPU, others idle", "alone_ms", ".1f"),
-        Column("all, without DDP", "together_ms", ".1f"),
-        Column("slowest of them", "slowest_ms", ".1f"),
-        Column("all, with DDP", "ddp_ms", ".1f"),
-    ]
-    return render(columns, rows)

@@ -8,7 +8,6 @@ from lab.turns import GRAPH, graph_of
 
 VERSIONS = ("V1", "V2", "V3")
 ALL_VERSIONS = (*VERSIONS, "V4")
-RUNS = 100  # of the same batch: are all bits equal?
 
 
 def script_of(model: str, version: str) -> str:

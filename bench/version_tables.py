@@ -1,17 +1,16 @@
 """The tables of bench/versions.py, from the result files of a device."""
 
 import itertools
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from string import Formatter
 
-from bench.several_gpus import ddp_table, scaling_tables
+from bench.several_gpus import scaling_tables
 from bench.sizes import ALL_VERSIONS, MODES, VERSIONS, script_of
 from lab.cli import ToolError
 from lab.profile.kernels import CATEGORIES
-from lab.records import FLAG, NULL, NUMBER, TEXT, WHOLE, Profile, Row, read
+from lab.records import FLAG, Profile, Row, read
 from lab.show import Column, render, side_columns
 from lab.study import (
     Ablated,
@@ -19,7 +18,6 @@ from lab.study import (
     by_side,
     costs_table,
     read_rows,
-    read_study,
     sets_table,
     unit_of,
 )
@@ -31,16 +29,6 @@ FASTEST = {"tiny_llama": "fastest", "tiny_openfold": "fastest_openfold"}  # file
 
 
 Trunk = Row | {"checkpointed": FLAG}  # with --checkpoint-blocks
-Layer = Row | {"kernels": WHOLE, "error_of_output": NUMBER}  # of V4, in one of several ways
-Errors = {  # how far a side is from float64, or why it failed
-    "outputs?": (NUMBER, NULL),
-    "loss?": (NUMBER, NULL),
-    "parameters?": {"*": NUMBER},
-    "lines?": {"*": [(NUMBER, TEXT)]},  # the worst row or column of each, and which
-    "equal_bits?": (FLAG, NULL),
-    "failed?": TEXT,
-}
-Compared = Row | {"subject": TEXT, "case": TEXT, "precision": TEXT, "sides": {"*": Errors}}
 
 
 def read_lines(
@@ -224,17 +212,6 @@ def trunk_table(directory: Path) -> str:
     return render(columns, lines)
 
 
-def inference_table(directory: Path) -> str:
-    """Microseconds of a layer in each way, and how many kernels these are."""
-    name = "batch size {batch_size}, length {seq_len}"
-    lines, ways = read_lines(directory / "inference.json", name, measured=["us"], kind=Layer)
-    columns = [Column("one layer, bf16", "name")]
-    for way in ways:
-        label = f"{{}}, us ({lines[0][way]['kernels']} kernels)"
-        columns += side_columns(label, [way], "us", ".1f")
-    return render(columns, lines)
-
-
 def ablation_tables(directory: Path, script: str) -> str:
     """What is gained by each set of a version's fusions, and what each costs if it is left out."""
     rows = read_rows(directory / f"ablation_{script}.json", ("precision", "side"), kind=Ablated)
@@ -279,52 +256,6 @@ def memory_table(directory: Path) -> str:
     return render(columns, lines)
 
 
-def furthest(sides: dict[str, dict]) -> str:
-    """The parameter in whose gradient one of our versions is furthest above V1, by their worst rows
-    and columns."""
-    before = sides["V1"]["lines"]
-    ours = [side for side, found in sides.items() if side.startswith("V") and "lines" in found]
-    ratios = [
-        (sides[side]["lines"][name][0] / worst, side, name + sides[side]["lines"][name][1])
-        for side in ours
-        for name, (worst, _) in before.items()
-        if worst and side != "V1"
-    ]
-    ratio, side, name = max(ratios)
-    return f"{ratio:.1f}x {side}: {name}"
-
-
-def worst(found: dict | None) -> str:
-    """Of a side: its worst errors of outputs, of parameters, and of their rows and columns."""
-    if found is None or "failed" in found:
-        return "failed" if found else ""
-    line = max(error for error, _ in found["lines"].values())
-    errors = found["outputs"], max(found["parameters"].values()), line
-    return " / ".join(f"{error:.1e}" for error in errors)
-
-
-def accuracy_table(directory: Path) -> str:
-    """A line for each subject, case and precision; then whether bits were equal."""
-    if not (path := directory / "accuracy.json").exists():
-        return ""
-    study, equal, lines = read_study(path, kind=Compared), defaultdict(set), []
-    for row in study["rows"]:
-        name = f"{row['subject']}, {row['case']}, {row['precision']}"
-        errors = {side: worst(found) for side, found in row["sides"].items()}
-        lines.append({"name": name, "furthest": furthest(row["sides"]), **errors})
-        for side, found in row["sides"].items():
-            equal[side].add(found.get("equal_bits"))
-    answers = {s: "no" if False in a else "yes" if True in a else "" for s, a in equal.items()}
-    asked = f"equal bits in {study.get('runs')} runs, bf16"
-    lines.append({"name": asked, "furthest": "", **answers})
-    columns = [
-        Column("outputs / worst parameter / worst row or column", "name"),
-        *(Column(side, lambda line, side=side: line.get(side, "")) for side in equal),
-        Column("furthest above V1", "furthest"),
-    ]
-    return render(columns, lines)
-
-
 ABLATIONS = [script_of(model, version) for version in ALL_VERSIONS[1:] for model in FASTEST]
 OF_ABLATIONS = {
     f"ablation_{script}": partial(ablation_tables, script=script) for script in ABLATIONS
@@ -337,7 +268,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "overview": overview_table,
     "llama": partial(model_table, model="tiny_llama"),
     "openfold": partial(model_table, model="tiny_openfold"),
-    "inference": inference_table,
     "fastest": lambda where: joined(*(fastest_table(where, model) for model in FASTEST)),
     "untuned": untuned_table,
     "trunk": trunk_table,
@@ -345,10 +275,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "memory": memory_table,
     "counts": counts_table,
     "scaling": scaling_tables,
-    "ddp": ddp_table,
 }
-# only where they are named: a long one, and those that come together
-SINGLE = {"accuracy": accuracy_table, **OF_ABLATIONS}
 
 
 def table(directory: Path, names: Iterable[str] = TABLES) -> str:
@@ -356,7 +283,7 @@ def table(directory: Path, names: Iterable[str] = TABLES) -> str:
     tables = []
     for name in names:
         try:
-            tables.append((TABLES | SINGLE)[name](directory))
+            tables.append((TABLES | OF_ABLATIONS)[name](directory))
         except (LookupError, TypeError, ValueError) as error:
             what = f"rows of the table {name} do not belong together ({error!r})"
             raise ToolError(f"{directory}: {what}") from error

@@ -17,31 +17,27 @@ Examples:
   python bench/versions.py padding DIR    batches that are padded, and such of proteins of one size
   python bench/versions.py memory DIR     peak memory of TinyLlama against the sequence length
   python bench/versions.py memory_by_purpose DIR    what memory holds when the forward pass ends
-  python bench/versions.py accuracy DIR   errors of outputs and gradients against float64
   python bench/versions.py counts DIR     kernels (on a CPU operator calls) by batch size
   python bench/versions.py scaling DIR    the part on one GPU; then, in the same file, that on N:
   torchrun --nproc-per-node N bench/versions.py scaling DIR
-  torchrun --nproc-per-node N bench/versions.py ddp DIR    where the time goes that scaling loses
   python bench/versions.py headline DIR --only "tiny_llama, small" bf16    a part of a suite
   python bench/versions.py table DIR      the tables, from what lies in DIR
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-
 import argparse
 import contextlib
 import importlib
-import tempfile
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from unittest import mock
 
-from bench.several_gpus import ddp, join_processes, scaling
+import _path
+
+from bench.several_gpus import join_processes, scaling
 from bench.sizes import (
     ALL_VERSIONS,
     COMPILE,
@@ -49,7 +45,6 @@ from bench.sizes import (
     MODES,
     ODD,
     PRECISIONS,
-    RUNS,
     SHAPES,
     TRUNK,
     VERSIONS,
@@ -57,9 +52,8 @@ from bench.sizes import (
     script_of,
     sized,
 )
-from bench.version_tables import ABLATIONS, FASTEST, PADDED, SINGLE, TABLES, table
+from bench.version_tables import ABLATIONS, FASTEST, OF_ABLATIONS, PADDED, TABLES, table
 from lab.cli import Parser, ToolError, documented_parser, program
-from lab.files import read_json
 from lab.records import Run
 from lab.study import (
     Part,
@@ -92,9 +86,6 @@ ABLATED = {  # of that of V4
 }
 LENGTHS = (128, 256, 512, 1024, 2048)  # of the suite `memory`
 MEMORY_BATCH = 4
-INFERENCE = ((1, 16), (1, 128), (4, 128), (16, 128))  # samples, length
-
-
 # Suites: parts of studies, which return rows
 
 
@@ -221,27 +212,6 @@ def with_blocks(
         return one_side(name, side, rounds)
 
 
-def inference(args: argparse.Namespace) -> Iterator[Part]:
-    """What TinyLlama V4's --mode benchmark finds in bfloat16, by batch size and length."""
-    for batch, length in INFERENCE:
-        yield {"batch_size": batch, "seq_len": length}, partial(one_layer, batch, length)
-
-
-def one_layer(batch: int, length: int) -> list[dict]:
-    """A row for each way of TinyLlama V4's --mode benchmark; ToolError if they disagree."""
-    v4 = importlib.import_module("tiny_llama_v4")
-    with tempfile.TemporaryDirectory() as folder:
-        argv = f"--batch-size {batch} --seq-len {length} --use-amp --mode benchmark".split()
-        if v4.main([*argv, "--profile-dir", folder]):
-            raise ToolError(f"{v4.SCRIPT} {' '.join(argv)}: the ways disagree", status=1)
-        found = read_json(Path(folder) / f"{v4.SCRIPT}_benchmark.json")
-    same = {"model": "tiny_llama", "version": "V4", "precision": "bf16"}
-    return [
-        {"side": side, **same, **times, "error_of_output": found["errors"][side]}
-        for side, times in found["times"].items()
-    ]
-
-
 def single_fusions(script: str, args: argparse.Namespace) -> list[Part]:
     """What a version adds, left out one by one and, before V4, alone; V4 in bf16 at several
     sizes."""
@@ -295,32 +265,19 @@ def kernels_of_a_step(script: str, argv: list[str]) -> dict:
 
 # The command line
 
-STUDIES = {"memory_by_purpose": "bench.memory_by_purpose", "accuracy": "bench.accuracy_atlas"}
-
-
-def study_of(module: str, args: argparse.Namespace) -> Iterator[Part]:
-    """The study of a module, which imports PyTorch: tables do without."""
-    return importlib.import_module(module).study(args)
-
-
 SUITES: dict[str, Callable[[argparse.Namespace], Iterable[Part]]] = {
     "overview": overview,
     "headline": headline,
     **{file: partial(fastest, model) for model, file in FASTEST.items()},
     "untuned": untuned,
     "trunk": trunk,
-    "inference": inference,
     **{f"ablation_{script}": partial(single_fusions, script) for script in ABLATIONS},
     "padding": padding,
     "memory": memory,
-    **{name: partial(study_of, module) for name, module in STUDIES.items()},
     "counts": counts,
     "scaling": scaling,
-    "ddp": ddp,
 }
-# of those that take no turns
-SETTINGS = {"memory": {"batch_size": MEMORY_BATCH}, "accuracy": {"runs": RUNS}}
-SETTINGS |= {name: {} for name in ("memory_by_purpose", "inference", "counts")}
+SETTINGS = {"memory": {"batch_size": MEMORY_BATCH}, "counts": {}}  # of those that take no turns
 KEPT = ("overview", "trunk", "scaling")  # whose earlier rows stay, and are not measured again
 
 
@@ -334,9 +291,8 @@ def build_parser() -> Parser:
     add("--only", nargs="+", default=[], metavar="NAME", help=only)
     gpus = "for whose batch scaling also measures one GPU, for strong scaling (default: 2)"
     add("--gpus", nargs="*", type=int, default=[2], metavar="N", help=gpus)
-    parser.add_flag("--renew", "measure those rows of an earlier file again that this one would")
     parser.add_path("--openfold", "CLONE", "of OpenFold, for trunk", default=Path("no clone"))
-    add("--tables", nargs="+", choices=TABLES | SINGLE, default=list(TABLES), help="of table")
+    add("--tables", nargs="+", choices=TABLES | OF_ABLATIONS, default=list(TABLES), help="of table")
     return parser
 
 
@@ -346,14 +302,12 @@ def run_suite(args: argparse.Namespace) -> int:
         return 0
     args.directory.mkdir(parents=True, exist_ok=True)
     name, settings = args.suite, SETTINGS.get(args.suite, {"rounds": args.rounds})
-    if name in ("scaling", "ddp"):
-        args.processes = join_processes(name)
-    if name == "ddp":
-        name, settings = f"ddp_{args.processes}", {"processes": args.processes}
+    if name == "scaling":
+        args.processes = join_processes()
     parts = chosen(list(SUITES[args.suite](args)), args.only)
     path = args.directory / f"{name}.json"
     try:
-        rows = measure_study(path, parts, keep=name in KEPT, renew=args.renew, **settings)
+        rows = measure_study(path, parts, keep=name in KEPT, **settings)
     except (RuntimeError, MemoryError) as error:  # of a part that has no rows without memory
         if not importlib.import_module("tiny_llama_v1").is_out_of_memory(error):
             raise

@@ -59,6 +59,14 @@ def needed() -> Iterator[None]:
         sys.exit(4)
 
 
+def say_what_is_missing(kind: type, error: BaseException, trace: object) -> None:
+    """As sys.excepthook of a program: a package that an import lacks is one line, with status 4."""
+    if not isinstance(error, ModuleNotFoundError):
+        return sys.__excepthook__(kind, error, trace)
+    say(f"error: {missing(error)}")
+    sys.exit(4)
+
+
 def missing(error: ModuleNotFoundError) -> str:
     package = (error.name or str(error)).partition(".")[0]
     return f"it needs the package {package}, which is not there (pip install {package})"

@@ -59,7 +59,7 @@ def check_failed(rows: Iterable[dict]) -> None:
 
 
 def measure_study(
-    path: Path, parts: Iterable[Part], keep: bool = False, renew: bool = False, **settings: object
+    path: Path, parts: Iterable[Part], keep: bool = False, **settings: object
 ) -> list[dict]:
     """Measure what is not measured yet, and write the rows with what they were measured on; of
     several processes, one.
@@ -67,8 +67,7 @@ def measure_study(
     Rows are in NAME.partial.json until the last one is there, so that an earlier result is replaced
     by a whole one. The same command goes on from there after an interruption; with other settings,
     or on another device, it is refused. To `keep` an earlier result is to treat it in the same way:
-    what it has is not measured again. To `renew` is to keep its rows, but those of these parts. On
-    a GPU each session leaves its `provenance`: see `watched`.
+    what it has is not measured again. On a GPU each session leaves its `provenance`: see `watched`.
     """
     import torch
 
@@ -80,14 +79,10 @@ def measure_study(
     content = {"environment": first.environment(device)}
     content |= json.loads(json.dumps(settings))  # as they are read back
     unfinished, rows, sessions = path.with_suffix(".partial.json"), [], []
-    for file in (path, unfinished) if keep or renew else (unfinished,):
+    for file in (path, unfinished) if keep else (unfinished,):
         if file.exists():
             earlier = read(Study, file)
             rows, sessions = earlier.pop("rows"), earlier.pop("provenance", [])
-            if renew and file == path:
-                rows = [
-                    r for r in rows if not any(names.items() <= r.items() for names, _ in parts)
-                ]
             if earlier != content:
                 way_out = "name another file, or delete it" if keep else "delete it first"
                 reason = "begun with other settings or on another device"

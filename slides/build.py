@@ -26,35 +26,33 @@ Example:
   python slides/build.py
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-
 import datetime
 import io
 import keyword
 import re
+import sys
 import zipfile
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import product
+from pathlib import Path
 from xml.etree import ElementTree
 
-from lab.cli import ToolError, documented_parser, needed, program
+import _path
+from pptx import Presentation
+from pptx.chart.data import CategoryChartData
+from pptx.dml.color import RGBColor
+from pptx.enum.chart import XL_CHART_TYPE, XL_LEGEND_POSITION
+from pptx.enum.text import MSO_ANCHOR, PP_ALIGN
+from pptx.oxml.ns import qn
+from pptx.util import Inches, Pt
+
+from lab.cli import ToolError, documented_parser, program
 from lab.files import ROOT, write_file
 from slides.lookup import FIGURE, as_cells, cut, figure, origin, select
 from tools import sheet
 
 PROG, HERE = Path(__file__).name, Path(__file__).parent
-with needed():
-    from pptx import Presentation
-    from pptx.chart.data import CategoryChartData
-    from pptx.dml.color import RGBColor
-    from pptx.enum.chart import XL_CHART_TYPE, XL_LEGEND_POSITION
-    from pptx.enum.text import MSO_ANCHOR, PP_ALIGN
-    from pptx.oxml.ns import qn
-    from pptx.util import Inches, Pt
 
 # inches; from TOP to BOTTOM is the body, below it the strip
 WIDTH, HEIGHT, MARGIN, TOP, BOTTOM, GAP = 13.333, 7.5, 0.6, 1.15, 6.88, 0.2

@@ -1,18 +1,11 @@
 """Helpers of all tests: the scripts as modules, sizes that are quick on a CPU, and a way to run a
-command line.
-
-The scripts are imported from the repository root by path, so the tests need no installation. A test
-that can run in this process does so through `run`, because a new process spends seconds on
-importing torch; `forking_python` starts others. What the harness does is tested on one script:
-test_harness.py shows that the others have the same one.
-"""
+command X"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import csv
-import functools
 import gc
 import importlib.util
 import io
@@ -36,8 +29,6 @@ torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # and so in the processes that tests start
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import fork_server  # noqa: E402
-import quicker  # noqa: E402
 
 from lab.accuracy import (  # noqa: E402
     GRADIENT,
@@ -47,9 +38,6 @@ from lab.accuracy import (  # noqa: E402
     values_of,
 )
 
-if not torch.cuda.is_available():
-    quicker.make_quicker()
-
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where kernels run
 # the largest error of a kernel, over the largest right value
@@ -57,11 +45,9 @@ LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 both_types = pytest.mark.parametrize("dtype", LIMITS, ids=["float32", "bfloat16"])
 
 
-@functools.cache
 def forking_python() -> str:
-    """Runs programs as `sys.executable` does, but in 0.2 s: forks of a process that has imported
-    PyTorch."""
-    return fork_server.start()
+    """The interpreter; for tests that are still to name it themselves."""
+    return sys.executable
 
 
 def words(text: str) -> list[str]:
@@ -327,10 +313,8 @@ def arguments(script: str, directory: Path, *argv: str) -> list[str]:
 
 
 def command_line(script: str, directory: Path, *argv: str, fresh: bool = False) -> list[str]:
-    """The same run as a process of its own: a fork, or a fresh one where a test interrupts it or
-    tests its start."""
-    python = sys.executable if fresh else forking_python()
-    return [python, "-B", str(ROOT / f"{script}.py"), *arguments(script, directory, *argv)]
+    """The same run as a process of its own."""
+    return [sys.executable, "-B", str(ROOT / f"{script}.py"), *arguments(script, directory, *argv)]
 
 
 def run_main(script: str, directory: Path, *argv: str) -> Run:

@@ -19,7 +19,6 @@ from conftest import (
     ROOT,
     assert_refused,
     call,
-    forking_python,
     read_rows,
     strict_json,
     table_of,
@@ -387,7 +386,7 @@ def test_the_report_has_what_the_files_have(folders, tmp_path):
     roofline = folders[1] / "flops" / "tiny_llama_v2_roofline.png"
     roofline.write_bytes(b"")
     program = ROOT / "analysis_tools" / "generate_fusion_report.py"
-    command = [forking_python(), str(program), "--output-dir", "./deep/report"]
+    command = [sys.executable, str(program), "--output-dir", "./deep/report"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     path = tmp_path / "deep" / "report" / "fusion_report.md"
     assert (done.returncode, done.stderr) == (0, "")

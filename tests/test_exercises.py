@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, assert_refused, call, forking_python
+from conftest import ROOT, assert_refused, call
 
 from tools import run_sheet, tables
 from tools.run_sheet import parse_sheet
@@ -113,14 +113,13 @@ def test_every_block_of_a_sheet_runs_and_prints_what_it_should(sheet: str, tmp_p
     ]
     assert not installs, "these lines need <!-- not run in CI: why -->"
     options = ["--shrink", "--long", "--with-standins", "--ci", "--keep-going"]
-    process = start(ROOT / sheet, tmp_path, "--python", forking_python(), *options)
+    process = start(ROOT / sheet, tmp_path, "--python", sys.executable, *options)
     done = end(process, tmp_path)
     assert done.status == 0, done.stdout + done.stderr
     assert set(done.statuses) <= {"ok", "not run in CI", "needs a GPU"}, done.stdout
 
 
 def test_tables_are_what_their_commands_print(monkeypatch):
-    monkeypatch.setattr(sys, "executable", forking_python())
     files = files_with("^<!-- tables?: ", "README.md", "docs/*.md", "exercises/*/*.md")
     assert call(tables, "--check", *(ROOT / file for file in files)) == (0, "", "")
 

@@ -10,10 +10,9 @@ from xml.etree import ElementTree
 
 import matplotlib
 import pytest
-from conftest import CPU, ROOT, TINY, captured, load
+from conftest import ROOT, captured
 from PIL import ImageFont
 
-from bench import memory_by_purpose
 from tools import draw_figures as figures
 from tools import sheet, traces
 
@@ -60,22 +59,6 @@ def test_every_picture_is_on_a_page_or_a_slide():
     pages = [p for p in ROOT.rglob("*.md") if ".venv" not in p.parts]
     text = "\n".join(page.read_text() for page in pages)
     assert {path.name for path in COMMITTED} == set(re.findall(r"figures/(\w+\.svg)", text))
-
-
-def test_what_is_kept_is_told_apart_by_what_it_is_for():
-    argv = [*TINY["llama"], "--device", "cpu", "--use-amp"]
-    measure = memory_by_purpose.measure
-    rows = {v: measure(load(f"tiny_llama_{v}"), argv)["parts"] for v in ("v1", "v2")}
-    args = load("tiny_llama_v1").parse_args(argv)
-    parameters = [*load("tiny_llama_v1").build_model(args, CPU).parameters()]
-    scores = 4 * args.batch_size * args.num_heads * args.seq_len**2 * args.num_layers
-    for row in rows.values():
-        assert row["moments"] >= 8 * sum(p.numel() for p in parameters)
-        assert row["weight_copies"] == 2 * sum(p.numel() for p in parameters if p.dim() == 2)
-        assert row["rest"] == row["triangle"] == 0  # on a CPU nobody asks the allocator
-    assert rows["v1"]["attention"] - rows["v2"]["attention"] > scores  # and bf16 copies of them
-    # masks
-    assert rows["v1"]["weights"] - rows["v2"]["weights"] == args.num_layers * args.seq_len**2 * 4
 
 
 def test_one_step_of_a_trace_has_its_kernels_and_nothing_of_the_machine(tmp_path):

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,7 +18,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from conftest import ROOT, captured, forking_python, load, strict_json, words
+from conftest import ROOT, captured, load, strict_json, words
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from exercises.performance_debugging import check_benchmark, check_step, compare_stages, probes
@@ -143,7 +144,7 @@ def test_all_stages_one_of_which_fails(tmp_path: Path):
     earlier.parent.mkdir(parents=True)
     for path in (own, earlier):  # of the reader, and of an earlier run
         path.write_text("")
-    options = {"env": {**os.environ, "PYTHON": forking_python()}, "capture_output": True}
+    options = {"env": {**os.environ, "PYTHON": sys.executable}, "capture_output": True}
 
     def run(*argv: str) -> subprocess.CompletedProcess[str]:
         command = [str(program), "--result-dir", str(results), *argv]

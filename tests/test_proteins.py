@@ -7,12 +7,13 @@ import gzip
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, assert_one_error, batches, forking_python, run_main, words
+from conftest import ROOT, assert_one_error, batches, run_main, words
 
 from lab.script import import_file
 
@@ -408,7 +409,7 @@ def test_a_run_says_how_many_residues_have_coordinates(tmp_path: Path):
 def test_a_prepared_protein_is_that_of_its_files(tmp_path: Path):
     """Also where its coordinates are NaN: what is not observed must not leak into the loss."""
     argv, npz = files(tmp_path, UNRESOLVED), tmp_path / "x.npz"
-    program = [forking_python(), ROOT / "examples" / "proteins.py", argv[1], argv[3], npz]
+    program = [sys.executable, ROOT / "examples" / "proteins.py", argv[1], argv[3], npz]
     done = subprocess.run(program, capture_output=True, text=True, check=True)
     assert done.stdout == f"{npz}: 2 sequences, 22 residues, 21 observed\n"
     sizes = words("--num-seqs 2 --seq-len 22")
@@ -456,7 +457,7 @@ def test_a_script_finds_the_reader_through_a_link_and_a_copy_needs_none(tmp_path
     (link := tmp_path / "link.py").symlink_to(script)
     sizes = words("--num-seqs 2 --device cpu --num-steps 1 --warmup-steps 0 --under-profiler")
     argv = [*sizes, "--profile-dir", str(tmp_path)]
-    command = [forking_python(), link, *argv, *files(tmp_path, cif(QUERY, WHOLE))]
+    command = [sys.executable, link, *argv, *files(tmp_path, cif(QUERY, WHOLE))]
     done = subprocess.run([*command, "--seq-len", "22"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     np.savez(npz, **prepared())

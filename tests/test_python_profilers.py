@@ -21,7 +21,6 @@ from conftest import (
     batches,
     build,
     captured,
-    forking_python,
     load,
     model_of,
     read_rows,
@@ -46,7 +45,6 @@ FRESH = sys.executable
 @pytest.fixture(autouse=True)
 def forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tools start in a process of its own is forked."""
-    monkeypatch.setattr(sys, "executable", forking_python())
 
 
 def run_tool(tool, directory: Path, *argv: str) -> Run:

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, forking_python, words
+from conftest import ROOT, words
 
 VALIDATION = ROOT / "setup" / "validation_scripts"
 BASE_PYTHON = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
@@ -366,7 +366,7 @@ def test_this_machine_can_run_the_scripts(site):
 
 
 def test_the_profiler_works_on_this_machine(site):
-    command = [forking_python(), VALIDATION / "test_profiling_tools.py", "--track", "tpu"]
+    command = [sys.executable, VALIDATION / "test_profiling_tools.py", "--track", "tpu"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert_refused(result, 2, "tools.py: error", "tpu")
     rows = site.validate("test_profiling_tools", "cpu").has("-", *ROCM_TOOLS, ROCTX).rows

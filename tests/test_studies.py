@@ -171,20 +171,6 @@ def test_a_study_goes_on_where_it_was_interrupted(tmp_path, capsys):
     assert "4 of 4: seed 3" in capsys.readouterr().err
 
 
-def test_rows_are_renewed_and_the_others_stay(tmp_path):
-    """The rows of a whole earlier file, once: after an interruption the new ones stay, too."""
-    done, path = [], tmp_path / "study.json"
-    study.measure_study(path, counting([]), rounds=3)
-    two = counting(done, fails_at=2)[1:3]
-    with pytest.raises(KeyboardInterrupt):
-        study.measure_study(path, two, renew=True, rounds=3)
-    rows = study.measure_study(path, counting(done)[1:3], renew=True, rounds=3)
-    assert done == [1, 2]
-    assert sorted(row["seed"] for row in rows) == [0, 1, 2, 3]
-    with pytest.raises(ToolError, match="other settings"):
-        study.measure_study(path, counting(done)[1:3], renew=True, rounds=4)
-
-
 # The tools
 
 

@@ -40,21 +40,18 @@ from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton: kernels are to be compiled
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # without it Triton 3.9 prints a warning
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 
-from lab.cli import needed
+import _path
+import torch
+import triton
+from torch._subclasses import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+
+from lab.cli import Parser, ToolError, documented_parser, note, program, say
 from lab.files import ROOT
-
-with needed():
-    import torch
-    import triton
-    from torch._subclasses import FakeTensorMode
-    from triton.backends.compiler import GPUTarget
-
-    from lab.cli import Parser, ToolError, documented_parser, note, program, say
-    from lab.profile.traffic import Launching
-    from lab.script import load_script
-    from lab.show import Column, render, write_csv
+from lab.profile.traffic import Launching
+from lab.script import load_script
+from lab.show import Column, render, write_csv
 
 REGISTERS = ROOT / "results/amd/registers.csv"
 SCRIPTS = sorted(path.name for path in ROOT.glob("tiny_*_v[34].py"))

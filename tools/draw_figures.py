@@ -10,23 +10,20 @@ Examples:
   python tools/draw_figures.py launch_timeline        one of them
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-
 import argparse
 import itertools
 import math
 import re
 import statistics
+import sys
 from collections.abc import Callable
+
+import _path
 
 from lab.cli import Parser, ToolError, documented_parser, program
 from lab.files import ROOT, read_json, write_text
 from lab.study import by_side
 from lab.turns import ratios
-from tools import agenda
 from tools.sheet import (
     BLUE,
     FAINT,
@@ -385,27 +382,6 @@ def too_fast() -> Sheet:
             sheet.bar(260, top, [(210 * ms, color)], f"{ms:.2f} ms", 32)
     sheet.legend(364, (20, 290), {"what the program says": BLUE, "what its kernels took": GREY})
     sheet.cut(66, 392)
-    return sheet
-
-
-@figure
-def sessions() -> Sheet:
-    """The four sessions of the workshop: a bar of minutes each, from docs/agenda.json."""
-    colors = {"set-up": SKY, "slides": GREY, "demonstration": ORANGE, "sheet": BLUE, "talk": GREEN}
-    kinds = {kind: tint(color, 0.5) for kind, color in colors.items()}
-    names = [*agenda.plan()["sessions"]]
-    sheet = Sheet("Four sessions: minutes", 120 + 78 * len(names))
-    for y, name in zip(itertools.count(70, 78), names):
-        sheet.text(20, y + 10, name.removeprefix("Session "), bold=True)
-        x, total = 20.0, 0
-        for item in agenda.session(name):
-            kind = next((kind for kind in kinds if item.what.startswith(kind)), "talk")
-            color, width = kinds["sheet" if item.path else kind], 11.5 * item.minutes
-            sheet.box(x, y + 26, width - 3, 38, color, str(item.minutes), edge=INK)
-            x, total = x + width, total + item.minutes
-        sheet.text(x + 12, y + 45, str(total), TITLE, bold=True)
-    sheet.legend(sheet.height - 36, (20, 160, 285, 500, 630), kinds, edge=INK)
-    sheet.cut(64, sheet.height - 4)
     return sheet
 
 

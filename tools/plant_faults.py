@@ -13,23 +13,22 @@ Examples:
   python tools/plant_faults.py --whole             # each with all tests
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-
 import argparse
 import os
 import re
 import shlex
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn, TextIO
+
+import _path
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 

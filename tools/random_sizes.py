@@ -14,11 +14,6 @@ Examples:
   python tools/random_sizes.py --output other.json --seed 1 --cases 3000 --seconds 1500
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-
 import argparse
 import contextlib
 import io
@@ -28,6 +23,7 @@ import os
 import random
 import shlex
 import signal
+import sys
 import time
 import traceback
 from collections import Counter
@@ -38,6 +34,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from threading import Thread
 
+import _path
 import torch
 
 from bench.sizes import PRECISIONS, script_of

@@ -22,11 +22,6 @@ Examples:
   python tools/run_sheet.py docs/START.md --directory . --log logs --long --keep-going
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-
 import argparse
 import contextlib
 import json
@@ -36,10 +31,14 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import _path
 
 from lab.cli import Parser, ToolError, documented_parser, program
 from lab.files import ROOT, write_text

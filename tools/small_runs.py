@@ -12,17 +12,15 @@ Example:
   python tools/small_runs.py tiny_llama_v2.py --seq-len 128 --enable-torch-compile
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-
 import contextlib
 import io
 import os
 import re
 import runpy
+import sys
 from collections.abc import Callable, Sequence
+
+import _path
 
 from lab.script import DEFAULT_SCRIPT, load_script
 

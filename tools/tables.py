@@ -19,17 +19,16 @@ Examples:
   python tools/tables.py --check README.md   exit 1 and name tables that differ or fail
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-
 import argparse
 import functools
 import re
 import shlex
 import subprocess
+import sys
 from operator import itemgetter
+from pathlib import Path
+
+import _path
 
 from lab.cli import Parser, ToolError, documented_parser, program, say
 from lab.files import ROOT, write_text

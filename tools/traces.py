@@ -11,15 +11,14 @@ Example:
   python tools/traces.py traces/v1 results/DIR/traces/tiny_llama_v1_eager.json.gz
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-
 import argparse
 import gzip
 import json
+import sys
 from itertools import compress
+from pathlib import Path
+
+import _path
 
 from lab.cli import Parser, ToolError, documented_parser, program
 from lab.files import write_file

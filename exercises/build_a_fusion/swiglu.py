@@ -15,30 +15,25 @@ Examples:
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
-
 import json
 import statistics
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
-from exercises.puzzles import checker
-from lab.cli import ToolError, needed, run_tool
+import _path
+import torch
+from torch import Tensor, nn
+
+from exercises.build_a_fusion import swiglu_backward
+from exercises.puzzles import checker, puzzle_07_swiglu
+from exercises.tiny_llama_v3 import measure
+from lab.accuracy import check_gradients
+from lab.cli import ToolError, run_tool
 from lab.files import read_json, write_file, write_text
+from lab.profile.traffic import Traffic
 from lab.show import Column, drawing, render
 from lab.turns import compare_in_turns
-
-with needed():
-    import torch
-    from torch import Tensor, nn
-
-    from exercises.build_a_fusion import swiglu_backward
-    from exercises.puzzles import puzzle_07_swiglu
-    from exercises.tiny_llama_v3 import measure
-    from lab.accuracy import check_gradients
-    from lab.profile.traffic import Traffic
 
 PROG = Path(__file__).name
 C = 4096

@@ -17,16 +17,15 @@ Examples:
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
-
 import importlib
 import json
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
+
+import _path
 
 from exercises.performance_debugging.benchmarks import examine
 from lab.cli import ToolError, documented_parser, run_tool, say

@@ -18,16 +18,15 @@ Examples:
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
-
 import argparse
 import json
 import math
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
+
+import _path
 
 from lab.cli import ToolError, documented_parser, run_tool
 from lab.files import write_text

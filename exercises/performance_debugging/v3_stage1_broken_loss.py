@@ -6,20 +6,15 @@ Takes the arguments of tiny_llama_v3.py. What differs from it is below.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
+import _path
+import torch
+from torch import nn
 
-import argparse
-
-from lab.cli import needed
-
-with needed():
-    import torch
-    from torch import nn
-
-    import tiny_llama_v3 as v3
+import tiny_llama_v3 as v3
 
 v3.SCRIPT, v3.__file__ = Path(__file__).stem, __file__  # its results bear this name
 

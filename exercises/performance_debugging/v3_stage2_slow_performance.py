@@ -9,15 +9,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
+import _path
+import torch.nn.functional as F
+from torch import Tensor
 
-from lab.cli import needed
-
-with needed():
-    import torch.nn.functional as F
-    from torch import Tensor
-
-    import tiny_llama_v3 as v3
+import tiny_llama_v3 as v3
 
 v3.SCRIPT, v3.__file__ = Path(__file__).stem, __file__  # its results bear this name
 

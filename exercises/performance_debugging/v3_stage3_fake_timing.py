@@ -7,17 +7,13 @@ Takes the arguments of tiny_llama_v3.py. What differs from it is below.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
-
 import time
 from dataclasses import replace
+from pathlib import Path
 
-from lab.cli import needed
+import _path
 
-with needed():
-    import tiny_llama_v3 as v3
+import tiny_llama_v3 as v3
 
 v3.SCRIPT, v3.__file__ = Path(__file__).stem, __file__  # its results bear this name
 

@@ -9,18 +9,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
+import _path
+import torch
+from torch import Tensor
 
-from lab.cli import needed
+import tiny_llama_v3 as v3
 
-with needed():
-    import torch
-    from torch import Tensor
-
-    import tiny_llama_v3 as v3
-
-    # from there, because without a GPU it chooses Triton's interpreter first
-    from tiny_llama_v3 import tl, triton
+# from there, because without a GPU it chooses Triton's interpreter first
+from tiny_llama_v3 import tl, triton
 
 v3.SCRIPT, v3.__file__ = Path(__file__).stem, __file__  # its results bear this name
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
+import _path
 
 from exercises.puzzles import checker
 from lab.cli import run_tool

@@ -18,17 +18,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from lab.cli import documented_parser, needed, run_tool
+import numpy as np
+import torch
+from torch import Tensor
+
+from exercises.puzzles.areas import CPU, NOBODY, Area, drawn
+from exercises.puzzles.recorder import KINDS, Recorder
+from lab.cli import documented_parser, run_tool
+from lab.explain import explained, pattern, visible_mistake
 from lab.script import import_file
-
-with needed():
-    import numpy as np
-    import torch
-    from torch import Tensor
-
-    from exercises.puzzles.areas import CPU, NOBODY, Area, drawn
-    from exercises.puzzles.recorder import KINDS, Recorder
-    from lab.explain import explained, pattern, visible_mistake
 
 SCOREBOARD = "--scoreboard" in sys.argv
 # compiled: a step of build_a_fusion

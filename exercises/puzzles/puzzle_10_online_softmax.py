@@ -20,9 +20,8 @@ Run: python exercises/puzzles/puzzle_10_online_softmax.py
 """
 
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
+import _path
 
 from exercises.puzzles.checker import Puzzle, main, normal
 

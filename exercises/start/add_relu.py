@@ -12,20 +12,17 @@ Examples:
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
-
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-from lab.cli import ToolError, at_least, documented_parser, needed, run_tool
+import _path
+import torch
+from torch import Tensor
 
-with needed():
-    import torch
-    from torch import Tensor
+from lab.cli import ToolError, at_least, documented_parser, run_tool
 
 PROG = Path(__file__).name
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -12,29 +12,27 @@ Examples:
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
-
 import json
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from pathlib import Path
+
+import _path
 
 # otherwise the profiler writes lines of its own on stderr
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
-from lab.cli import at_least, documented_parser, needed, run_tool
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lab.cli import at_least, documented_parser, run_tool
 from lab.files import write_file, write_text
 from lab.show import Column, drawing, render
-
-with needed():
-    import torch
-    import torch.nn.functional as F
-    from torch import Tensor
 
 PROG = Path(__file__).name
 COLUMNS = [

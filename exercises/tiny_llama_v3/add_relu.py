@@ -7,26 +7,23 @@ Examples:
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
+import _path
+import torch
 
-import os
-from collections.abc import Iterator
+from lab.cli import ToolError, at_least, documented_parser
 
-from lab.cli import ToolError, at_least, documented_parser, needed
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
+import triton
+import triton.language as tl
+from torch import Tensor
 
-with needed():
-    import torch
-
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
-    import triton
-    import triton.language as tl
-    from torch import Tensor
-
-    from exercises.tiny_llama_v3 import measure
+from exercises.tiny_llama_v3 import measure
 
 PROG = Path(__file__).name
 

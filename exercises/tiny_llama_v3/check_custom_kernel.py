@@ -14,26 +14,22 @@ Examples:
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
-
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 from unittest import mock
 
-from lab.cli import ToolError, at_least, documented_parser, needed
+import _path
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from exercises.tiny_llama_v3 import measure
+from lab.accuracy import check_close, check_gradients
+from lab.cli import ToolError, at_least, documented_parser
+from lab.explain import explaining, kernels_of
 from lab.script import import_file
-
-with needed():
-    import torch
-    import torch.nn.functional as F
-    from torch import Tensor
-
-    from exercises.tiny_llama_v3 import measure
-    from lab.accuracy import check_close, check_gradients
-    from lab.explain import explaining, kernels_of
 
 PROG = Path(__file__).name
 CASES = (  # shape, type of the update, share that is dropped

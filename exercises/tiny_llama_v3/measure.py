@@ -12,25 +12,21 @@ Examples:
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
-
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
-from lab.cli import ToolError, documented_parser, needed, note, run_tool
+import _path
+import torch
+from torch import nn
+
+import tiny_llama_v3 as v3  # before Triton: without a GPU it asks for the interpreter
+from lab.cli import ToolError, documented_parser, note, run_tool
 from lab.files import read_json, write_text
+from lab.profile.traffic import Traffic
 from lab.show import Column, render
-
-with needed():
-    import torch
-    from torch import nn
-
-    import tiny_llama_v3 as v3  # before Triton: without a GPU it asks for the interpreter
-    from lab.profile.traffic import Traffic
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")

@@ -8,29 +8,26 @@ Examples:
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
+import _path
+import torch
 
-import os
-from collections.abc import Iterator
+from lab.cli import at_least, documented_parser
 
-from lab.cli import at_least, documented_parser, needed
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
 
-with needed():
-    import torch
-
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
-    import torch.nn.functional as F
-    import triton
-    import triton.language as tl
-    from torch import Tensor
-
-    import tiny_llama_v3 as v3
-    from exercises.tiny_llama_v3 import measure
-    from lab.accuracy import check_close
+import tiny_llama_v3 as v3
+from exercises.tiny_llama_v3 import measure
+from lab.accuracy import check_close
 
 PROG = Path(__file__).name
 EPS = 1e-5

@@ -14,28 +14,25 @@ Examples:
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
-
 import argparse
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
+
+import _path
 
 os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton: kernels are to be compiled
 
-from lab.cli import ToolError, documented_parser, needed, note, run_tool
+import torch
+import triton
+
+import tiny_llama_v3 as v3
+from exercises.tiny_llama_v3 import measure
+from lab.cli import ToolError, documented_parser, note, run_tool
 from lab.show import Column, render
-
-with needed():
-    import torch
-    import triton
-
-    import tiny_llama_v3 as v3
-    from exercises.tiny_llama_v3 import measure
-    from tools import compile_for_amd
+from tools import compile_for_amd
 
 PROG = Path(__file__).name
 

@@ -19,25 +19,19 @@ Example:
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
-
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 
-from lab.cli import needed
+import _path
+import numpy as np
 
-with needed():
-    import numpy as np
-
-    import tiny_llama_v4 as v4  # before Triton: without a GPU it asks for the interpreter
-    from lab.accuracy import InFloat64
-    from tiny_llama_v4 import BACKEND, LOG2E, Tensor, nn, tl, torch, triton, wrap_triton
+import tiny_llama_v4 as v4  # before Triton: without a GPU it asks for the interpreter
+from lab.accuracy import InFloat64
+from tiny_llama_v4 import BACKEND, LOG2E, Tensor, nn, tl, torch, triton, wrap_triton
 
 # As V4's: BLOCK_M, BLOCK_N, BLOCK_K of the GEMMs, BLOCK_QUERY and BLOCK_KEY of the attention.
 BLOCKS = {

@@ -13,16 +13,18 @@ Examples:
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
-
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
-from lab.cli import Parser, needed, program, several
+import _path
+import torch
+from torch import Tensor
+
+from bench.graph_turns import DEVICE, steps_in_turns
+from lab.cli import Parser, program, several
 from lab.script import load_script, parser_around, precision_of
 from lab.show import Column, render, side_columns
 from lab.study import (
@@ -35,12 +37,6 @@ from lab.study import (
     study_asked_for,
 )
 from lab.turns import graph_of, named, parse_quiet
-
-with needed():
-    import torch
-    from torch import Tensor
-
-    from bench.graph_turns import DEVICE, steps_in_turns
 
 PROG = Path(__file__).name
 SCRIPTS = {f"V{n}": f"tiny_openfold_v{n}.py" for n in (1, 2, 3, 4)}

@@ -13,17 +13,16 @@ Examples:
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
-
 import argparse
 import math
 import statistics
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
+
+import _path
 
 from lab.cli import Parser, ToolError, documented_parser, program
 from lab.profile.kernels import complete, has_gpu, load_trace

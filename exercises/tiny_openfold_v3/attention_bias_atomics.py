@@ -15,31 +15,28 @@ Examples:
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
-
 import itertools
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
-from lab.cli import at_least, documented_parser, needed
+import _path
+import torch
 
-with needed():
-    import torch
+from lab.cli import at_least, documented_parser
 
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
-    import triton
-    import triton.language as tl
-    from torch import Tensor
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
+import triton
+import triton.language as tl
+from torch import Tensor
 
-    import tiny_openfold_v3 as v3
-    from exercises.tiny_llama_v3 import measure
-    from lab.accuracy import check_close
-    from tiny_openfold_v3 import LOG2E, head_of_row, load_bias, load_rows, scores, split_program
+import tiny_openfold_v3 as v3
+from exercises.tiny_llama_v3 import measure
+from lab.accuracy import check_close
+from tiny_openfold_v3 import LOG2E, head_of_row, load_bias, load_rows, scores, split_program
 
 PROG = Path(__file__).name
 REPEATS = 5  # runs whose bits are compared

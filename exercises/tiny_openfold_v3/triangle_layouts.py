@@ -11,30 +11,27 @@ Examples:
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
-
 import os
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
-from lab.cli import at_least, documented_parser, needed
+import _path
+import torch
+
+from lab.cli import at_least, documented_parser
 from lab.show import Column, render
 
-with needed():
-    import torch
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
+from torch import Tensor
 
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
-    from torch import Tensor
-
-    import tiny_openfold_v1 as v1
-    import tiny_openfold_v2 as v2
-    import tiny_openfold_v3 as v3
-    from exercises.tiny_llama_v3 import measure
-    from lab.accuracy import check_close
+import tiny_openfold_v1 as v1
+import tiny_openfold_v2 as v2
+import tiny_openfold_v3 as v3
+from exercises.tiny_llama_v3 import measure
+from lab.accuracy import check_close
 
 PROG = Path(__file__).name
 DTYPE = torch.bfloat16 if measure.GPU else torch.float32

@@ -12,30 +12,25 @@ Examples:
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
-
 import json
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
-from lab.cli import ToolError, documented_parser, needed, note, run_tool
+import _path
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from exercises.tiny_llama_v3 import measure
+from exercises.your_own_model import vit
+from lab.accuracy import check_gradients
+from lab.cli import ToolError, documented_parser, note, run_tool
+from lab.explain import explaining, kernels_of
 from lab.files import read_json, write_text
-from lab.script import import_file, interpret_without_gpu
+from lab.script import import_file
 from lab.turns import Turns, compare_in_turns
-
-with needed():
-    import torch
-    from torch import Tensor
-    from torch.func import functional_call
-
-    interpret_without_gpu()
-    from exercises.tiny_llama_v3 import measure
-    from exercises.your_own_model import vit
-    from lab.accuracy import check_gradients
-    from lab.explain import explaining, kernels_of
 
 PROG = Path(__file__).name
 MINE = Path(__file__).with_name("my_fusion.py")

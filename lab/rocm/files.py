@@ -12,15 +12,14 @@ Usage:
 A file that is missing, cut off or of another format is one line on stderr and status 1.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
-
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
+
+import _path
 
 from lab.cli import ToolError
 from lab.profile.dispatches import (

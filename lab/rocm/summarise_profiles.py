@@ -7,12 +7,11 @@ start as Unix time, seconds. Status 1 if a step failed; a step that ended with s
 package or device missing) was skipped.
 """
 
+import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
-
-import json
+import _path
 
 from lab.files import write_text
 from lab.show import Column, render

@@ -13,11 +13,6 @@ For environment_setup.sh:
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the root of the repository
-
 import argparse
 import importlib.metadata
 import importlib.util
@@ -30,9 +25,13 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
+
+import _path
 
 from lab.cli import Parser, documented_parser, program
 from lab.files import ROOT

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # the root of the repository
-
+import _path
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # the root of the repository
-
 import functools
 
+import _path
 import torch.nn.functional as F
 from torch import Tensor
 

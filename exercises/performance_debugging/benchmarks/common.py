@@ -13,11 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from lab.cli import needed
-
-with needed():
-    import torch
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 CHANNELS, CALLS, TURNS = 1024, 20, 3
 Operation = Callable[[Tensor], Tensor]

@@ -13,6 +13,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from exercises.performance_debugging.benchmarks.common import (
     CALLS,
     Benchmark,
@@ -22,12 +25,8 @@ from exercises.performance_debugging.benchmarks.common import (
     seconds_of,
     synchronize,
 )
-from lab.cli import ToolError, needed
+from lab.cli import ToolError
 from lab.script import import_file
-
-with needed():
-    import torch
-    from torch import Tensor
 
 TRIES = 9
 EMPTY = (2**28, 2**30)  # bytes to be written until the cache has nothing else, on a CPU, on a GPU
