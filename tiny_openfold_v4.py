@@ -331,10 +331,6 @@ BLOCKS: dict[str, str] = {
     "transition_backward_weights float32": "BLOCK_M=32,BLOCK_N=32,PROGRAMS=528,num_warps=8",
     "transition_backward_weights hip": "BLOCK_M=32,BLOCK_N=32,PROGRAMS=528,num_warps=4",
     "transition_backward_weights hip float32": "BLOCK_M=32,BLOCK_N=16,PROGRAMS=528,num_warps=8",
-    "transition_backward_hidden": "BLOCK_M=64,BLOCK_N=128,BLOCK_K=64,num_warps=4,num_stages=2",
-    "transition_backward_hidden float32": (
-        "BLOCK_M=64,BLOCK_N=64,BLOCK_K=32,num_warps=4,num_stages=2"
-    ),
     "norm_project": "BLOCK_M=64,BLOCK_N=128,num_warps=4,num_stages=2",
     "norm_project float32": "BLOCK_M=64,BLOCK_N=128,num_warps=8,num_stages=2",
     "norm_project hip": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=1",
@@ -2746,38 +2742,8 @@ class TransitionFunction(torch.autograd.Function):
         return grad_x, None, *parameter_gradients(ctx, groups, compute, grad_out, sums, *inputs)
 
 
-# A transition of rows too wide for that. The hidden layer is kept; its bias, its ReLU and their
-# backward pass are in the products that make it and its gradient.
-
-
-@triton.jit
-def transition_backward_hidden_kernel(
-    GRAD_OUT, WEIGHT_T, RELU, GRAD_H, SUMS, M, C: tl.constexpr, HIDDEN: tl.constexpr,
-    TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute dh = dout W2 where RELU = relu(h) > 0, else 0.
-
-    GRAD_OUT is [M, C], W2 [C, HIDDEN] (WEIGHT_T: see load_transposed), RELU and GRAD_H [M, HIDDEN].
-    A program owns a tile [BLOCK_M, BLOCK_N] of GRAD_H, and of SUMS [blocks of rows, HIDDEN] the
-    sums of its columns.
-    """
-    tiles: tl.constexpr = HIDDEN // BLOCK_N
-    block = tl.program_id(0) // tiles  # neighbours share the rows of GRAD_OUT
-    position = index(block * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
-    hidden = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (position < M)[:, None]
-    grad_h = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for first in tl.range(0, C, BLOCK_K):
-        channel = first + tl.arange(0, BLOCK_K)
-        at = GRAD_OUT + position[:, None] * C + channel[None, :]
-        grad_out = tl.load(at, mask=inside, other=0.0)
-        weight = load_transposed(WEIGHT_T, channel, hidden, C, HIDDEN, TRANSPOSED)
-        grad_h = tl.dot(grad_out, weight, grad_h, input_precision=PRECISION)  # dh += dout W2
-    at = position[:, None] * HIDDEN + hidden[None, :]
-    grad_h = tl.where(tl.load(RELU + at, mask=inside, other=0.0) > 0, grad_h, 0.0)
-    tl.store(GRAD_H + at, grad_h.to(GRAD_H.dtype.element_ty), mask=inside)
-    tl.store(SUMS + block * HIDDEN + hidden, tl.sum(grad_h, 0))
+# A transition of rows too wide for that. The hidden layer is kept; its bias and its ReLU are in the
+# product that makes it.
 
 
 class WideTransitionFunction(torch.autograd.Function):
@@ -2805,30 +2771,19 @@ class WideTransitionFunction(torch.autograd.Function):
         grad_out, (x, relu, weight_1, weight_2, normed) = grad_out.contiguous(), ctx.saved_tensors
         norm_parameters, dtype = ctx.parameters[:2], relu.dtype
         grad = grad_out.to(dtype)
-        options = transition_options("transition_backward_hidden", relu, weight_1)
-        options["BLOCK_K"] = min(options["BLOCK_K"], options["C"])
-        options["TRANSPOSED"] = dtype == torch.float32
-        weight_t = weight_2.t().contiguous() if options["TRANSPOSED"] else weight_2
-        blocks_of_rows, width = triton.cdiv(options["M"], options["BLOCK_M"]), options["HIDDEN"]
-        hidden_sums = grad.new_empty(blocks_of_rows, width, dtype=torch.float32)
-        grad_h, programs = torch.empty_like(relu), blocks_of_rows * (width // options["BLOCK_N"])
-        launch = wrap_triton(transition_backward_hidden_kernel)[(programs,)]
-        launch(grad, weight_t, relu, grad_h, hidden_sums, **options)
+        grad_h = grad @ weight_2
+        torch.ops.aten.threshold_backward.grad_input(grad_h, relu, 0, grad_input=grad_h)
         inputs = x, NormParameters(*norm_parameters), NormSettings(ctx.eps, dtype)
         grad_x, sums = norm_project_backward(*inputs, grad_h @ weight_1, None, grad_out)
 
-        def compute(
-            grad_norm: Tensor, grad_weight_1: Tensor, grad_bias_1: Tensor, grad_linear_2: Tensor
-        ) -> None:
+        def compute(grad_norm: Tensor, grad_linear_1: Tensor, grad_linear_2: Tensor) -> None:
             sum_parts(sums, grad_norm)
             y = layer_norm(x, *norm_parameters, ctx.eps, dtype) if normed is None else normed
-            linear_gradients_out(grad_h, y, grad_weight_1)
-            sum_parts(hidden_sums, grad_bias_1)
+            linear_gradients_out(grad_h, y, grad_linear_1)
             linear_gradients_out(grad, relu, grad_linear_2)
 
-        p = ctx.parameters
-        groups = p[:2], p[2:3], p[3:4], p[4:]
-        read = grad, relu, grad_h, x, sums, hidden_sums
+        groups = ctx.parameters[:2], ctx.parameters[2:4], ctx.parameters[4:]
+        read = grad, relu, grad_h, x, sums
         return grad_x, None, *parameter_gradients(ctx, groups, compute, *read)
 
 
