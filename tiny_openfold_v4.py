@@ -12,7 +12,7 @@ fused-optimizer       AdamW as one kernel, which also writes the weights that th
 transition-fusion     a transition as one kernel; its hidden layer never reaches memory, and the
                       backward pass computes it again. Wide rows keep it, with bias and ReLU inside
                       the GEMMs
-embedding-fusion      the input embedding reads rows of a table, without one-hot vectors in memory
+embedding-fusion      one product for each representation embeds the tokens
 loss-fusion           heads and losses in one kernel each; no logits in memory
 overlap               gradients of weights and biases on a side stream, as the backward pass goes on
 
@@ -113,7 +113,7 @@ FUSIONS: tuple[tuple[str, str, str], ...] = (
     ("triton-outer-product", "triton_outer_product", "outer products as the projection reads them"),
     ("fused-optimizer", "fused_optimizer", "AdamW as one kernel, which casts weights, too"),
     ("transition-fusion", "transition_fusion", "a transition as one kernel, forward and backward"),
-    ("embedding-fusion", "embedding_fusion", "rows of a table in place of one-hot GEMMs"),
+    ("embedding-fusion", "embedding_fusion", "one product embeds tokens for each representation"),
     ("loss-fusion", "loss_fusion", "heads and losses in one kernel each, without logits"),
     ("overlap", "overlap", "in a graph, gradients of parameters on a stream of their own"),
 )
@@ -164,12 +164,6 @@ def missing_kernels(args: argparse.Namespace) -> dict[str, str]:
             if not 16 <= width <= width_most or width.bit_count() != 1:
                 wrong = f"--{row}-dim {width} is no power of two from 16 to {width_most}"
                 missing[name] = wrong
-    # Rows of the table of embeddings: 2 x 23 tokens and, for pairs, 65 offsets.
-    for name, width, rows in (("msa", args.msa_dim, 64), ("pair", dim, 128)):
-        padded = triton.next_power_of_2(width)
-        needed = 2 * rows * padded if hip else (4 * rows + 128) * padded + 10240
-        if needed > most:
-            missing["embedding_fusion"] = too_wide(f"--{name}-dim {width}", needed, most)
     return missing
 
 
@@ -339,10 +333,6 @@ BLOCKS: dict[str, str] = {
     "norm_project_backward hip": "BLOCK_M=32,BLOCK_K=32,num_warps=4,num_stages=1",
     "project_residual": "BLOCK_M=64,BLOCK_K=64,num_warps=4,num_stages=3",
     "project_residual hip": "BLOCK_M=64,BLOCK_K=32,num_warps=4,num_stages=1",
-    "embedding_forward": "TILE=4096,num_warps=4",
-    "embedding_backward": "BLOCK_M=64,PROGRAMS=132,num_warps=8,num_stages=3",
-    "embedding_backward float32": "BLOCK_M=32,PROGRAMS=132,num_warps=8,num_stages=2",
-    "embedding_backward hip": "BLOCK_M=32,PROGRAMS=132,num_warps=8,num_stages=1",
     "head_loss": "BLOCK_M=64,num_warps=4",
     "head_loss hip": "BLOCK_M=32,num_warps=4",
     "head_loss_backward": "BLOCK_M=64,PROGRAMS=264,num_warps=4,num_stages=2",
@@ -2787,145 +2777,6 @@ class WideTransitionFunction(torch.autograd.Function):
         return grad_x, None, *parameter_gradients(ctx, groups, compute, *read)
 
 
-# Input embedding, before the blocks. A one-hot vector times a weight is a column of the weight: the
-# columns of all weights of an embedding are the rows of a table, of which a position adds up two or
-# three. The table's gradient is the product of the one-hot vectors, made in registers, with the
-# gradient of the result; that of the biases, in the table's last row, is their product with ones.
-
-
-@triton.jit
-def embedded_rows(TOKENS, position, S, N, TOKEN_COUNT: tl.constexpr, REACH: tl.constexpr):
-    """Return which three rows of the embedding's table are added up at these positions.
-
-    TOKENS is [B, S, N], row 0 of S the query. Without a REACH a position is (b, s, n), which adds
-    up the rows of the query's token and of its own; the third is none, -1. With one it is a pair
-    (b, i, j): the rows of the query's tokens at i and at j, and that of i - j, clipped to +-REACH.
-    """
-    first = position % N
-    if REACH > 0:
-        b, i = position // (N * N), position // N % N
-        offset = tl.minimum(tl.maximum(i - first, -REACH), REACH) + REACH
-        one = tl.load(TOKENS + b * S * N + i)
-        other = tl.load(TOKENS + b * S * N + first)
-        return one, other + TOKEN_COUNT, offset + 2 * TOKEN_COUNT
-    query = tl.load(TOKENS + position // (S * N) * (S * N) + first)
-    own = tl.load(TOKENS + position)
-    return query, own + TOKEN_COUNT, tl.zeros_like(own) - 1
-
-
-@triton.jit
-def embedding_forward_kernel(
-    TOKENS, TABLE, OUT, M, S, N, ROWS: tl.constexpr, TOKEN_COUNT: tl.constexpr,
-    REACH: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Add up rows of TABLE [ROWS + 1, C], whose last row is the biases', to OUT [M, C].
-
-    Which rows, embedded_rows tells. A program owns BLOCK_M positions.
-    """
-    position = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    position = tl.minimum(position, M - 1)  # those beyond the last write it once more
-    channel = tl.arange(0, BLOCK_C)
-    inside = (channel < C)[None, :]
-    one, other, third = embedded_rows(TOKENS, position, S, N, TOKEN_COUNT, REACH)
-    out = tl.load(TABLE + ROWS * C + channel, mask=channel < C, other=0.0)[None, :]
-    out += tl.load(TABLE + one[:, None] * C + channel[None, :], mask=inside, other=0.0)
-    out += tl.load(TABLE + other[:, None] * C + channel[None, :], mask=inside, other=0.0)
-    if REACH > 0:
-        out += tl.load(TABLE + third[:, None] * C + channel[None, :], mask=inside, other=0.0)
-    at = OUT + position[:, None] * C + channel[None, :]
-    tl.store(at, out.to(OUT.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def embedding_backward_kernel(
-    TOKENS, GRAD, SUMS, M, S, N, ROWS: tl.constexpr, TOKEN_COUNT: tl.constexpr,
-    REACH: tl.constexpr, BLOCK_ROWS: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_M: tl.constexpr, PROGRAMS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute the gradients of the embedding's parameters from GRAD [M, C].
-
-    They are rows of hot^T dout, with a one in `hot` for every row of the table that a position
-    reads, the biases' included. SUMS [PROGRAMS, elements] hold each weight [C, columns] and then
-    its bias [C], over every PROGRAMS-th block of BLOCK_M positions, which a program owns.
-    """
-    row, channel = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_C)
-    total = tl.zeros([BLOCK_ROWS, BLOCK_C], tl.float32)
-    for start in range(tl.program_id(0) * BLOCK_M, M, PROGRAMS * BLOCK_M):
-        position = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_M)
-        inside = position < M
-        at = GRAD + position[:, None] * C + channel[None, :]
-        grad = tl.load(at, mask=inside[:, None] & (channel < C)[None, :], other=0.0)
-        position = tl.minimum(position, M - 1)
-        one, other, third = embedded_rows(TOKENS, position, S, N, TOKEN_COUNT, REACH)
-        hot = (row[:, None] == one[None, :]) | (row[:, None] == other[None, :])
-        hot = hot | (row[:, None] == third[None, :]) | (row == ROWS)[:, None]
-        # dTABLE += hot dout
-        total = tl.dot(hot.to(grad.dtype), grad, total, input_precision=PRECISION)
-    WEIGHTS: tl.constexpr = 2 if REACH == 0 else 3
-    SUMS += tl.program_id(0) * (ROWS + WEIGHTS) * C
-    for number in tl.static_range(WEIGHTS):
-        first = number * TOKEN_COUNT
-        columns = TOKEN_COUNT if number < 2 else ROWS - 2 * TOKEN_COUNT
-        at = SUMS + channel[None, :] * columns + (row - first)[:, None]
-        own = (row >= first) & (row < first + columns)
-        tl.store(at, total, mask=own[:, None] & (channel < C)[None, :])
-        SUMS += C * columns
-        at = SUMS + tl.zeros_like(row)[:, None] + channel[None, :]
-        tl.store(at, total, mask=(row == ROWS)[:, None] & (channel < C)[None, :])
-        SUMS += C
-
-
-def embedding_options(tokens: Tensor, reach: int, dim: int, rows: int) -> dict[str, int]:
-    """Return what both kernels of the embedding are told; see embedded_rows."""
-    _, depth, length = tokens.shape
-    positions = len(tokens) * length * (length if reach else depth)
-    sizes = {"M": positions, "S": depth, "N": length, "ROWS": rows, "TOKEN_COUNT": NUM_TOKENS}
-    return {**sizes, "REACH": reach, "C": dim, "BLOCK_C": max(16, triton.next_power_of_2(dim))}
-
-
-class EmbeddingFunction(torch.autograd.Function):
-    """Embed tokens [B, S, N] as the MSA [B, S, N, C], with a `reach` as pairs [B, N, N, C].
-
-    The parameters are weight [C, columns] and bias [C] of each of two or three projections in turn,
-    whose columns embedded_rows chooses.
-    """
-
-    @staticmethod
-    def forward(ctx, tokens: Tensor, reach: int, dtype: torch.dtype, *parameters: Tensor) -> Tensor:
-        weights, biases = parameters[::2], parameters[1::2]
-        for weight, width in zip(weights, (NUM_TOKENS, NUM_TOKENS, 2 * reach + 1), strict=False):
-            check_shape("an embedding's weight", weight, len(biases[0]), width)
-        bias = torch.stack([bias.detach() for bias in biases], 1).sum(1, keepdim=True)
-        table = torch.cat([*(weight.detach() for weight in weights), bias], 1).t().contiguous()
-        ctx.save_for_backward(tokens := tokens.contiguous())
-        ctx.reach, ctx.parameters = reach, parameters
-        samples, depth, length = tokens.shape
-        rows, dim = len(table) - 1, table.shape[1]
-        out = table.new_empty(samples, length if reach else depth, length, dim, dtype=dtype)
-        options, chosen = embedding_options(tokens, reach, dim, rows), blocks("embedding_forward")
-        chosen["BLOCK_M"] = max(1, chosen.pop("TILE") // options["BLOCK_C"])
-        grid = (triton.cdiv(options["M"], chosen["BLOCK_M"]),)
-        wrap_triton(embedding_forward_kernel)[grid](tokens, table, out, **options, **chosen)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        (tokens,), grad = ctx.saved_tensors, grad.contiguous()
-
-        def compute(out: Tensor) -> None:
-            rows = sum(weight.shape[1] for weight in ctx.parameters[::2])
-            options = embedding_options(tokens, ctx.reach, grad.shape[-1], rows)
-            chosen = blocks("embedding_backward", grad.dtype)
-            programs = min(chosen["PROGRAMS"], triton.cdiv(options["M"], chosen["BLOCK_M"]))
-            options |= {**chosen, "PROGRAMS": programs, "PRECISION": dot_precision(grad.dtype)}
-            options["BLOCK_ROWS"] = max(16, triton.next_power_of_2(rows + 1))
-            sums = grad.new_empty(programs, len(out), dtype=torch.float32)
-            wrap_triton(embedding_backward_kernel)[(programs,)](tokens, grad, sums, **options)
-            sum_parts(sums, out)
-
-        return None, None, None, *parameter_gradients(ctx, (ctx.parameters,), compute, tokens, grad)
-
-
 # The heads and their losses, after the blocks: logits = x W^T + b, and their cross-entropy with a
 # target. The distogram's x is the sum of a pair and its mirror image, its target the bin of their
 # distance. Logits are in no memory, the backward pass makes them again.
@@ -3211,29 +3062,49 @@ class InputEmbedder(nn.Module):
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
-        # Those of one result follow each other: one launch writes their gradients.
         self.linear_tf_z_i = nn.Linear(NUM_TOKENS, config.pair_dim)
         self.linear_tf_z_j = nn.Linear(NUM_TOKENS, config.pair_dim)
-        self.linear_relpos = nn.Linear(2 * MAX_OFFSET + 1, config.pair_dim)
         self.linear_tf_m = nn.Linear(NUM_TOKENS, config.msa_dim)
         self.linear_msa_m = nn.Linear(NUM_TOKENS, config.msa_dim)
+        self.linear_relpos = nn.Linear(2 * MAX_OFFSET + 1, config.pair_dim)
         self.fused = fusions.embedding_fusion
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Embed tokens [B, S, N] -> msa [B, S, N, c_m], pair [B, N, N, c_z]."""
-        if self.fused:
-            dtype = gemm_dtype(self.linear_tf_m.weight)
-            pair = self.linear_tf_z_i, self.linear_tf_z_j, self.linear_relpos
-            pair = EmbeddingFunction.apply(tokens, MAX_OFFSET, dtype, *parameters_of(*pair))
-            msa = parameters_of(self.linear_tf_m, self.linear_msa_m)
-            return EmbeddingFunction.apply(tokens, 0, dtype, *msa), pair
-        alignment = one_hot(tokens, NUM_TOKENS)
-        query = alignment[:, 0]
         position = torch.arange(tokens.shape[-1], device=tokens.device)
         offset = (position[:, None] - position).clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
+        if self.fused:
+            query = tokens[:, 0]
+            pair = (
+                (self.linear_tf_z_i, query[:, :, None]),
+                (self.linear_tf_z_j, query[:, None]),
+                (self.linear_relpos, offset),
+            )
+            msa = (self.linear_tf_m, query[:, None]), (self.linear_msa_m, tokens)
+            return embed(msa), embed(pair)
+        alignment = one_hot(tokens, NUM_TOKENS)
+        query = alignment[:, 0]
         pair = self.linear_tf_z_i(query)[:, :, None] + self.linear_tf_z_j(query)[:, None]
         pair = pair + self.linear_relpos(one_hot(offset, 2 * MAX_OFFSET + 1))
         return self.linear_msa_m(alignment) + self.linear_tf_m(query)[:, None], pair
+
+
+def embed(parts: Sequence[tuple[nn.Linear, Tensor]]) -> Tensor:
+    """Add up projections of one-hot vectors -> [..., C], given where each has its one [...].
+
+    The weights side by side are one matrix, with all biases in its next column. One product with
+    vectors of several ones replaces a product, and a sum, for each of them.
+    """
+    linears, places = zip(*parts, strict=True)
+    bias = torch.stack([linear.bias for linear in linears], 1).sum(1, keepdim=True)
+    weight = torch.cat([*(linear.weight for linear in linears), bias], 1)
+    ends = [*itertools.accumulate(linear.in_features for linear in linears)]
+    weight = F.pad(weight, (0, -weight.shape[1] % 8))  # a GEMM reads 16 bytes at a time
+    places = [place + first for place, first in zip(places, (0, *ends), strict=False)]
+    places = torch.broadcast_tensors(*places, torch.full_like(places[0], ends[-1]))
+    shape = *places[0].shape, weight.shape[1]
+    ones = weight.new_zeros(shape, dtype=gemm_dtype(weight))
+    return F.linear(ones.scatter_(-1, torch.stack(places, -1), 1.0), weight)
 
 
 def parameters_of(*modules: nn.Module) -> list[nn.Parameter]:

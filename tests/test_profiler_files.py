@@ -214,7 +214,6 @@ def test_every_triton_kernel_has_a_category(script: str):
     assert {name for name in names if kernels.category(name) == "other"} <= {
         *("cross_entropy_forward_kernel", "cross_entropy_backward_kernel", "mean_loss_kernel"),
         *("head_loss_kernel", "head_loss_backward_kernel", "mean_losses_kernel"),
-        *("embedding_forward_kernel", "embedding_backward_kernel"),
     }
 
 
