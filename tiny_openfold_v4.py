@@ -13,7 +13,7 @@ transition-fusion     a transition as one kernel; its hidden layer never reaches
                       backward pass computes it again. Wide rows keep it, with bias and ReLU inside
                       the GEMMs
 embedding-fusion      one product for each representation embeds the tokens
-loss-fusion           heads and losses in one kernel each; no logits in memory
+loss-fusion           the loss of a head is one kernel, and its gradient another
 overlap               gradients of weights and biases on a side stream, as the backward pass goes on
 
 Each operation is computed in one of two ways: by these kernels, or by PyTorch alone, as in V1, also
@@ -114,7 +114,7 @@ FUSIONS: tuple[tuple[str, str, str], ...] = (
     ("fused-optimizer", "fused_optimizer", "AdamW as one kernel, which casts weights, too"),
     ("transition-fusion", "transition_fusion", "a transition as one kernel, forward and backward"),
     ("embedding-fusion", "embedding_fusion", "one product embeds tokens for each representation"),
-    ("loss-fusion", "loss_fusion", "heads and losses in one kernel each, without logits"),
+    ("loss-fusion", "loss_fusion", "the loss of a head as one kernel, forward and backward"),
     ("overlap", "overlap", "in a graph, gradients of parameters on a stream of their own"),
 )
 # Which fusions are on: a field for each.
@@ -157,7 +157,6 @@ def missing_kernels(args: argparse.Namespace) -> dict[str, str]:
         ("triton_outer_product", "msa", 1024),
         ("triton_outer_product", "pair", held),
         ("transition_fusion", "msa pair", 1024),
-        ("loss_fusion", "msa pair", held),
     ):
         for row in rows.split():
             width = getattr(args, f"{row}_dim")
@@ -334,10 +333,7 @@ BLOCKS: dict[str, str] = {
     "project_residual": "BLOCK_M=64,BLOCK_K=64,num_warps=4,num_stages=3",
     "project_residual hip": "BLOCK_M=64,BLOCK_K=32,num_warps=4,num_stages=1",
     "head_loss": "BLOCK_M=64,num_warps=4",
-    "head_loss hip": "BLOCK_M=32,num_warps=4",
-    "head_loss_backward": "BLOCK_M=64,PROGRAMS=264,num_warps=4,num_stages=2",
-    "head_loss_backward hip": "BLOCK_M=16,PROGRAMS=264,num_warps=4,num_stages=1",
-    "mean_losses": "BLOCK=1024,num_warps=4",
+    "head_loss_backward": "BLOCK_M=64,num_warps=4",
     "adamw": "BLOCK=1024,PROGRAMS=1024,num_warps=4",
 }
 # --- launch
@@ -2523,20 +2519,23 @@ def project_residual(
     return out
 
 
-class ProjectionWithResidual(torch.autograd.Function):
-    """Compute residual [..., C] + x W^T + b from x [..., K]."""
+class Projection(torch.autograd.Function):
+    """Compute x W^T + b [..., C] from x [..., K], plus a residual [..., C] if there is one."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        x, cast = x.contiguous(), cached_cast(weight, x.dtype)
+    def forward(ctx, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor) -> Tensor:
+        x, cast = x.contiguous(), cached_cast(weight, gemm_dtype(x))
         ctx.save_for_backward(x, cast)
         ctx.parameters = weight, bias
+        if residual is None:
+            return F.linear(x, cast, bias)
         return project_residual(x, cast, bias, residual.contiguous())
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, cast = ctx.saved_tensors
-        residual, grad = grad, grad.contiguous().to(x.dtype)
+        residual = grad if ctx.needs_input_grad[1] else None
+        grad = grad.contiguous().to(x.dtype)
         compute = partial(linear_gradients_out, grad, x)
         return grad @ cast, residual, *parameter_gradients(ctx, (ctx.parameters,), compute, grad, x)
 
@@ -2777,263 +2776,111 @@ class WideTransitionFunction(torch.autograd.Function):
         return grad_x, None, *parameter_gradients(ctx, groups, compute, *read)
 
 
-# The heads and their losses, after the blocks: logits = x W^T + b, and their cross-entropy with a
-# target. The distogram's x is the sum of a pair and its mirror image, its target the bin of their
-# distance. Logits are in no memory, the backward pass makes them again.
-
-
-@triton.jit
-def head_targets(
-    TARGETS, COUNTED, b, row, N, ROWS_OF_SAMPLE, COORDINATES: tl.constexpr,
-    FIRST: tl.constexpr, WIDTH: tl.constexpr, BINS: tl.constexpr, BLOCK_BINS: tl.constexpr,
-):  # fmt: skip
-    """Return the target of each row of sample b, and whether it counts, as 1.0 or 0.0.
-
-    TARGETS [B, rows] are tokens, COUNTED [B, rows]; with COORDINATES they are [B, N, 3] and [B, N],
-    and the rows are pairs, whose target is the number of the inner edges below their distance.
-    """
-    inside = row < ROWS_OF_SAMPLE
-    if COORDINATES:
-        i, j = tl.minimum(row // N, N - 1), row % N
-        square = tl.zeros_like(row).to(tl.float32)
-        for axis in tl.static_range(3):
-            difference = tl.load(TARGETS + (b * N + i) * 3 + axis)
-            difference -= tl.load(TARGETS + (b * N + j) * 3 + axis)
-            square += difference * difference
-        edge = tl.arange(0, BLOCK_BINS)
-        beyond = tl.sqrt(square)[:, None] > (FIRST + WIDTH * (edge + 1))[None, :]
-        target = tl.sum((beyond & (edge < BINS - 1)[None, :]).to(tl.int32), 1)
-        counted = tl.load(COUNTED + b * N + i).to(tl.int1)
-        counted = counted & tl.load(COUNTED + b * N + j).to(tl.int1)
-    else:
-        at = b * ROWS_OF_SAMPLE + row
-        target = tl.load(TARGETS + at, mask=inside, other=0).to(tl.int32)
-        counted = tl.load(COUNTED + at, mask=inside, other=0).to(tl.int1)
-    return target, (counted & inside).to(tl.float32)
+# The loss of a head: cross-entropies of its logits, where a position counts. The distogram's logits
+# are the sum of those of a pair and of its mirror image. The backward pass reads them again.
 
 
 @triton.jit
 def head_logits(
-    X, WEIGHT, BIAS, b, row, N, ROWS_OF_SAMPLE, PAIRS: tl.constexpr, BINS: tl.constexpr,
-    BLOCK_BINS: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    LOGITS, b, row, N, ROWS_OF_SAMPLE, PAIRS: tl.constexpr, BINS: tl.constexpr,
+    BLOCK_BINS: tl.constexpr,
 ):  # fmt: skip
-    """Return x [rows, C], with PAIRS plus that of the mirrored pair, and the logits.
+    """Load the logits [rows, BINS] of sample b, with PAIRS plus those of the mirrored pairs.
 
-    Those beyond BINS are -inf.
+    They are [B, rows, BINS] in memory. Beyond BINS they are -inf.
     """
-    label, channel = tl.arange(0, BLOCK_BINS), tl.arange(0, C)
-    inside = (row < ROWS_OF_SAMPLE)[:, None]
-    X += b * ROWS_OF_SAMPLE * C
-    x = tl.load(X + row[:, None] * C + channel[None, :], mask=inside, other=0.0)
-    weight = load_heads(WEIGHT, BINS, BLOCK_BINS, C)
-    bias = tl.load(BIAS + label, mask=label < BINS, other=float("-inf")).to(tl.float32)
+    label = tl.arange(0, BLOCK_BINS)
+    inside = (row < ROWS_OF_SAMPLE)[:, None] & (label < BINS)[None, :]
+    LOGITS += b * ROWS_OF_SAMPLE * BINS
+    at = row.to(tl.int64)[:, None] * BINS + label[None, :]
+    logits = tl.load(LOGITS + at, mask=inside, other=0.0).to(tl.float32)
     if PAIRS:
-        mirrored = row % N * N + row // N
-        other = tl.load(X + mirrored[:, None] * C + channel[None, :], mask=inside, other=0.0)
-        x = (x.to(tl.float32) + other.to(tl.float32)).to(weight.dtype)
-        bias *= 2
-    x = x.to(weight.dtype)
-    return x, tl.dot(x, tl.trans(weight), input_precision=PRECISION) + bias[None, :]
+        at = (row % N * N + row // N).to(tl.int64)[:, None] * BINS + label[None, :]
+        logits += tl.load(LOGITS + at, mask=inside, other=0.0).to(tl.float32)
+    return tl.where((label < BINS)[None, :], logits, float("-inf"))
 
 
 @triton.jit
 def head_loss_kernel(
-    X, WEIGHT, BIAS, TARGETS, COUNTED, SUMS, N, ROWS_OF_SAMPLE, PAIRS: tl.constexpr,
-    FIRST: tl.constexpr, WIDTH: tl.constexpr, BINS: tl.constexpr, BLOCK_BINS: tl.constexpr,
-    C: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+    LOGITS, TARGETS, COUNTED, SCALES, LOSSES, N, ROWS_OF_SAMPLE, PAIRS: tl.constexpr,
+    BINS: tl.constexpr, BLOCK_BINS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Add up the cross-entropies of rows that count, and their number: SUMS [B, tiles, 2].
+    """Add up the cross-entropies of rows that count, times SCALES [B]: LOSSES [B, tiles].
 
-    X is [B, rows, C], WEIGHT [BINS, C], BIAS [BINS]; TARGETS and COUNTED as in head_targets. A
-    program owns BLOCK_M rows of a sample.
+    LOGITS is [B, rows, BINS], TARGETS and COUNTED are [B, rows]. A program owns BLOCK_M rows of a
+    sample.
     """
     tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    target, counted = head_targets(
-        TARGETS, COUNTED, b, row, N, ROWS_OF_SAMPLE, PAIRS, FIRST, WIDTH, BINS, BLOCK_BINS
-    )  # fmt: skip
-    _, logits = head_logits(
-        X, WEIGHT, BIAS, b, row, N, ROWS_OF_SAMPLE, PAIRS, BINS, BLOCK_BINS, C, PRECISION
-    )  # fmt: skip
+    logits = head_logits(LOGITS, b, row, N, ROWS_OF_SAMPLE, PAIRS, BINS, BLOCK_BINS)
+    at, inside = b * ROWS_OF_SAMPLE + row, row < ROWS_OF_SAMPLE
+    target = tl.load(TARGETS + at, mask=inside, other=0)
+    counted = tl.load(COUNTED + at, mask=inside, other=0) != 0
     is_target = tl.arange(0, BLOCK_BINS)[None, :] == target[:, None]
     highest = tl.max(logits, 1)
     error = tl.log(tl.sum(tl.exp(logits - highest[:, None]), 1)) + highest
     error -= tl.sum(tl.where(is_target, logits, 0.0), 1)
-    at = SUMS + (b * tl.num_programs(0) + tile) * 2
-    tl.store(at, tl.sum(tl.where(counted > 0, error, 0.0), 0))
-    tl.store(at + 1, tl.sum(counted, 0))
+    loss = tl.sum(tl.where(counted, error, 0.0), 0) * tl.load(SCALES + b)
+    tl.store(LOSSES + b * tl.num_programs(0) + tile, loss)
 
 
 @triton.jit
 def head_loss_backward_kernel(
-    X, WEIGHT, BIAS, TARGETS, COUNTED, GRAD, SCALES, GRAD_X, SUMS, N, ROWS_OF_SAMPLE,
-    PAIRS: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, BINS: tl.constexpr,
-    BLOCK_BINS: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, PROGRAMS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    LOGITS, TARGETS, COUNTED, SCALES, GRAD, GRAD_LOGITS, N, ROWS_OF_SAMPLE, PAIRS: tl.constexpr,
+    BINS: tl.constexpr, BLOCK_BINS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx, dW and db: dl = scale_b * dloss * (softmax(l) - onehot), dx = dl W, dW = dl^T x.
+    """Compute dlogits = scale_b * dloss * (softmax(logits) - onehot), or 0 where nothing counts.
 
-    GRAD [] is dloss, SCALES [B]. A pair's logits are those of its mirror image, too: dx and db are
-    twice as much there. SUMS [B, PROGRAMS, BINS x C + BINS] are dW and db over every PROGRAMS-th
-    block of BLOCK_M rows of a sample, which a program owns.
+    GRAD [] is dloss, GRAD_LOGITS is [B, rows, BINS]. With PAIRS it is twice as much: the logits of
+    a pair are those of its mirror image, too. A program owns BLOCK_M rows of a sample.
     """
-    b = tl.program_id(1).to(tl.int64)
-    label, channel = tl.arange(0, BLOCK_BINS), tl.arange(0, C)
-    dtype = WEIGHT.dtype.element_ty
-    scale = tl.load(GRAD).to(tl.float32) * tl.load(SCALES + b)
-    grad_weight = tl.zeros([BLOCK_BINS, C], tl.float32)
-    grad_bias = tl.zeros([BLOCK_BINS], tl.float32)
-    for start in range(tl.program_id(0) * BLOCK_M, ROWS_OF_SAMPLE, PROGRAMS * BLOCK_M):
-        row = start + tl.arange(0, BLOCK_M)
-        target, counted = head_targets(
-            TARGETS, COUNTED, b, row, N, ROWS_OF_SAMPLE, PAIRS, FIRST, WIDTH, BINS, BLOCK_BINS
-        )  # fmt: skip
-        x, logits = head_logits(
-            X, WEIGHT, BIAS, b, row, N, ROWS_OF_SAMPLE, PAIRS, BINS, BLOCK_BINS, C, PRECISION
-        )  # fmt: skip
-        grad = tl.exp(logits - tl.max(logits, 1)[:, None])
-        grad /= tl.sum(grad, 1)[:, None]
-        grad -= (label[None, :] == target[:, None]).to(tl.float32)
-        grad = tl.where((counted > 0)[:, None], grad * scale, 0.0)
-        grad_bias += tl.sum(grad, 0)
-        grad = grad.to(dtype)
-        # dW += dl^T x
-        grad_weight = tl.dot(tl.trans(grad), x, grad_weight, input_precision=PRECISION)
-        weight = load_heads(WEIGHT, BINS, BLOCK_BINS, C)
-        grad_x = tl.dot(grad, weight, input_precision=PRECISION)  # dl W
-        if PAIRS:
-            grad_x *= 2
-        at = GRAD_X + (b * ROWS_OF_SAMPLE + row)[:, None] * C + channel[None, :]
-        tl.store(at, grad_x.to(GRAD_X.dtype.element_ty), mask=(row < ROWS_OF_SAMPLE)[:, None])
+    tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, label = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_BINS)
+    logits = head_logits(LOGITS, b, row, N, ROWS_OF_SAMPLE, PAIRS, BINS, BLOCK_BINS)
+    at, inside = b * ROWS_OF_SAMPLE + row, row < ROWS_OF_SAMPLE
+    target = tl.load(TARGETS + at, mask=inside, other=0)
+    counted = tl.load(COUNTED + at, mask=inside, other=0) != 0
+    grad = tl.exp(logits - tl.max(logits, 1)[:, None])
+    grad /= tl.sum(grad, 1)[:, None]
+    grad -= (label[None, :] == target[:, None]).to(tl.float32)
+    grad *= tl.load(GRAD).to(tl.float32) * tl.load(SCALES + b)
     if PAIRS:
-        grad_bias *= 2
-    SUMS += (b * PROGRAMS + tl.program_id(0)) * (BINS * C + BINS)
-    at = SUMS + label[:, None] * C + channel[None, :]
-    tl.store(at, grad_weight, mask=(label < BINS)[:, None])
-    tl.store(SUMS + BINS * C + label, grad_bias, mask=label < BINS)
+        grad *= 2
+    grad = tl.where(counted[:, None], grad, 0.0)
+    at = GRAD_LOGITS + at[:, None] * BINS + label[None, :]
+    mask = inside[:, None] & (label < BINS)[None, :]
+    tl.store(at, grad.to(GRAD_LOGITS.dtype.element_ty), mask=mask)
 
 
-class Head(NamedTuple):
-    """What a head's loss is made of.
+class HeadLoss(torch.autograd.Function):
+    """Average cross-entropies over what counts of each protein, then over the batch -> scalar.
 
-    x are pairs [B, N, N, C] with coordinates [B, N, 3] as targets, of which [B, N] count, or the
-    MSA [B, S, N, C] with tokens [B, S, N] as targets, of which [B, S, N] count. weight [BINS, C] is
-    in the type of the GEMM, bias [BINS].
-    """
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor
-    targets: Tensor
-    counted: Tensor
-
-    def options(self, kernel: str) -> dict[str, int | float | bool | str]:
-        """Return what a kernel of the loss is told."""
-        check_not_empty(kernel, self.x)
-        bins, _, positions, length, dim = len(self.weight), *self.x.shape
-        return {
-            **blocks(kernel, self.weight.dtype),
-            **{"N": length, "ROWS_OF_SAMPLE": positions * length, "C": dim, "BINS": bins},
-            **{"BLOCK_BINS": max(16, triton.next_power_of_2(bins)), "FIRST": FIRST_EDGE},
-            **{"PAIRS": self.targets.is_floating_point(), "WIDTH": BIN_WIDTH},
-            "PRECISION": dot_precision(self.weight.dtype),
-        }
-
-    def loss(self) -> Tensor:
-        """Add up cross-entropies, and how many count -> [B, tiles, 2]."""
-        options = self.options("head_loss")
-        tiles, samples = triton.cdiv(options["ROWS_OF_SAMPLE"], options["BLOCK_M"]), len(self.x)
-        sums = self.x.new_empty(samples, tiles, 2, dtype=torch.float32)
-        wrap_triton(head_loss_kernel)[(tiles, samples)](*self, sums, **options)
-        return sums
-
-    def backward(self, grad: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the gradient of x, and parts [programs, elements] of those of weight and bias."""
-        options, samples = self.options("head_loss_backward"), len(self.x)
-        warps = options["BLOCK_M"] * options["C"] // 2048
-        options["num_warps"] = max(options["num_warps"], warps)
-        tiles = triton.cdiv(options["ROWS_OF_SAMPLE"], options["BLOCK_M"])
-        programs = options["PROGRAMS"] = min(tiles, triton.cdiv(options["PROGRAMS"], samples))
-        elements, grad_x = self.weight.numel() + self.bias.numel(), torch.empty_like(self.x)
-        sums = self.x.new_empty(samples * programs, elements, dtype=torch.float32)
-        launch = wrap_triton(head_loss_backward_kernel)[(programs, samples)]
-        launch(*self, grad, scales, grad_x, sums, **options)
-        return grad_x, sums
-
-
-@triton.jit
-def mean_loss(SUMS, SCALES, b, tiles, B, factor: tl.constexpr, BLOCK: tl.constexpr):
-    """Return factor / B * error / max(count, 1) of sample b; SCALES gets what scaled the error."""
-    error = tl.zeros([BLOCK], tl.float32)
-    count = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, tiles, BLOCK):
-        tile = start + tl.arange(0, BLOCK)
-        at = SUMS + (b * tiles + tile) * 2
-        error += tl.load(at, mask=tile < tiles, other=0.0)
-        count += tl.load(at + 1, mask=tile < tiles, other=0.0)
-    scale = factor / B / tl.maximum(tl.sum(count, 0), 1.0)
-    tl.store(SCALES + b, scale)
-    return scale * tl.sum(error, 0)
-
-
-@triton.jit
-def mean_losses_kernel(
-    SUMS_1, SUMS_2, LOSS, SCALES, tiles_1, tiles_2, B, FACTOR_1: tl.constexpr,
-    FACTOR_2: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Average the losses of two heads over each protein, then over the batch, and add them up.
-
-    SUMS_... are [B, tiles, 2], SCALES [2, B] what each error is multiplied by. One program.
-    """
-    loss = tl.zeros([1], tl.float32)
-    for b in range(B):
-        loss += mean_loss(SUMS_1, SCALES, b, tiles_1, B, FACTOR_1, BLOCK)
-        loss += mean_loss(SUMS_2, SCALES + B, b, tiles_2, B, FACTOR_2, BLOCK)
-    tl.store(LOSS + tl.arange(0, 1), loss)
-
-
-class LossFunction(torch.autograd.Function):
-    """Compute 0.3 x the distogram's loss + 2.0 x that of the masked MSA, heads included.
-
-    msa [B, S, N, c_m], pair [B, N, N, c_z], true_tokens and masked [B, S, N], coords [B, N, 3],
-    observed [B, N]. The parameters are weight and bias of the distogram's head, then of the MSA's.
+    logits [B, S, N, bins], targets and counted [B, S, N]; with `pairs` S is N, and the logits are
+    those of a pair plus those of its mirror image.
     """
 
     @staticmethod
-    def forward(ctx, msa: Tensor, pair: Tensor, targets: Sequence[Tensor], *parameters: Tensor):
-        samples, depth, length, _ = msa.shape
-        shapes = *2 * [(samples, depth, length)], (samples, length, 3), (samples, length)
-        for name, target, shape in zip(TinyOpenFold.TARGETS, targets, shapes, strict=True):
-            check_shape(name, target, *shape)
-        check_shape("pair", pair, samples, length, length, pair.shape[-1])
-        true_tokens, masked, coords, observed = (target.contiguous() for target in targets)
-        casts = [cached_cast(weight, gemm_dtype(msa)) for weight in parameters[::2]]
-        heads = (
-            Head(pair.contiguous(), casts[0], parameters[1], coords, observed),
-            Head(msa.contiguous(), casts[1], parameters[3], true_tokens, masked),
-        )
-        sums = [head.loss() for head in heads]
-        loss, scales = sums[0].new_empty(()), sums[0].new_empty(2, samples)
-        tiles = {"tiles_1": sums[0].shape[1], "tiles_2": sums[1].shape[1], "B": samples}
-        factors = {"FACTOR_1": 0.3, "FACTOR_2": 2.0}
-        launch = wrap_triton(mean_losses_kernel)[(1,)]
-        launch(*sums, loss, scales, **tiles, **factors, **blocks("mean_losses"))
-        ctx.save_for_backward(scales, *heads[0], *heads[1])
-        ctx.parameters = parameters
-        return loss
+    def forward(ctx, logits: Tensor, targets: Tensor, counted: Tensor, pairs: bool) -> Tensor:
+        logits, targets, counted = (t.contiguous() for t in (logits, targets, counted))
+        samples, depth, length, bins = logits.shape
+        scales = 1 / (samples * counted.flatten(1).sum(1).clamp(min=1))
+        options = {"N": length, "ROWS_OF_SAMPLE": depth * length, "PAIRS": pairs, "BINS": bins}
+        options["BLOCK_BINS"] = triton.next_power_of_2(bins)
+        options |= blocks("head_loss")
+        grid = triton.cdiv(depth * length, options["BLOCK_M"]), samples
+        losses = scales.new_empty(math.prod(grid), 1)
+        launch = wrap_triton(head_loss_kernel)[grid]
+        launch(logits, targets, counted, scales, losses, **options)
+        ctx.save_for_backward(logits, targets, counted, scales)
+        ctx.grid, ctx.options = grid, options
+        return sum_parts(losses)[0]
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        scales, *tensors = ctx.saved_tensors
-        grad_pair, sums_1 = Head(*tensors[:5]).backward(grad, scales[0])
-        grad_msa, sums_2 = Head(*tensors[5:]).backward(grad, scales[1])
-
-        def compute(out_1: Tensor, out_2: Tensor) -> None:
-            sum_parts(sums_1, out_1)
-            sum_parts(sums_2, out_2)
-
-        groups = ctx.parameters[:2], ctx.parameters[2:]
-        return grad_msa, grad_pair, None, *parameter_gradients(ctx, groups, compute, sums_1, sums_2)
+        grad_logits = torch.empty_like(ctx.saved_tensors[0])
+        launch = wrap_triton(head_loss_backward_kernel)[ctx.grid]
+        launch(*ctx.saved_tensors, grad, grad_logits, **ctx.options)
+        return grad_logits, None, None, None
 
 
 # --- model
@@ -3227,7 +3074,7 @@ class GatedAttention(nn.Module):
             bias = bias.expand(-1, self.heads, present.shape[1], -1)
         qkvg = qkvg.unflatten(-1, (self.heads, 4, -1))
         out = GatedAttentionFunction.apply(qkvg, linear.bias, bias, columns)
-        return ProjectionWithResidual.apply(out, x, *parameters_of(self.linear_o))
+        return Projection.apply(out, x, *parameters_of(self.linear_o))
 
 
 def normed_projection(
@@ -3465,8 +3312,13 @@ class EvoformerBlock(nn.Module):
         return msa, pair
 
 
-def mean_per_protein(error: Tensor, counted: Tensor) -> Tensor:
-    """Average errors [B, ...] over the counted [B, ...] of each protein, then over the batch."""
+def head_loss(logits: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
+    """Average cross-entropies over what counts of each protein, then over the batch -> scalar.
+
+    logits are [B, S, N, bins], targets and counted [B, S, N].
+    """
+    logits = logits.flatten(0, 2).float()
+    error = F.cross_entropy(logits, targets.flatten(), reduction="none").view(counted.shape)
     error, counted = (error * counted).flatten(1), counted.flatten(1)
     return (error.sum(1) / counted.sum(1).clamp(min=1)).mean()
 
@@ -3484,17 +3336,15 @@ class DistogramHead(nn.Module):
         return logits + logits.transpose(1, 2)
 
     @staticmethod
-    def loss(logits: Tensor, coords: Tensor, observed: Tensor) -> Tensor:
-        """Average cross-entropies of logits [B, N, N, 64] where both are observed [B, N] -> scalar.
+    def targets(coords: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:
+        """Find the bin of each distance, and whether it is known -> [B, N, N] both.
 
-        coords are [B, N, 3], in Angstrom.
+        coords are [B, N, 3], in Angstrom; observed is [B, N].
         """
         distance = (coords[:, :, None] - coords[:, None]).norm(dim=-1)
         first, last = FIRST_EDGE + BIN_WIDTH, LAST_EDGE - BIN_WIDTH
         edges = torch.linspace(first, last, NUM_BINS - 1, device=coords.device)
-        bins = torch.bucketize(distance, edges)
-        error = F.cross_entropy(logits.flatten(0, 2).float(), bins.flatten(), reduction="none")
-        return mean_per_protein(error.view(bins.shape), observed[:, :, None] & observed[:, None])
+        return torch.bucketize(distance, edges), observed[:, :, None] & observed[:, None]
 
 
 class MaskedMSAHead(nn.Module):
@@ -3507,13 +3357,6 @@ class MaskedMSAHead(nn.Module):
     def forward(self, msa: Tensor) -> Tensor:
         """Predict logits [B, S, N, 23] from msa [B, S, N, c_m]."""
         return self.linear(msa)
-
-    @staticmethod
-    def loss(logits: Tensor, true_tokens: Tensor, masked: Tensor) -> Tensor:
-        """Average cross-entropies of logits [B, S, N, 23] where masked [B, S, N] -> scalar."""
-        logits = logits.flatten(0, 2).float()
-        error = F.cross_entropy(logits, true_tokens.flatten(), reduction="none")
-        return mean_per_protein(error.view(masked.shape), masked)
 
 
 class TinyOpenFold(nn.Module):
@@ -3559,17 +3402,17 @@ class TinyOpenFold(nn.Module):
                 msa, pair = checkpoint(block, *inputs, **options)
             else:
                 msa, pair = block(*inputs)
-        # The kernels of the losses count in 32 bits.
-        small = max(msa[0].numel(), pair[0].numel()) < 2**31
-        if true_tokens is not None and self.fusions.loss_fusion and small:
-            parameters = parameters_of(self.distogram.linear, self.masked_msa.linear)
-            targets = true_tokens, masked, coords, observed
-            return LossFunction.apply(msa, pair, targets, *parameters)
-        outputs = {"masked_msa": self.masked_msa(msa), "distogram": self.distogram(pair)}
         if true_tokens is None:
-            return outputs
-        distogram = self.distogram.loss(outputs["distogram"], coords, observed)
-        masked_msa = self.masked_msa.loss(outputs["masked_msa"], true_tokens, masked)
+            return {"masked_msa": self.masked_msa(msa), "distogram": self.distogram(pair)}
+        bins, known = self.distogram.targets(coords, observed)
+        if self.fusions.loss_fusion:
+            distogram = Projection.apply(pair, None, *parameters_of(self.distogram.linear))
+            masked_msa = Projection.apply(msa, None, *parameters_of(self.masked_msa.linear))
+            distogram = HeadLoss.apply(distogram, bins, known, True)
+            masked_msa = HeadLoss.apply(masked_msa, true_tokens, masked, False)
+        else:
+            distogram = head_loss(self.distogram(pair), bins, known)
+            masked_msa = head_loss(self.masked_msa(msa), true_tokens, masked)
         return 0.3 * distogram + 2.0 * masked_msa
 
 
