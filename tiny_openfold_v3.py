@@ -2378,8 +2378,13 @@ class EvoformerBlock(nn.Module):
         return msa, pair
 
 
-def mean_per_protein(error: Tensor, counted: Tensor) -> Tensor:
-    """Average errors [B, ...] over the counted [B, ...] of each protein, then over the batch."""
+def head_loss(logits: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
+    """Average cross-entropies over what counts of each protein, then over the batch -> scalar.
+
+    logits are [B, S, N, bins], targets and counted [B, S, N].
+    """
+    logits = logits.flatten(0, 2).float()
+    error = F.cross_entropy(logits, targets.flatten(), reduction="none").view(counted.shape)
     error, counted = (error * counted).flatten(1), counted.flatten(1)
     return (error.sum(1) / counted.sum(1).clamp(min=1)).mean()
 
@@ -2397,17 +2402,15 @@ class DistogramHead(nn.Module):
         return logits + logits.transpose(1, 2)
 
     @staticmethod
-    def loss(logits: Tensor, coords: Tensor, observed: Tensor) -> Tensor:
-        """Average cross-entropies of logits [B, N, N, 64] where both are observed [B, N] -> scalar.
+    def targets(coords: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:
+        """Find the bin of each distance, and whether it is known -> [B, N, N] both.
 
-        coords are [B, N, 3], in Angstrom.
+        coords are [B, N, 3], in Angstrom; observed is [B, N].
         """
         distance = (coords[:, :, None] - coords[:, None]).norm(dim=-1)
         first, last = FIRST_EDGE + BIN_WIDTH, LAST_EDGE - BIN_WIDTH
         edges = torch.linspace(first, last, NUM_BINS - 1, device=coords.device)
-        bins = torch.bucketize(distance, edges)
-        error = F.cross_entropy(logits.flatten(0, 2).float(), bins.flatten(), reduction="none")
-        return mean_per_protein(error.view(bins.shape), observed[:, :, None] & observed[:, None])
+        return torch.bucketize(distance, edges), observed[:, :, None] & observed[:, None]
 
 
 class MaskedMSAHead(nn.Module):
@@ -2420,13 +2423,6 @@ class MaskedMSAHead(nn.Module):
     def forward(self, msa: Tensor) -> Tensor:
         """Predict logits [B, S, N, 23] from msa [B, S, N, c_m]."""
         return self.linear(msa)
-
-    @staticmethod
-    def loss(logits: Tensor, true_tokens: Tensor, masked: Tensor) -> Tensor:
-        """Average cross-entropies of logits [B, S, N, 23] where masked [B, S, N] -> scalar."""
-        logits = logits.flatten(0, 2).float()
-        error = F.cross_entropy(logits, true_tokens.flatten(), reduction="none")
-        return mean_per_protein(error.view(masked.shape), masked)
 
 
 class TinyOpenFold(nn.Module):
@@ -2469,8 +2465,8 @@ class TinyOpenFold(nn.Module):
         outputs = {"masked_msa": self.masked_msa(msa), "distogram": self.distogram(pair)}
         if true_tokens is None:
             return outputs
-        distogram = self.distogram.loss(outputs["distogram"], coords, observed)
-        masked_msa = self.masked_msa.loss(outputs["masked_msa"], true_tokens, masked)
+        distogram = head_loss(outputs["distogram"], *self.distogram.targets(coords, observed))
+        masked_msa = head_loss(outputs["masked_msa"], true_tokens, masked)
         return 0.3 * distogram + 2.0 * masked_msa
 
 

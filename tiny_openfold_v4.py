@@ -12,8 +12,8 @@ fused-optimizer       AdamW as one kernel, which also writes the weights that th
 transition-fusion     a transition as one kernel; its hidden layer never reaches memory, and the
                       backward pass computes it again. Wide rows keep it, with bias and ReLU inside
                       the GEMMs
-embedding-fusion      the input embedding reads rows of a table, without one-hot vectors in memory
-loss-fusion           heads and losses in one kernel each; no logits in memory
+embedding-fusion      one product for each representation embeds the tokens
+loss-fusion           the loss of a head is one kernel, and its gradient another
 overlap               gradients of weights and biases on a side stream, as the backward pass goes on
 
 Each operation is computed in one of two ways: by these kernels, or by PyTorch alone, as in V1, also
@@ -103,8 +103,8 @@ FUSIONS: tuple[tuple[str, str, str], ...] = (
     ("triton-outer-product", "triton_outer_product", "outer products as the projection reads them"),
     ("fused-optimizer", "fused_optimizer", "AdamW as one kernel, which casts weights, too"),
     ("transition-fusion", "transition_fusion", "a transition as one kernel, forward and backward"),
-    ("embedding-fusion", "embedding_fusion", "rows of a table in place of one-hot GEMMs"),
-    ("loss-fusion", "loss_fusion", "heads and losses in one kernel each, without logits"),
+    ("embedding-fusion", "embedding_fusion", "one product embeds tokens for each representation"),
+    ("loss-fusion", "loss_fusion", "the loss of a head as one kernel, forward and backward"),
     ("overlap", "overlap", "in a graph, gradients of parameters on a stream of their own"),
 )
 # Which fusions are on: a field for each.
@@ -147,19 +147,12 @@ def missing_kernels(args: argparse.Namespace) -> dict[str, str]:
         ("triton_outer_product", "msa", 1024),
         ("triton_outer_product", "pair", held),
         ("transition_fusion", "msa pair", 1024),
-        ("loss_fusion", "msa pair", held),
     ):
         for row in rows.split():
             width = getattr(args, f"{row}_dim")
             if not 16 <= width <= width_most or width.bit_count() != 1:
                 wrong = f"--{row}-dim {width} is no power of two from 16 to {width_most}"
                 missing[name] = wrong
-    # Rows of the table of embeddings: 2 x 23 tokens and, for pairs, 65 offsets.
-    for name, width, rows in (("msa", args.msa_dim, 64), ("pair", dim, 128)):
-        padded = triton.next_power_of_2(width)
-        needed = 2 * rows * padded if hip else (4 * rows + 128) * padded + 10240
-        if needed > most:
-            missing["embedding_fusion"] = too_wide(f"--{name}-dim {width}", needed, most)
     return missing
 
 
@@ -321,10 +314,6 @@ BLOCKS: dict[str, str] = {
     "transition_backward_weights float32": "BLOCK_M=32,BLOCK_N=32,PROGRAMS=528,num_warps=8",
     "transition_backward_weights hip": "BLOCK_M=32,BLOCK_N=32,PROGRAMS=528,num_warps=4",
     "transition_backward_weights hip float32": "BLOCK_M=32,BLOCK_N=16,PROGRAMS=528,num_warps=8",
-    "transition_backward_hidden": "BLOCK_M=64,BLOCK_N=128,BLOCK_K=64,num_warps=4,num_stages=2",
-    "transition_backward_hidden float32": (
-        "BLOCK_M=64,BLOCK_N=64,BLOCK_K=32,num_warps=4,num_stages=2"
-    ),
     "norm_project": "BLOCK_M=64,BLOCK_N=128,num_warps=4,num_stages=2",
     "norm_project float32": "BLOCK_M=64,BLOCK_N=128,num_warps=8,num_stages=2",
     "norm_project hip": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=1",
@@ -333,15 +322,8 @@ BLOCKS: dict[str, str] = {
     "norm_project_backward hip": "BLOCK_M=32,BLOCK_K=32,num_warps=4,num_stages=1",
     "project_residual": "BLOCK_M=64,BLOCK_K=64,num_warps=4,num_stages=3",
     "project_residual hip": "BLOCK_M=64,BLOCK_K=32,num_warps=4,num_stages=1",
-    "embedding_forward": "TILE=4096,num_warps=4",
-    "embedding_backward": "BLOCK_M=64,PROGRAMS=132,num_warps=8,num_stages=3",
-    "embedding_backward float32": "BLOCK_M=32,PROGRAMS=132,num_warps=8,num_stages=2",
-    "embedding_backward hip": "BLOCK_M=32,PROGRAMS=132,num_warps=8,num_stages=1",
     "head_loss": "BLOCK_M=64,num_warps=4",
-    "head_loss hip": "BLOCK_M=32,num_warps=4",
-    "head_loss_backward": "BLOCK_M=64,PROGRAMS=264,num_warps=4,num_stages=2",
-    "head_loss_backward hip": "BLOCK_M=16,PROGRAMS=264,num_warps=4,num_stages=1",
-    "mean_losses": "BLOCK=1024,num_warps=4",
+    "head_loss_backward": "BLOCK_M=64,num_warps=4",
     "adamw": "BLOCK=1024,PROGRAMS=1024,num_warps=4",
 }
 # --- launch
@@ -2527,20 +2509,23 @@ def project_residual(
     return out
 
 
-class ProjectionWithResidual(torch.autograd.Function):
-    """Compute residual [..., C] + x W^T + b from x [..., K]."""
+class Projection(torch.autograd.Function):
+    """Compute x W^T + b [..., C] from x [..., K], plus a residual [..., C] if there is one."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        x, cast = x.contiguous(), cached_cast(weight, x.dtype)
+    def forward(ctx, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor) -> Tensor:
+        x, cast = x.contiguous(), cached_cast(weight, gemm_dtype(x))
         ctx.save_for_backward(x, cast)
         ctx.parameters = weight, bias
+        if residual is None:
+            return F.linear(x, cast, bias)
         return project_residual(x, cast, bias, residual.contiguous())
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, cast = ctx.saved_tensors
-        residual, grad = grad, grad.contiguous().to(x.dtype)
+        residual = grad if ctx.needs_input_grad[1] else None
+        grad = grad.contiguous().to(x.dtype)
         compute = partial(linear_gradients_out, grad, x)
         return grad @ cast, residual, *parameter_gradients(ctx, (ctx.parameters,), compute, grad, x)
 
@@ -2736,38 +2721,8 @@ class TransitionFunction(torch.autograd.Function):
         return grad_x, None, *parameter_gradients(ctx, groups, compute, grad_out, sums, *inputs)
 
 
-# A transition of rows too wide for that. The hidden layer is kept; its bias, its ReLU and their
-# backward pass are in the products that make it and its gradient.
-
-
-@triton.jit
-def transition_backward_hidden_kernel(
-    GRAD_OUT, WEIGHT_T, RELU, GRAD_H, SUMS, M, C: tl.constexpr, HIDDEN: tl.constexpr,
-    TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute dh = dout W2 where RELU = relu(h) > 0, else 0.
-
-    GRAD_OUT is [M, C], W2 [C, HIDDEN] (WEIGHT_T: see load_transposed), RELU and GRAD_H [M, HIDDEN].
-    A program owns a tile [BLOCK_M, BLOCK_N] of GRAD_H, and of SUMS [blocks of rows, HIDDEN] the
-    sums of its columns.
-    """
-    tiles: tl.constexpr = HIDDEN // BLOCK_N
-    block = tl.program_id(0) // tiles  # neighbours share the rows of GRAD_OUT
-    position = index(block * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
-    hidden = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (position < M)[:, None]
-    grad_h = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for first in tl.range(0, C, BLOCK_K):
-        channel = first + tl.arange(0, BLOCK_K)
-        at = GRAD_OUT + position[:, None] * C + channel[None, :]
-        grad_out = tl.load(at, mask=inside, other=0.0)
-        weight = load_transposed(WEIGHT_T, channel, hidden, C, HIDDEN, TRANSPOSED)
-        grad_h = tl.dot(grad_out, weight, grad_h, input_precision=PRECISION)  # dh += dout W2
-    at = position[:, None] * HIDDEN + hidden[None, :]
-    grad_h = tl.where(tl.load(RELU + at, mask=inside, other=0.0) > 0, grad_h, 0.0)
-    tl.store(GRAD_H + at, grad_h.to(GRAD_H.dtype.element_ty), mask=inside)
-    tl.store(SUMS + block * HIDDEN + hidden, tl.sum(grad_h, 0))
+# A transition of rows too wide for that. The hidden layer is kept; its bias and its ReLU are in the
+# product that makes it.
 
 
 class WideTransitionFunction(torch.autograd.Function):
@@ -2795,429 +2750,127 @@ class WideTransitionFunction(torch.autograd.Function):
         grad_out, (x, relu, weight_1, weight_2, normed) = grad_out.contiguous(), ctx.saved_tensors
         norm_parameters, dtype = ctx.parameters[:2], relu.dtype
         grad = grad_out.to(dtype)
-        options = transition_options("transition_backward_hidden", relu, weight_1)
-        options["BLOCK_K"] = min(options["BLOCK_K"], options["C"])
-        options["TRANSPOSED"] = dtype == torch.float32
-        weight_t = weight_2.t().contiguous() if options["TRANSPOSED"] else weight_2
-        blocks_of_rows, width = triton.cdiv(options["M"], options["BLOCK_M"]), options["HIDDEN"]
-        hidden_sums = grad.new_empty(blocks_of_rows, width, dtype=torch.float32)
-        grad_h, programs = torch.empty_like(relu), blocks_of_rows * (width // options["BLOCK_N"])
-        launch = wrap_triton(transition_backward_hidden_kernel)[(programs,)]
-        launch(grad, weight_t, relu, grad_h, hidden_sums, **options)
+        grad_h = grad @ weight_2
+        torch.ops.aten.threshold_backward.grad_input(grad_h, relu, 0, grad_input=grad_h)
         inputs = x, NormParameters(*norm_parameters), NormSettings(ctx.eps, dtype)
         grad_x, sums = norm_project_backward(*inputs, grad_h @ weight_1, None, grad_out)
 
-        def compute(
-            grad_norm: Tensor, grad_weight_1: Tensor, grad_bias_1: Tensor, grad_linear_2: Tensor
-        ) -> None:
+        def compute(grad_norm: Tensor, grad_linear_1: Tensor, grad_linear_2: Tensor) -> None:
             sum_parts(sums, grad_norm)
             y = layer_norm(x, *norm_parameters, ctx.eps, dtype) if normed is None else normed
-            linear_gradients_out(grad_h, y, grad_weight_1)
-            sum_parts(hidden_sums, grad_bias_1)
+            linear_gradients_out(grad_h, y, grad_linear_1)
             linear_gradients_out(grad, relu, grad_linear_2)
 
-        p = ctx.parameters
-        groups = p[:2], p[2:3], p[3:4], p[4:]
-        read = grad, relu, grad_h, x, sums, hidden_sums
+        groups = ctx.parameters[:2], ctx.parameters[2:4], ctx.parameters[4:]
+        read = grad, relu, grad_h, x, sums
         return grad_x, None, *parameter_gradients(ctx, groups, compute, *read)
 
 
-# Input embedding, before the blocks. A one-hot vector times a weight is a column of the weight: the
-# columns of all weights of an embedding are the rows of a table, of which a position adds up two or
-# three. The table's gradient is the product of the one-hot vectors, made in registers, with the
-# gradient of the result; that of the biases, in the table's last row, is their product with ones.
-
-
-@triton.jit
-def embedded_rows(TOKENS, position, S, N, TOKEN_COUNT: tl.constexpr, REACH: tl.constexpr):
-    """Return which three rows of the embedding's table are added up at these positions.
-
-    TOKENS is [B, S, N], row 0 of S the query. Without a REACH a position is (b, s, n), which adds
-    up the rows of the query's token and of its own; the third is none, -1. With one it is a pair
-    (b, i, j): the rows of the query's tokens at i and at j, and that of i - j, clipped to +-REACH.
-    """
-    first = position % N
-    if REACH > 0:
-        b, i = position // (N * N), position // N % N
-        offset = tl.minimum(tl.maximum(i - first, -REACH), REACH) + REACH
-        one = tl.load(TOKENS + b * S * N + i)
-        other = tl.load(TOKENS + b * S * N + first)
-        return one, other + TOKEN_COUNT, offset + 2 * TOKEN_COUNT
-    query = tl.load(TOKENS + position // (S * N) * (S * N) + first)
-    own = tl.load(TOKENS + position)
-    return query, own + TOKEN_COUNT, tl.zeros_like(own) - 1
-
-
-@triton.jit
-def embedding_forward_kernel(
-    TOKENS, TABLE, OUT, M, S, N, ROWS: tl.constexpr, TOKEN_COUNT: tl.constexpr,
-    REACH: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Add up rows of TABLE [ROWS + 1, C], whose last row is the biases', to OUT [M, C].
-
-    Which rows, embedded_rows tells. A program owns BLOCK_M positions.
-    """
-    position = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    position = tl.minimum(position, M - 1)  # those beyond the last write it once more
-    channel = tl.arange(0, BLOCK_C)
-    inside = (channel < C)[None, :]
-    one, other, third = embedded_rows(TOKENS, position, S, N, TOKEN_COUNT, REACH)
-    out = tl.load(TABLE + ROWS * C + channel, mask=channel < C, other=0.0)[None, :]
-    out += tl.load(TABLE + one[:, None] * C + channel[None, :], mask=inside, other=0.0)
-    out += tl.load(TABLE + other[:, None] * C + channel[None, :], mask=inside, other=0.0)
-    if REACH > 0:
-        out += tl.load(TABLE + third[:, None] * C + channel[None, :], mask=inside, other=0.0)
-    at = OUT + position[:, None] * C + channel[None, :]
-    tl.store(at, out.to(OUT.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def embedding_backward_kernel(
-    TOKENS, GRAD, SUMS, M, S, N, ROWS: tl.constexpr, TOKEN_COUNT: tl.constexpr,
-    REACH: tl.constexpr, BLOCK_ROWS: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_M: tl.constexpr, PROGRAMS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute the gradients of the embedding's parameters from GRAD [M, C].
-
-    They are rows of hot^T dout, with a one in `hot` for every row of the table that a position
-    reads, the biases' included. SUMS [PROGRAMS, elements] hold each weight [C, columns] and then
-    its bias [C], over every PROGRAMS-th block of BLOCK_M positions, which a program owns.
-    """
-    row, channel = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_C)
-    total = tl.zeros([BLOCK_ROWS, BLOCK_C], tl.float32)
-    for start in range(tl.program_id(0) * BLOCK_M, M, PROGRAMS * BLOCK_M):
-        position = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_M)
-        inside = position < M
-        at = GRAD + position[:, None] * C + channel[None, :]
-        grad = tl.load(at, mask=inside[:, None] & (channel < C)[None, :], other=0.0)
-        position = tl.minimum(position, M - 1)
-        one, other, third = embedded_rows(TOKENS, position, S, N, TOKEN_COUNT, REACH)
-        hot = (row[:, None] == one[None, :]) | (row[:, None] == other[None, :])
-        hot = hot | (row[:, None] == third[None, :]) | (row == ROWS)[:, None]
-        # dTABLE += hot dout
-        total = tl.dot(hot.to(grad.dtype), grad, total, input_precision=PRECISION)
-    WEIGHTS: tl.constexpr = 2 if REACH == 0 else 3
-    SUMS += tl.program_id(0) * (ROWS + WEIGHTS) * C
-    for number in tl.static_range(WEIGHTS):
-        first = number * TOKEN_COUNT
-        columns = TOKEN_COUNT if number < 2 else ROWS - 2 * TOKEN_COUNT
-        at = SUMS + channel[None, :] * columns + (row - first)[:, None]
-        own = (row >= first) & (row < first + columns)
-        tl.store(at, total, mask=own[:, None] & (channel < C)[None, :])
-        SUMS += C * columns
-        at = SUMS + tl.zeros_like(row)[:, None] + channel[None, :]
-        tl.store(at, total, mask=(row == ROWS)[:, None] & (channel < C)[None, :])
-        SUMS += C
-
-
-def embedding_options(tokens: Tensor, reach: int, dim: int, rows: int) -> dict[str, int]:
-    """Return what both kernels of the embedding are told; see embedded_rows."""
-    _, depth, length = tokens.shape
-    positions = len(tokens) * length * (length if reach else depth)
-    sizes = {"M": positions, "S": depth, "N": length, "ROWS": rows, "TOKEN_COUNT": NUM_TOKENS}
-    return {**sizes, "REACH": reach, "C": dim, "BLOCK_C": max(16, triton.next_power_of_2(dim))}
-
-
-class EmbeddingFunction(torch.autograd.Function):
-    """Embed tokens [B, S, N] as the MSA [B, S, N, C], with a `reach` as pairs [B, N, N, C].
-
-    The parameters are weight [C, columns] and bias [C] of each of two or three projections in turn,
-    whose columns embedded_rows chooses.
-    """
-
-    @staticmethod
-    def forward(ctx, tokens: Tensor, reach: int, dtype: torch.dtype, *parameters: Tensor) -> Tensor:
-        weights, biases = parameters[::2], parameters[1::2]
-        for weight, width in zip(weights, (NUM_TOKENS, NUM_TOKENS, 2 * reach + 1), strict=False):
-            check_shape("an embedding's weight", weight, len(biases[0]), width)
-        bias = torch.stack([bias.detach() for bias in biases], 1).sum(1, keepdim=True)
-        table = torch.cat([*(weight.detach() for weight in weights), bias], 1).t().contiguous()
-        ctx.save_for_backward(tokens := tokens.contiguous())
-        ctx.reach, ctx.parameters = reach, parameters
-        samples, depth, length = tokens.shape
-        rows, dim = len(table) - 1, table.shape[1]
-        out = table.new_empty(samples, length if reach else depth, length, dim, dtype=dtype)
-        options, chosen = embedding_options(tokens, reach, dim, rows), blocks("embedding_forward")
-        chosen["BLOCK_M"] = max(1, chosen.pop("TILE") // options["BLOCK_C"])
-        grid = (triton.cdiv(options["M"], chosen["BLOCK_M"]),)
-        wrap_triton(embedding_forward_kernel)[grid](tokens, table, out, **options, **chosen)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        (tokens,), grad = ctx.saved_tensors, grad.contiguous()
-
-        def compute(out: Tensor) -> None:
-            rows = sum(weight.shape[1] for weight in ctx.parameters[::2])
-            options = embedding_options(tokens, ctx.reach, grad.shape[-1], rows)
-            chosen = blocks("embedding_backward", grad.dtype)
-            programs = min(chosen["PROGRAMS"], triton.cdiv(options["M"], chosen["BLOCK_M"]))
-            options |= {**chosen, "PROGRAMS": programs, "PRECISION": dot_precision(grad.dtype)}
-            options["BLOCK_ROWS"] = max(16, triton.next_power_of_2(rows + 1))
-            sums = grad.new_empty(programs, len(out), dtype=torch.float32)
-            wrap_triton(embedding_backward_kernel)[(programs,)](tokens, grad, sums, **options)
-            sum_parts(sums, out)
-
-        return None, None, None, *parameter_gradients(ctx, (ctx.parameters,), compute, tokens, grad)
-
-
-# The heads and their losses, after the blocks: logits = x W^T + b, and their cross-entropy with a
-# target. The distogram's x is the sum of a pair and its mirror image, its target the bin of their
-# distance. Logits are in no memory, the backward pass makes them again.
-
-
-@triton.jit
-def head_targets(
-    TARGETS, COUNTED, b, row, N, ROWS_OF_SAMPLE, COORDINATES: tl.constexpr,
-    FIRST: tl.constexpr, WIDTH: tl.constexpr, BINS: tl.constexpr, BLOCK_BINS: tl.constexpr,
-):  # fmt: skip
-    """Return the target of each row of sample b, and whether it counts, as 1.0 or 0.0.
-
-    TARGETS [B, rows] are tokens, COUNTED [B, rows]; with COORDINATES they are [B, N, 3] and [B, N],
-    and the rows are pairs, whose target is the number of the inner edges below their distance.
-    """
-    inside = row < ROWS_OF_SAMPLE
-    if COORDINATES:
-        i, j = tl.minimum(row // N, N - 1), row % N
-        square = tl.zeros_like(row).to(tl.float32)
-        for axis in tl.static_range(3):
-            difference = tl.load(TARGETS + (b * N + i) * 3 + axis)
-            difference -= tl.load(TARGETS + (b * N + j) * 3 + axis)
-            square += difference * difference
-        edge = tl.arange(0, BLOCK_BINS)
-        beyond = tl.sqrt(square)[:, None] > (FIRST + WIDTH * (edge + 1))[None, :]
-        target = tl.sum((beyond & (edge < BINS - 1)[None, :]).to(tl.int32), 1)
-        counted = tl.load(COUNTED + b * N + i).to(tl.int1)
-        counted = counted & tl.load(COUNTED + b * N + j).to(tl.int1)
-    else:
-        at = b * ROWS_OF_SAMPLE + row
-        target = tl.load(TARGETS + at, mask=inside, other=0).to(tl.int32)
-        counted = tl.load(COUNTED + at, mask=inside, other=0).to(tl.int1)
-    return target, (counted & inside).to(tl.float32)
+# The loss of a head: cross-entropies of its logits, where a position counts. The distogram's logits
+# are the sum of those of a pair and of its mirror image. The backward pass reads them again.
 
 
 @triton.jit
 def head_logits(
-    X, WEIGHT, BIAS, b, row, N, ROWS_OF_SAMPLE, PAIRS: tl.constexpr, BINS: tl.constexpr,
-    BLOCK_BINS: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    LOGITS, b, row, N, ROWS_OF_SAMPLE, PAIRS: tl.constexpr, BINS: tl.constexpr,
+    BLOCK_BINS: tl.constexpr,
 ):  # fmt: skip
-    """Return x [rows, C], with PAIRS plus that of the mirrored pair, and the logits.
+    """Load the logits [rows, BINS] of sample b, with PAIRS plus those of the mirrored pairs.
 
-    Those beyond BINS are -inf.
+    They are [B, rows, BINS] in memory. Beyond BINS they are -inf.
     """
-    label, channel = tl.arange(0, BLOCK_BINS), tl.arange(0, C)
-    inside = (row < ROWS_OF_SAMPLE)[:, None]
-    X += b * ROWS_OF_SAMPLE * C
-    x = tl.load(X + row[:, None] * C + channel[None, :], mask=inside, other=0.0)
-    weight = load_heads(WEIGHT, BINS, BLOCK_BINS, C)
-    bias = tl.load(BIAS + label, mask=label < BINS, other=float("-inf")).to(tl.float32)
+    label = tl.arange(0, BLOCK_BINS)
+    inside = (row < ROWS_OF_SAMPLE)[:, None] & (label < BINS)[None, :]
+    LOGITS += b * ROWS_OF_SAMPLE * BINS
+    at = row.to(tl.int64)[:, None] * BINS + label[None, :]
+    logits = tl.load(LOGITS + at, mask=inside, other=0.0).to(tl.float32)
     if PAIRS:
-        mirrored = row % N * N + row // N
-        other = tl.load(X + mirrored[:, None] * C + channel[None, :], mask=inside, other=0.0)
-        x = (x.to(tl.float32) + other.to(tl.float32)).to(weight.dtype)
-        bias *= 2
-    x = x.to(weight.dtype)
-    return x, tl.dot(x, tl.trans(weight), input_precision=PRECISION) + bias[None, :]
+        at = (row % N * N + row // N).to(tl.int64)[:, None] * BINS + label[None, :]
+        logits += tl.load(LOGITS + at, mask=inside, other=0.0).to(tl.float32)
+    return tl.where((label < BINS)[None, :], logits, float("-inf"))
 
 
 @triton.jit
 def head_loss_kernel(
-    X, WEIGHT, BIAS, TARGETS, COUNTED, SUMS, N, ROWS_OF_SAMPLE, PAIRS: tl.constexpr,
-    FIRST: tl.constexpr, WIDTH: tl.constexpr, BINS: tl.constexpr, BLOCK_BINS: tl.constexpr,
-    C: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+    LOGITS, TARGETS, COUNTED, SCALES, LOSSES, N, ROWS_OF_SAMPLE, PAIRS: tl.constexpr,
+    BINS: tl.constexpr, BLOCK_BINS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Add up the cross-entropies of rows that count, and their number: SUMS [B, tiles, 2].
+    """Add up the cross-entropies of rows that count, times SCALES [B]: LOSSES [B, tiles].
 
-    X is [B, rows, C], WEIGHT [BINS, C], BIAS [BINS]; TARGETS and COUNTED as in head_targets. A
-    program owns BLOCK_M rows of a sample.
+    LOGITS is [B, rows, BINS], TARGETS and COUNTED are [B, rows]. A program owns BLOCK_M rows of a
+    sample.
     """
     tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    target, counted = head_targets(
-        TARGETS, COUNTED, b, row, N, ROWS_OF_SAMPLE, PAIRS, FIRST, WIDTH, BINS, BLOCK_BINS
-    )  # fmt: skip
-    _, logits = head_logits(
-        X, WEIGHT, BIAS, b, row, N, ROWS_OF_SAMPLE, PAIRS, BINS, BLOCK_BINS, C, PRECISION
-    )  # fmt: skip
+    logits = head_logits(LOGITS, b, row, N, ROWS_OF_SAMPLE, PAIRS, BINS, BLOCK_BINS)
+    at, inside = b * ROWS_OF_SAMPLE + row, row < ROWS_OF_SAMPLE
+    target = tl.load(TARGETS + at, mask=inside, other=0)
+    counted = tl.load(COUNTED + at, mask=inside, other=0) != 0
     is_target = tl.arange(0, BLOCK_BINS)[None, :] == target[:, None]
     highest = tl.max(logits, 1)
     error = tl.log(tl.sum(tl.exp(logits - highest[:, None]), 1)) + highest
     error -= tl.sum(tl.where(is_target, logits, 0.0), 1)
-    at = SUMS + (b * tl.num_programs(0) + tile) * 2
-    tl.store(at, tl.sum(tl.where(counted > 0, error, 0.0), 0))
-    tl.store(at + 1, tl.sum(counted, 0))
+    loss = tl.sum(tl.where(counted, error, 0.0), 0) * tl.load(SCALES + b)
+    tl.store(LOSSES + b * tl.num_programs(0) + tile, loss)
 
 
 @triton.jit
 def head_loss_backward_kernel(
-    X, WEIGHT, BIAS, TARGETS, COUNTED, GRAD, SCALES, GRAD_X, SUMS, N, ROWS_OF_SAMPLE,
-    PAIRS: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, BINS: tl.constexpr,
-    BLOCK_BINS: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, PROGRAMS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    LOGITS, TARGETS, COUNTED, SCALES, GRAD, GRAD_LOGITS, N, ROWS_OF_SAMPLE, PAIRS: tl.constexpr,
+    BINS: tl.constexpr, BLOCK_BINS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx, dW and db: dl = scale_b * dloss * (softmax(l) - onehot), dx = dl W, dW = dl^T x.
+    """Compute dlogits = scale_b * dloss * (softmax(logits) - onehot), or 0 where nothing counts.
 
-    GRAD [] is dloss, SCALES [B]. A pair's logits are those of its mirror image, too: dx and db are
-    twice as much there. SUMS [B, PROGRAMS, BINS x C + BINS] are dW and db over every PROGRAMS-th
-    block of BLOCK_M rows of a sample, which a program owns.
+    GRAD [] is dloss, GRAD_LOGITS is [B, rows, BINS]. With PAIRS it is twice as much: the logits of
+    a pair are those of its mirror image, too. A program owns BLOCK_M rows of a sample.
     """
-    b = tl.program_id(1).to(tl.int64)
-    label, channel = tl.arange(0, BLOCK_BINS), tl.arange(0, C)
-    dtype = WEIGHT.dtype.element_ty
-    scale = tl.load(GRAD).to(tl.float32) * tl.load(SCALES + b)
-    grad_weight = tl.zeros([BLOCK_BINS, C], tl.float32)
-    grad_bias = tl.zeros([BLOCK_BINS], tl.float32)
-    for start in range(tl.program_id(0) * BLOCK_M, ROWS_OF_SAMPLE, PROGRAMS * BLOCK_M):
-        row = start + tl.arange(0, BLOCK_M)
-        target, counted = head_targets(
-            TARGETS, COUNTED, b, row, N, ROWS_OF_SAMPLE, PAIRS, FIRST, WIDTH, BINS, BLOCK_BINS
-        )  # fmt: skip
-        x, logits = head_logits(
-            X, WEIGHT, BIAS, b, row, N, ROWS_OF_SAMPLE, PAIRS, BINS, BLOCK_BINS, C, PRECISION
-        )  # fmt: skip
-        grad = tl.exp(logits - tl.max(logits, 1)[:, None])
-        grad /= tl.sum(grad, 1)[:, None]
-        grad -= (label[None, :] == target[:, None]).to(tl.float32)
-        grad = tl.where((counted > 0)[:, None], grad * scale, 0.0)
-        grad_bias += tl.sum(grad, 0)
-        grad = grad.to(dtype)
-        # dW += dl^T x
-        grad_weight = tl.dot(tl.trans(grad), x, grad_weight, input_precision=PRECISION)
-        weight = load_heads(WEIGHT, BINS, BLOCK_BINS, C)
-        grad_x = tl.dot(grad, weight, input_precision=PRECISION)  # dl W
-        if PAIRS:
-            grad_x *= 2
-        at = GRAD_X + (b * ROWS_OF_SAMPLE + row)[:, None] * C + channel[None, :]
-        tl.store(at, grad_x.to(GRAD_X.dtype.element_ty), mask=(row < ROWS_OF_SAMPLE)[:, None])
+    tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, label = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_BINS)
+    logits = head_logits(LOGITS, b, row, N, ROWS_OF_SAMPLE, PAIRS, BINS, BLOCK_BINS)
+    at, inside = b * ROWS_OF_SAMPLE + row, row < ROWS_OF_SAMPLE
+    target = tl.load(TARGETS + at, mask=inside, other=0)
+    counted = tl.load(COUNTED + at, mask=inside, other=0) != 0
+    grad = tl.exp(logits - tl.max(logits, 1)[:, None])
+    grad /= tl.sum(grad, 1)[:, None]
+    grad -= (label[None, :] == target[:, None]).to(tl.float32)
+    grad *= tl.load(GRAD).to(tl.float32) * tl.load(SCALES + b)
     if PAIRS:
-        grad_bias *= 2
-    SUMS += (b * PROGRAMS + tl.program_id(0)) * (BINS * C + BINS)
-    at = SUMS + label[:, None] * C + channel[None, :]
-    tl.store(at, grad_weight, mask=(label < BINS)[:, None])
-    tl.store(SUMS + BINS * C + label, grad_bias, mask=label < BINS)
+        grad *= 2
+    grad = tl.where(counted[:, None], grad, 0.0)
+    at = GRAD_LOGITS + at[:, None] * BINS + label[None, :]
+    mask = inside[:, None] & (label < BINS)[None, :]
+    tl.store(at, grad.to(GRAD_LOGITS.dtype.element_ty), mask=mask)
 
 
-class Head(NamedTuple):
-    """What a head's loss is made of.
+class HeadLoss(torch.autograd.Function):
+    """Average cross-entropies over what counts of each protein, then over the batch -> scalar.
 
-    x are pairs [B, N, N, C] with coordinates [B, N, 3] as targets, of which [B, N] count, or the
-    MSA [B, S, N, C] with tokens [B, S, N] as targets, of which [B, S, N] count. weight [BINS, C] is
-    in the type of the GEMM, bias [BINS].
-    """
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor
-    targets: Tensor
-    counted: Tensor
-
-    def options(self, kernel: str) -> dict[str, int | float | bool | str]:
-        """Return what a kernel of the loss is told."""
-        check_not_empty(kernel, self.x)
-        bins, _, positions, length, dim = len(self.weight), *self.x.shape
-        return {
-            **blocks(kernel, self.weight.dtype),
-            **{"N": length, "ROWS_OF_SAMPLE": positions * length, "C": dim, "BINS": bins},
-            **{"BLOCK_BINS": max(16, triton.next_power_of_2(bins)), "FIRST": FIRST_EDGE},
-            **{"PAIRS": self.targets.is_floating_point(), "WIDTH": BIN_WIDTH},
-            "PRECISION": dot_precision(self.weight.dtype),
-        }
-
-    def loss(self) -> Tensor:
-        """Add up cross-entropies, and how many count -> [B, tiles, 2]."""
-        options = self.options("head_loss")
-        tiles, samples = triton.cdiv(options["ROWS_OF_SAMPLE"], options["BLOCK_M"]), len(self.x)
-        sums = self.x.new_empty(samples, tiles, 2, dtype=torch.float32)
-        wrap_triton(head_loss_kernel)[(tiles, samples)](*self, sums, **options)
-        return sums
-
-    def backward(self, grad: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the gradient of x, and parts [programs, elements] of those of weight and bias."""
-        options, samples = self.options("head_loss_backward"), len(self.x)
-        warps = options["BLOCK_M"] * options["C"] // 2048
-        options["num_warps"] = max(options["num_warps"], warps)
-        tiles = triton.cdiv(options["ROWS_OF_SAMPLE"], options["BLOCK_M"])
-        programs = options["PROGRAMS"] = min(tiles, triton.cdiv(options["PROGRAMS"], samples))
-        elements, grad_x = self.weight.numel() + self.bias.numel(), torch.empty_like(self.x)
-        sums = self.x.new_empty(samples * programs, elements, dtype=torch.float32)
-        launch = wrap_triton(head_loss_backward_kernel)[(programs, samples)]
-        launch(*self, grad, scales, grad_x, sums, **options)
-        return grad_x, sums
-
-
-@triton.jit
-def mean_loss(SUMS, SCALES, b, tiles, B, factor: tl.constexpr, BLOCK: tl.constexpr):
-    """Return factor / B * error / max(count, 1) of sample b; SCALES gets what scaled the error."""
-    error = tl.zeros([BLOCK], tl.float32)
-    count = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, tiles, BLOCK):
-        tile = start + tl.arange(0, BLOCK)
-        at = SUMS + (b * tiles + tile) * 2
-        error += tl.load(at, mask=tile < tiles, other=0.0)
-        count += tl.load(at + 1, mask=tile < tiles, other=0.0)
-    scale = factor / B / tl.maximum(tl.sum(count, 0), 1.0)
-    tl.store(SCALES + b, scale)
-    return scale * tl.sum(error, 0)
-
-
-@triton.jit
-def mean_losses_kernel(
-    SUMS_1, SUMS_2, LOSS, SCALES, tiles_1, tiles_2, B, FACTOR_1: tl.constexpr,
-    FACTOR_2: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Average the losses of two heads over each protein, then over the batch, and add them up.
-
-    SUMS_... are [B, tiles, 2], SCALES [2, B] what each error is multiplied by. One program.
-    """
-    loss = tl.zeros([1], tl.float32)
-    for b in range(B):
-        loss += mean_loss(SUMS_1, SCALES, b, tiles_1, B, FACTOR_1, BLOCK)
-        loss += mean_loss(SUMS_2, SCALES + B, b, tiles_2, B, FACTOR_2, BLOCK)
-    tl.store(LOSS + tl.arange(0, 1), loss)
-
-
-class LossFunction(torch.autograd.Function):
-    """Compute 0.3 x the distogram's loss + 2.0 x that of the masked MSA, heads included.
-
-    msa [B, S, N, c_m], pair [B, N, N, c_z], true_tokens and masked [B, S, N], coords [B, N, 3],
-    observed [B, N]. The parameters are weight and bias of the distogram's head, then of the MSA's.
+    logits [B, S, N, bins], targets and counted [B, S, N]; with `pairs` S is N, and the logits are
+    those of a pair plus those of its mirror image.
     """
 
     @staticmethod
-    def forward(ctx, msa: Tensor, pair: Tensor, targets: Sequence[Tensor], *parameters: Tensor):
-        samples, depth, length, _ = msa.shape
-        shapes = *2 * [(samples, depth, length)], (samples, length, 3), (samples, length)
-        for name, target, shape in zip(TinyOpenFold.TARGETS, targets, shapes, strict=True):
-            check_shape(name, target, *shape)
-        check_shape("pair", pair, samples, length, length, pair.shape[-1])
-        true_tokens, masked, coords, observed = (target.contiguous() for target in targets)
-        casts = [cached_cast(weight, gemm_dtype(msa)) for weight in parameters[::2]]
-        heads = (
-            Head(pair.contiguous(), casts[0], parameters[1], coords, observed),
-            Head(msa.contiguous(), casts[1], parameters[3], true_tokens, masked),
-        )
-        sums = [head.loss() for head in heads]
-        loss, scales = sums[0].new_empty(()), sums[0].new_empty(2, samples)
-        tiles = {"tiles_1": sums[0].shape[1], "tiles_2": sums[1].shape[1], "B": samples}
-        factors = {"FACTOR_1": 0.3, "FACTOR_2": 2.0}
-        launch = wrap_triton(mean_losses_kernel)[(1,)]
-        launch(*sums, loss, scales, **tiles, **factors, **blocks("mean_losses"))
-        ctx.save_for_backward(scales, *heads[0], *heads[1])
-        ctx.parameters = parameters
-        return loss
+    def forward(ctx, logits: Tensor, targets: Tensor, counted: Tensor, pairs: bool) -> Tensor:
+        logits, targets, counted = (t.contiguous() for t in (logits, targets, counted))
+        samples, depth, length, bins = logits.shape
+        scales = 1 / (samples * counted.flatten(1).sum(1).clamp(min=1))
+        options = {"N": length, "ROWS_OF_SAMPLE": depth * length, "PAIRS": pairs, "BINS": bins}
+        options["BLOCK_BINS"] = triton.next_power_of_2(bins)
+        options |= blocks("head_loss")
+        grid = triton.cdiv(depth * length, options["BLOCK_M"]), samples
+        losses = scales.new_empty(math.prod(grid), 1)
+        launch = wrap_triton(head_loss_kernel)[grid]
+        launch(logits, targets, counted, scales, losses, **options)
+        ctx.save_for_backward(logits, targets, counted, scales)
+        ctx.grid, ctx.options = grid, options
+        return sum_parts(losses)[0]
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        scales, *tensors = ctx.saved_tensors
-        grad_pair, sums_1 = Head(*tensors[:5]).backward(grad, scales[0])
-        grad_msa, sums_2 = Head(*tensors[5:]).backward(grad, scales[1])
-
-        def compute(out_1: Tensor, out_2: Tensor) -> None:
-            sum_parts(sums_1, out_1)
-            sum_parts(sums_2, out_2)
-
-        groups = ctx.parameters[:2], ctx.parameters[2:]
-        return grad_msa, grad_pair, None, *parameter_gradients(ctx, groups, compute, sums_1, sums_2)
+        grad_logits = torch.empty_like(ctx.saved_tensors[0])
+        launch = wrap_triton(head_loss_backward_kernel)[ctx.grid]
+        launch(*ctx.saved_tensors, grad, grad_logits, **ctx.options)
+        return grad_logits, None, None, None
 
 
 # --- model
@@ -3246,29 +2899,49 @@ class InputEmbedder(nn.Module):
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
-        # Those of one result follow each other: one launch writes their gradients.
         self.linear_tf_z_i = nn.Linear(NUM_TOKENS, config.pair_dim)
         self.linear_tf_z_j = nn.Linear(NUM_TOKENS, config.pair_dim)
-        self.linear_relpos = nn.Linear(2 * MAX_OFFSET + 1, config.pair_dim)
         self.linear_tf_m = nn.Linear(NUM_TOKENS, config.msa_dim)
         self.linear_msa_m = nn.Linear(NUM_TOKENS, config.msa_dim)
+        self.linear_relpos = nn.Linear(2 * MAX_OFFSET + 1, config.pair_dim)
         self.fused = fusions.embedding_fusion
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Embed tokens [B, S, N] -> msa [B, S, N, c_m], pair [B, N, N, c_z]."""
-        if self.fused:
-            dtype = gemm_dtype(self.linear_tf_m.weight)
-            pair = self.linear_tf_z_i, self.linear_tf_z_j, self.linear_relpos
-            pair = EmbeddingFunction.apply(tokens, MAX_OFFSET, dtype, *parameters_of(*pair))
-            msa = parameters_of(self.linear_tf_m, self.linear_msa_m)
-            return EmbeddingFunction.apply(tokens, 0, dtype, *msa), pair
-        alignment = one_hot(tokens, NUM_TOKENS)
-        query = alignment[:, 0]
         position = torch.arange(tokens.shape[-1], device=tokens.device)
         offset = (position[:, None] - position).clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
+        if self.fused:
+            query = tokens[:, 0]
+            pair = (
+                (self.linear_tf_z_i, query[:, :, None]),
+                (self.linear_tf_z_j, query[:, None]),
+                (self.linear_relpos, offset),
+            )
+            msa = (self.linear_tf_m, query[:, None]), (self.linear_msa_m, tokens)
+            return embed(msa), embed(pair)
+        alignment = one_hot(tokens, NUM_TOKENS)
+        query = alignment[:, 0]
         pair = self.linear_tf_z_i(query)[:, :, None] + self.linear_tf_z_j(query)[:, None]
         pair = pair + self.linear_relpos(one_hot(offset, 2 * MAX_OFFSET + 1))
         return self.linear_msa_m(alignment) + self.linear_tf_m(query)[:, None], pair
+
+
+def embed(parts: Sequence[tuple[nn.Linear, Tensor]]) -> Tensor:
+    """Add up projections of one-hot vectors -> [..., C], given where each has its one [...].
+
+    The weights side by side are one matrix, with all biases in its next column. One product with
+    vectors of several ones replaces a product, and a sum, for each of them.
+    """
+    linears, places = zip(*parts, strict=True)
+    bias = torch.stack([linear.bias for linear in linears], 1).sum(1, keepdim=True)
+    weight = torch.cat([*(linear.weight for linear in linears), bias], 1)
+    ends = [*itertools.accumulate(linear.in_features for linear in linears)]
+    weight = F.pad(weight, (0, -weight.shape[1] % 8))  # a GEMM reads 16 bytes at a time
+    places = [place + first for place, first in zip(places, (0, *ends), strict=False)]
+    places = torch.broadcast_tensors(*places, torch.full_like(places[0], ends[-1]))
+    shape = *places[0].shape, weight.shape[1]
+    ones = weight.new_zeros(shape, dtype=gemm_dtype(weight))
+    return F.linear(ones.scatter_(-1, torch.stack(places, -1), 1.0), weight)
 
 
 def parameters_of(*modules: nn.Module) -> list[nn.Parameter]:
@@ -3391,7 +3064,7 @@ class GatedAttention(nn.Module):
             bias = bias.expand(-1, self.heads, present.shape[1], -1)
         qkvg = qkvg.unflatten(-1, (self.heads, 4, -1))
         out = GatedAttentionFunction.apply(qkvg, linear.bias, bias, columns)
-        return ProjectionWithResidual.apply(out, x, *parameters_of(self.linear_o))
+        return Projection.apply(out, x, *parameters_of(self.linear_o))
 
 
 def normed_projection(
@@ -3629,8 +3302,13 @@ class EvoformerBlock(nn.Module):
         return msa, pair
 
 
-def mean_per_protein(error: Tensor, counted: Tensor) -> Tensor:
-    """Average errors [B, ...] over the counted [B, ...] of each protein, then over the batch."""
+def head_loss(logits: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
+    """Average cross-entropies over what counts of each protein, then over the batch -> scalar.
+
+    logits are [B, S, N, bins], targets and counted [B, S, N].
+    """
+    logits = logits.flatten(0, 2).float()
+    error = F.cross_entropy(logits, targets.flatten(), reduction="none").view(counted.shape)
     error, counted = (error * counted).flatten(1), counted.flatten(1)
     return (error.sum(1) / counted.sum(1).clamp(min=1)).mean()
 
@@ -3648,17 +3326,15 @@ class DistogramHead(nn.Module):
         return logits + logits.transpose(1, 2)
 
     @staticmethod
-    def loss(logits: Tensor, coords: Tensor, observed: Tensor) -> Tensor:
-        """Average cross-entropies of logits [B, N, N, 64] where both are observed [B, N] -> scalar.
+    def targets(coords: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:
+        """Find the bin of each distance, and whether it is known -> [B, N, N] both.
 
-        coords are [B, N, 3], in Angstrom.
+        coords are [B, N, 3], in Angstrom; observed is [B, N].
         """
         distance = (coords[:, :, None] - coords[:, None]).norm(dim=-1)
         first, last = FIRST_EDGE + BIN_WIDTH, LAST_EDGE - BIN_WIDTH
         edges = torch.linspace(first, last, NUM_BINS - 1, device=coords.device)
-        bins = torch.bucketize(distance, edges)
-        error = F.cross_entropy(logits.flatten(0, 2).float(), bins.flatten(), reduction="none")
-        return mean_per_protein(error.view(bins.shape), observed[:, :, None] & observed[:, None])
+        return torch.bucketize(distance, edges), observed[:, :, None] & observed[:, None]
 
 
 class MaskedMSAHead(nn.Module):
@@ -3671,13 +3347,6 @@ class MaskedMSAHead(nn.Module):
     def forward(self, msa: Tensor) -> Tensor:
         """Predict logits [B, S, N, 23] from msa [B, S, N, c_m]."""
         return self.linear(msa)
-
-    @staticmethod
-    def loss(logits: Tensor, true_tokens: Tensor, masked: Tensor) -> Tensor:
-        """Average cross-entropies of logits [B, S, N, 23] where masked [B, S, N] -> scalar."""
-        logits = logits.flatten(0, 2).float()
-        error = F.cross_entropy(logits, true_tokens.flatten(), reduction="none")
-        return mean_per_protein(error.view(masked.shape), masked)
 
 
 class TinyOpenFold(nn.Module):
@@ -3723,17 +3392,17 @@ class TinyOpenFold(nn.Module):
                 msa, pair = checkpoint(block, *inputs, **options)
             else:
                 msa, pair = block(*inputs)
-        # The kernels of the losses count in 32 bits.
-        small = max(msa[0].numel(), pair[0].numel()) < 2**31
-        if true_tokens is not None and self.fusions.loss_fusion and small:
-            parameters = parameters_of(self.distogram.linear, self.masked_msa.linear)
-            targets = true_tokens, masked, coords, observed
-            return LossFunction.apply(msa, pair, targets, *parameters)
-        outputs = {"masked_msa": self.masked_msa(msa), "distogram": self.distogram(pair)}
         if true_tokens is None:
-            return outputs
-        distogram = self.distogram.loss(outputs["distogram"], coords, observed)
-        masked_msa = self.masked_msa.loss(outputs["masked_msa"], true_tokens, masked)
+            return {"masked_msa": self.masked_msa(msa), "distogram": self.distogram(pair)}
+        bins, known = self.distogram.targets(coords, observed)
+        if self.fusions.loss_fusion:
+            distogram = Projection.apply(pair, None, *parameters_of(self.distogram.linear))
+            masked_msa = Projection.apply(msa, None, *parameters_of(self.masked_msa.linear))
+            distogram = HeadLoss.apply(distogram, bins, known, True)
+            masked_msa = HeadLoss.apply(masked_msa, true_tokens, masked, False)
+        else:
+            distogram = head_loss(self.distogram(pair), bins, known)
+            masked_msa = head_loss(self.masked_msa(msa), true_tokens, masked)
         return 0.3 * distogram + 2.0 * masked_msa
 
 

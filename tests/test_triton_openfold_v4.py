@@ -85,14 +85,21 @@ def test_loss(dtype: torch.dtype):
     inputs = [randn(2, 3, 9, 16, dtype=dtype), randn(2, 9, 9, 32, dtype=dtype)]
     inputs += [randn(64, 32, scale=0.2), randn(64), randn(23, 16, scale=0.2), randn(23)]
 
+    bins, known = v4.DistogramHead.targets(coords, observed)
+    assert bins[0, 0].tolist() == [0, 0, 8, 15, 23, 30, 37, 45, 63]
+
     def ours(msa: Tensor, pair: Tensor, *parameters: Tensor) -> Tensor:
-        return v4.LossFunction.apply(msa, pair, (tokens, masked, coords, observed), *parameters)
+        with torch.autocast(DEVICE.type, dtype, enabled=dtype != torch.float32):
+            distogram = v4.Projection.apply(pair, None, *parameters[:2])
+            of_msa = v4.Projection.apply(msa, None, *parameters[2:])
+        distogram = v4.HeadLoss.apply(distogram, bins, known, True)
+        return 0.3 * distogram + 2.0 * v4.HeadLoss.apply(of_msa, tokens, masked, False)
 
     def reference(msa: Tensor, pair: Tensor, *parameters: Tensor) -> Tensor:
         logits = F.linear(pair, *parameters[:2])
         with InFloat64():
-            distogram = v4.DistogramHead.loss(logits + logits.transpose(1, 2), coords, observed)
-            of_msa = v4.MaskedMSAHead.loss(F.linear(msa, *parameters[2:]), tokens, masked)
+            distogram = v4.head_loss(logits + logits.transpose(1, 2), bins, known)
+            of_msa = v4.head_loss(F.linear(msa, *parameters[2:]), tokens, masked)
         return 0.3 * distogram + 2.0 * of_msa
 
     check_close(ours, reference, *inputs, limit=LIMITS[dtype])

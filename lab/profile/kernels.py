@@ -76,7 +76,7 @@ KERNELS = (
     ("GEMM", r"cijk_|gemm|gemv|nvjet|xmma|cutlass|splitk|dot_kernel|reduce_1block|rocblas_dot"),
     ("copies", r"memcpy|memset|copy_kernel|copy_device|batchedcopy|fillfunctor|fill_kernel"),
     ("copies", r"(copy|fill)buffer"),
-    ("other", r"head_loss|mean_losses"),  # V4's
+    ("other", r"head_loss"),  # V4's
     ("other", r"embedding|index|gather|scatter|nll_loss|searchsorted|bucketize|distribution"),
     ("other", r"sort|scan_"),
     ("reductions", r"reduce"),
