@@ -134,7 +134,7 @@ def measure(module: ModuleType, args: argparse.Namespace, intensity: bool, roofl
     except OSError as error:
         reason = f"cannot write there ({error.strerror})"
         raise ToolError(f"--profile-dir {directory}: {reason}") from error
-    trainer = module.Trainer(args, device)
+    trainer = module.Trainer(args).build()
     kinds = module_kinds(trainer.model)
     flop, both, moved = count_modules(trainer, kinds, module.NO_WORK)
     source, text = "torch.utils.flop_counter", None

@@ -57,6 +57,7 @@ from lab.profile.kernels import (
     statistics_of,
     write_statistics,
 )
+from lab.profile.steps import GRAPH_PHASES, PHASES
 from lab.script import load_script, script_arguments, tool_parser
 from lab.show import Column, render, write_csv
 
@@ -251,7 +252,7 @@ def report(
         f"# Profile of {module.SCRIPT}",
         *("", "## Settings", "", *(f"- {name}: {value}" for name, value in settings.items())),
         *("", "## Timing", "", "Measured without the profiler, before the profiled steps.", ""),
-        *("```", module.report(summary).rstrip(), "```"),
+        *("```", module.report(summary), "```"),
         *("", f"## {profile.unit.capitalize()} by category", ""),
         f"{clock} in {profile.steps} profiled steps. {slower}",
         *("", share_table(profile, "category", profile.categories)),
@@ -313,7 +314,7 @@ def profile_script(own: argparse.Namespace, rest: list[str]) -> int:
     summary, events = read_json(result), load_trace(trace)
     if summary["environment"]["device"] == "cuda" and not has_gpu(events):
         raise ToolError(NO_KERNELS, status=1)
-    profile = analyse(events, module.GRAPH_PHASES if args.cuda_graph else module.PHASES)
+    profile = analyse(events, GRAPH_PHASES if args.cuda_graph else PHASES)
 
     phases = [{"phase": phase, **asdict(share)} for phase, share in profile.phases.items()]
     content = json.dumps(as_json(profile, summary), indent=1)

@@ -762,7 +762,7 @@ class Trainer:
             "fusions": {name: getattr(args, name) for _, name, _ in FUSIONS},
             "without_effect": args.without_effect,
             "training": {n: getattr(args, n) for n in SETTINGS} | {"processes": WORLD_SIZE},
-            "environment": environment(args.device),
+            "environment": environment(torch.device(args.device)),
             **self.facts,
             "timing": timing,
             "memory": {"peak_mb": self.peak / 1e6} if self.peak else {},
@@ -840,14 +840,14 @@ def count_flops(args: argparse.Namespace, batch: dict[str, Tensor]) -> int:
     return counter.get_total_flops()
 
 
-def environment(device: str) -> dict:
+def environment(device: torch.device) -> dict:
     """Return what the numbers are measured on."""
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.exists() else ""
     cpu = text.partition("model name\t: ")[2].partition("\n")[0] or os.uname().machine
     return {
-        "device": device,
-        "device_name": torch.cuda.get_device_name() if device == "cuda" else cpu,
+        "device": device.type,
+        "device_name": torch.cuda.get_device_name() if device.type == "cuda" else cpu,
         "cpu_threads": torch.get_num_threads(),
         "python": sys.version.split()[0],
         "torch": torch.__version__,
@@ -859,7 +859,9 @@ def environment(device: str) -> dict:
 
 def headline(args: argparse.Namespace, facts: dict) -> str:
     """Name script, device, sizes, precision and fusions in one line."""
-    device = environment(args.device)["device_name"] + f" x {WORLD_SIZE}" * (WORLD_SIZE > 1)
+    device = environment(torch.device(args.device))["device_name"] + f" x {WORLD_SIZE}" * (
+        WORLD_SIZE > 1
+    )
     sizes = {"batch_size": args.batch_size, **facts["config"]}
     sizes = ", ".join(f"{name} {n}" for name, n in sizes.items() if type(n) is int)
     float32 = f"float32 (matmul precision {args.matmul_precision})"
@@ -872,8 +874,9 @@ def headline(args: argparse.Namespace, facts: dict) -> str:
     )
 
 
-def report(result: dict) -> None:
-    """Print the lines whose values were measured."""
+def report(result: dict) -> str:
+    """Return the lines whose values were measured."""
+    lines = []
     timing, kernels, off = result["timing"], result["kernels"], result["kernels"].get("all_off", 0)
     remark = "" if off == 0 else f" (all fusions off: {off or 'out of memory'})"
     if kernels.get("unit") == "operator calls":
@@ -900,7 +903,8 @@ def report(result: dict) -> None:
         ("FLOPs per step", result["flops"], rate, "{:.4g} GFLOP, achieved {:.3g} TFLOP/s"),
     ):
         if all(key in group for key in keys):
-            print(f"{label}: {text.format(*map(group.get, keys))}")
+            lines.append(f"{label}: {text.format(*map(group.get, keys))}")
+    return "\n".join(lines)
 
 
 def compare(before: dict, after: dict) -> None:
@@ -943,8 +947,8 @@ def explain(error: BaseException) -> tuple[int, str]:
         return 3, f"out of memory: lower --batch-size or --seq-len ({line})"
     if isinstance(error, OSError):
         return 2, f"cannot write {error.filename or 'the output'}: {error.strerror}"
-    compiler = type(error).__module__.startswith(("torch._", "triton"))
-    if compiler or isinstance(error, FloatingPointError):
+    library = type(error).__module__.startswith(("torch.", "torch._", "triton"))
+    if library or isinstance(error, FloatingPointError):
         return 1, line
     raise error
 
@@ -958,7 +962,7 @@ def measure(*trainers: Trainer) -> list[dict]:
         for trainer in trainers:
             trainer.write()  # for a run that is killed
         if args.enable_rocm_profiling:
-            ranges = beside("lab.rocm.ranges", "--enable-rocm-profiling").ranges
+            ranges = beside("lab.profile.steps", "--enable-rocm-profiling").recorded_region
         for trainer in trainers:
             trainer.start()
         with ranges(trainers):
@@ -986,12 +990,9 @@ def join_processes(args: argparse.Namespace) -> None:
     """Meet the other processes that torchrun started; only the first prints from now on."""
     if args.device == "cuda":
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    if args.cuda_graph:  # says PyTorch
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-    try:
-        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-    except (RuntimeError, ValueError) as error:
-        fail(f"{WORLD_SIZE} processes cannot meet: {str(error).splitlines()[0]}")
+    if args.cuda_graph:
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # says PyTorch
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     if RANK:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
 
@@ -1005,9 +1006,9 @@ def main(argv: list[str] | None = None) -> int:
         words = [*torchrun, str(args.num_gpus), __file__, *(sys.argv[1:] if argv is None else argv)]
         os.execv(sys.executable, [sys.executable, *words])
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # of a scheduler: as Ctrl-C
-    if WORLD_SIZE > 1:
-        join_processes(args)
     try:
+        if WORLD_SIZE > 1:
+            join_processes(args)
         if args.verify_accuracy:
             modes = beside("lab.modes", "--verify-accuracy")
             return modes.verify_accuracy(sys.modules[__name__], args)
@@ -1020,7 +1021,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.compare_fusion and result["status"] == "ok":
             compare(before, result)
         else:
-            report(result)
+            print(report(result))
         status, message = result["exit_status"], result["error"]
     except (Exception, KeyboardInterrupt) as error:
         status, message = explain(error)

@@ -48,9 +48,8 @@ def energy(modules: Sequence, argv: list[str], seconds: int, rounds: int) -> lis
     """A row for each script, medians of its turns: power, clock, time, energy of a step."""
     runs, steps = {}, {}
     for module in modules:
-        run, short, _ = begin(module, parse_quiet(module, argv), 1)
+        run, short, _ = begin(module, parse_quiet(module, argv))
         runs[module.SCRIPT], steps[module.SCRIPT] = run, round(short * 1e3 * seconds / TURN_MS)
-        run.plan(rounds * steps[module.SCRIPT], "step")
     readings: dict[str, list[tuple[float, float, float]]] = {name: [] for name in runs}
     for _, name in alternating(runs, rounds):
         readings[name].append(provenance.take_with_readings(runs[name], steps[name]))

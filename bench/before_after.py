@@ -93,8 +93,8 @@ def measured(sides: dict[str, tuple[str, list[str]]], rounds: int, alone: bool) 
     return as_rows(rows)
 
 
-def first_losses(run: object) -> dict:
-    return {"first_losses": [loss for turn in run.turns for loss in turn.losses][:5]}
+def first_losses(trainer) -> dict:
+    return {"first_losses": trainer.losses[:5]}
 
 
 def judged(sides: Mapping[str, dict]) -> dict:

@@ -104,18 +104,17 @@ def turns_alone(script: str, argv: list[str], steps: int, rounds: int) -> dict:
     args = parse_quiet(module, argv)
     row = named(script, argv, args)
     try:
-        run = module.Run(args)
-        run.start()
-        run.plan(rounds * steps, "step")
-        turns = [run.take(steps).step_ms for _ in range(rounds)]
+        trainer = module.Trainer(args)
+        trainer.start()
+        turns = [trainer.take(steps) for _ in range(rounds)]
         ms = statistics.median(turns)
-        row |= {"batch_ms": ms, "turns_ms": turns, "peak_mb": run.peak / 1e6}
+        row |= {"batch_ms": ms, "turns_ms": turns, "peak_mb": trainer.peak / 1e6}
         row["samples_per_sec"] = 1e3 * args.batch_size / ms
     except (RuntimeError, MemoryError) as error:
         if not module.is_out_of_memory(error) or module.WORLD_SIZE > 1:
             raise  # the other processes would wait
         row |= failure(error)
-    run = None  # and its memory
+    trainer = None  # and its memory
     free_memory()
     return row
 

@@ -21,6 +21,7 @@ from bench.sizes import PRECISIONS as ARGUMENTS
 from lab.profile.ceilings import measure_ceilings
 from lab.profile.kernels import kernels_of, short_name
 from lab.profile.roofline import group_bytes
+from lab.profile.steps import profiled_steps
 from lab.study import Part, as_rows
 from lab.turns import begin, free_memory, graph_of, make_trainer, named, parse_quiet
 
@@ -54,15 +55,14 @@ def kernels_and_reference(script: str, argv: list[str], rounds: int) -> dict:
     copy.
     """
     module = importlib.import_module(script)
-    run, steps, _ = begin(module, parse_quiet(module, argv), rounds)
-    turns = [run.take(steps).step_ms for _ in range(rounds)]
-    trainer = run.trainer
-    run.count()
-    side, flop = named(script, argv, run.args), run.flops
-    launched = kernels_of(trainer.profile(PROFILED)[1]["traceEvents"])
+    trainer, steps, _ = begin(module, parse_quiet(module, argv))
+    turns = [trainer.take(steps) for _ in range(rounds)]
+    side = named(script, argv, trainer.args)
+    flop = module.count_flops(trainer.args, trainer.batches.next_batch())
+    launched = kernels_of(profiled_steps(trainer, PROFILED)[1])
     moved = group_bytes(trainer, module.NO_WORK).total()
-    ceilings = measure_ceilings(run.args, run.device)
-    del run, trainer
+    ceilings = measure_ceilings(trainer.args, trainer.device)
+    del trainer
     free_memory()
     times = defaultdict(list)
     for kernel in launched:

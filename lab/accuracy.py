@@ -350,7 +350,7 @@ def judged_values(
     """Judge `fused`, what these arguments give unless they are another script's, by float64. In a
     small model a few roundings decide on the unfused one's error: where one run of it does not
     explain an error, eight more may."""
-    make_trainer = make_trainer or (lambda args: script.Trainer(args, script.prepare(args)))
+    make_trainer = make_trainer or (lambda args: script.Trainer(args).build())
     off = script.all_off(args)
     in_float64 = script.all_off(off, use_amp=False, matmul_precision="highest")
     exact = values_of(script, make_trainer(in_float64), exact=True)
@@ -387,7 +387,7 @@ class Side:
     def trainer(self, weights: Mapping[str, Tensor], batches: object):
         """A new Trainer with these weights, for batches from this source."""
         free_memory()
-        trainer = self.script.Trainer(self.args, self.script.prepare(self.args))
+        trainer = self.script.Trainer(self.args).build()
         trainer.model.load_state_dict(weights)
         trainer.batches = batches
         return trainer

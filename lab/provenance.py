@@ -130,8 +130,8 @@ def means(samples: Sequence[tuple[float, float, float]], start: float) -> tuple[
     return power, clock
 
 
-def take_with_readings(run, steps: int) -> tuple[float, float, float]:
-    """Take so many steps of a run; returns mean watts, mean MHz and milliseconds per step."""
+def take_with_readings(trainer, steps: int) -> tuple[float, float, float]:
+    """Take so many steps of a trainer; returns mean watts, mean MHz and milliseconds per step."""
     samples: list[tuple[float, float, float]] = []
     done = threading.Event()
 
@@ -143,8 +143,8 @@ def take_with_readings(run, steps: int) -> tuple[float, float, float]:
     with ThreadPoolExecutor(1) as pool:
         reader = pool.submit(read)
         try:
-            turn = run.take(steps)
+            ms = trainer.take(steps)
         finally:
             done.set()
         reader.result()  # raises what a reading did
-    return *means(samples, start), turn.step_ms
+    return *means(samples, start), ms

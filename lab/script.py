@@ -140,8 +140,6 @@ def script_arguments(
     argv = [*argv, *(["--profile-dir", profile_dir] if profile_dir else [])]
     args = module.parse_args(argv)
     given = [f"--{mode.replace('_', '-')}" for mode in MODES if getattr(args, mode)]
-    own = [mode for mode in getattr(module, "MODES", ()) if mode not in MODES]
-    given += [f"--mode {mode}" for mode in own if getattr(args, mode)]
     if given:
         raise ToolError(f"{given[0]} does not fit here: run {module.SCRIPT}.py itself for it")
     return argv, args

@@ -46,7 +46,7 @@ def free_memory() -> None:
 def make_trainer(module: ModuleType, argv: Sequence[str]):
     """The Trainer of a script for this command line, not trained yet."""
     args = parse_quiet(module, argv)
-    return module.Trainer(args, module.prepare(args))
+    return module.Trainer(args).build()
 
 
 def words_of(argv: Sequence[str]) -> set[str]:
@@ -94,21 +94,14 @@ def parse_quiet(module: ModuleType, argv: Sequence[str]) -> argparse.Namespace:
     return module.parse_args([*argv, *quiet])
 
 
-def begin(
-    module: ModuleType, args: argparse.Namespace, rounds: int
-) -> tuple[object, int, float | None]:
-    """A warm Run of a script, how many of its steps are a turn, and its peak memory in MB as that
-    of a run alone."""
-    run = module.Run(args)
-    gpu = run.device.type == "cuda"
-    run.start()
-    run.plan(3, "trial step")
-    trial = run.take(3)
+def begin(module: ModuleType, args: argparse.Namespace) -> tuple[object, int, float | None]:
+    """A warm Trainer of a script, how many of its steps are a turn, and its peak memory in MB as
+    that of a run alone."""
+    trainer = module.Trainer(args)
+    trainer.start()
     shared = args.torch_compile_mode in module.OWN_GRAPHS  # of which all use one pool of memory
-    peak = None if shared or not gpu else trial.peak / 1e6
-    steps = max(2, math.ceil(TURN_MS / trial.step_ms))
-    run.plan(rounds * steps, "step")
-    return run, steps, peak
+    peak = None if shared or not trainer.gpu else trainer.peak / 1e6
+    return trainer, max(2, math.ceil(TURN_MS / trainer.take(3))), peak
 
 
 def alternating(sides: Collection[str], rounds: int) -> Iterator[tuple[int, str]]:
@@ -156,42 +149,42 @@ def in_turns(
     The sides change their order from turn to turn. Milliseconds per step are the median of the
     turns, peak memory is that of the side alone, kernels are counted after the last turn unless
     `counted` is False. A side is built and warmed up inside of what `building` makes of its name.
-    What `finishing` makes of its Run is in its row, too. One that runs out of memory, or fails, has
-    a `status` and an `error` in place of these.
+    What `finishing` makes of its Trainer is in its row, too. One that runs out of memory, or fails,
+    has a `status` and an `error` in place of these.
     """
     modules = {name: importlib.import_module(script) for name, (script, _) in sides.items()}
     parsed = {name: parse_quiet(modules[name], argv) for name, (_, argv) in sides.items()}
     rows = {name: named(script, argv, parsed[name]) for name, (script, argv) in sides.items()}
-    runs, steps, times = {}, {}, {name: [] for name in sides}
+    trainers, steps, times = {}, {}, {name: [] for name in sides}
 
     def failed(name: str, error: Exception) -> None:
         rows[name] |= failure(error)
 
     def start(name: str) -> None:
         with building(name):
-            run = begin(modules[name], parsed[name], rounds)
-        runs[name], steps[name], rows[name]["peak_mb"] = run
+            begun = begin(modules[name], parsed[name])
+        trainers[name], steps[name], rows[name]["peak_mb"] = begun
 
     def take(name: str) -> None:
-        times[name].append(runs[name].take(steps[name]).step_ms)
+        times[name].append(trainers[name].take(steps[name]))
 
     def finish(name: str) -> None:
-        trainer = runs[name].trainer
+        trainer = trainers[name]
         modules[name].prepare(parsed[name])
         counts = modules[name].count_kernels(trainer) if counted else {}
         if not trainer.gpu:
-            rows[name]["peak_mb"] = modules[name].memory_of_a_step(trainer) / 1e6
+            course = modules[name].memory_of_a_step(trainer)
+            rows[name]["peak_mb"] = max(used for _, used in course) / 1e6
         rows[name] |= {"batch_ms": statistics.median(times[name]), "turns_ms": times[name]}
-        rows[name] |= {key: value for key, value in counts.items() if key != "remark"}
-        rows[name] |= finishing(runs[name])
+        rows[name] |= counts | finishing(trainer)
 
     for name in sides:
-        attempt(name, partial(start, name), runs, failed)
-    for _, name in alternating(runs, rounds):
-        attempt(name, partial(take, name), runs, failed)
-    for name in list(runs):
-        attempt(name, partial(finish, name), runs, failed)
-    runs.clear()
+        attempt(name, partial(start, name), trainers, failed)
+    for _, name in alternating(trainers, rounds):
+        attempt(name, partial(take, name), trainers, failed)
+    for name in list(trainers):
+        attempt(name, partial(finish, name), trainers, failed)
+    trainers.clear()
     free_memory()
     return rows
 

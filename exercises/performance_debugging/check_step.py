@@ -67,7 +67,7 @@ def check(script: ModuleType, args: argparse.Namespace) -> int:
     def rms(tensor: Tensor) -> float:
         return float(tensor.detach().float().square().mean().sqrt())
 
-    trainer, outputs = script.Trainer(args, script.prepare(args)), {}
+    trainer, outputs = script.Trainer(args).build(), {}
     for name, module in trainer.model.named_modules():
         module.register_forward_hook(
             lambda module, inputs, output, name=name: outputs.update({name: output})

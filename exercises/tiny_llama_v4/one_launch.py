@@ -11,7 +11,7 @@ of the layer:
 In a phase the programs share out tiles of its result, and before the next they wait for each
 other. What a phase leaves to the next is small enough to stay in the L2 cache.
 
-tiny_llama_v4.py --mode benchmark runs this program, and has its arguments.
+Takes the arguments of tiny_llama_v4.py.
 
 Example:
   python exercises/tiny_llama_v4/one_launch.py --use-amp --batch-size 1
@@ -323,7 +323,7 @@ def in_launches(launches: int, layer: nn.Module, x: Tensor) -> Tensor:
     return transformer_block(x, *weights, *angles, *settings)
 
 
-def benchmark(script: ModuleType, args: argparse.Namespace) -> int:
+def benchmark(args: argparse.Namespace) -> int:
     """Run the first layer as one launch and in other ways, and check that they agree.
 
     On a GPU each is timed. The result is also in <profile-dir>/tiny_llama_v4_benchmark.json.
@@ -417,4 +417,4 @@ def in_turns(
 
 
 if __name__ == "__main__":
-    sys.exit(v4.main(["--mode", "benchmark", *sys.argv[1:]]))
+    sys.exit(benchmark(v4.parse_args()))

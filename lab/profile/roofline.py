@@ -72,11 +72,13 @@ def flop_counter() -> FlopCounterMode:
 def profiled(trainer, read: Callable[[list[dict]], Counter]) -> Counter:
     """Milliseconds of a training step by what `read` makes of its events: the mean of STEPS steps
     after a warm-up, each in a trace of its own."""
+    from lab.profile.steps import profiled_steps
+
     for _ in range(WARMUP):
         trainer.step()
     spent: Counter = Counter()
     for _ in range(STEPS):
-        events = check_events(trainer.profile()[1]["traceEvents"], "the profiler")
+        events = check_events(profiled_steps(trainer)[1], "the profiler")
         if trainer.gpu and not has_gpu(events):
             raise ToolError(NO_KERNELS, status=1)
         spent.update(read(events))
@@ -235,7 +237,7 @@ def group_flops(module: ModuleType, args: argparse.Namespace, device: torch.devi
     flop = Counter({"GEMM": module.count_flops(args, batch)})
     names = [name for flag, name, _ in module.FUSIONS if "attention" in flag]
     if fused := {name: True for name in names if getattr(args, name)}:
-        trainer = module.Trainer(module.all_off(args, **fused), device)
+        trainer = module.Trainer(module.all_off(args, **fused)).build()
         with flop_counter() as counter:
             with trainer.autocast():
                 loss = trainer.model(**trainer.next_batch())
@@ -307,7 +309,7 @@ def measure_groups(module: ModuleType, args: argparse.Namespace) -> tuple[dict, 
     try:
         flop = group_flops(module, args, device)
         free_memory()
-        trainer = module.Trainer(args, device)
+        trainer = module.Trainer(args).build()
         spent = profiled(trainer, times_of_operators)
         moved = group_bytes(trainer, module.NO_WORK)
         ceilings = measure_ceilings(args, device)
