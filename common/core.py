@@ -348,7 +348,8 @@ class Trainer:
         """Return what is known of the run, as its JSON file has it."""
         args, losses, timing, flops = self.args, self.losses, dict(self.timing), {}
         if self.turns_ms:
-            ms, steps_ms = np.median(self.turns_ms), [*map(sum, zip(*self.phases.values()))]
+            whole = zip(*self.phases.values(), strict=False)  # Ctrl-C may cut the last step short
+            ms, steps_ms = np.median(self.turns_ms), [sum(step) for step in whole]
             timing |= {
                 "steps": len(steps_ms),
                 "batch_ms": ms,  # the median of turns, of which most runs have one
@@ -470,9 +471,8 @@ def environment(device: torch.device) -> dict:
 
 def headline(args: argparse.Namespace, facts: dict) -> str:
     """Name script, device, sizes, precision and fusions in one line."""
-    device = environment(torch.device(args.device))["device_name"] + f" x {WORLD_SIZE}" * (
-        WORLD_SIZE > 1
-    )
+    device = environment(torch.device(args.device))["device_name"]
+    device += f" x {WORLD_SIZE}" if WORLD_SIZE > 1 else ""
     sizes = {"batch_size": args.batch_size, **facts["config"]}
     sizes = ", ".join(f"{name} {n}" for name, n in sizes.items() if type(n) is int)
     float32 = f"float32 (matmul precision {args.matmul_precision})"

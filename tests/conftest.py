@@ -193,13 +193,10 @@ def faults_that_pass(
     these, and how many it judges: not those that are zero in theory. As they are, all pass."""
     exact = module.all_off(args, use_amp=False, matmul_precision="highest")
     exact, found = (
-        values_of(module, module.Trainer(a, module.prepare(a)), exact=a is exact)
-        for a in (exact, args)
+        values_of(module, module.Trainer(a).build(), exact=a is exact) for a in (exact, args)
     )
     off, least = module.all_off(args), least_limit(args)
-    unfused = [
-        values_of(module, module.Trainer(off, module.prepare(off)), seed=seed) for seed in range(9)
-    ]
+    unfused = [values_of(module, module.Trainer(off).build(), seed=seed) for seed in range(9)]
     verdicts = judge(exact, unfused, found, least)
     assert [name for name, (error, limit) in verdicts.items() if not error <= limit] == []
     norms = {
@@ -243,13 +240,14 @@ def check_close(
 
 @dataclass(frozen=True)
 class Run:
-    """What a command line left behind."""
+    """What a command line left behind; `stderr` are its notes and errors, without progress."""
 
     status: int
     stdout: str
     stderr: str
     directory: Path
     summary: dict | None  # None if there is no result file
+    progress: str = ""
 
     def __iter__(self) -> Iterator:
         return iter((self.status, self.stdout, self.stderr, self.summary))
@@ -319,8 +317,12 @@ def command_line(script: str, directory: Path, *argv: str, fresh: bool = False) 
 
 def run_main(script: str, directory: Path, *argv: str) -> Run:
     """Run main(argv) of a script with tiny sizes, on the CPU unless `argv` says otherwise."""
-    outcome = captured(load(script).main, arguments(script, directory, *argv))
-    return Run(*outcome, directory, summary_in(directory, script))
+    status, stdout, stderr = captured(load(script).main, arguments(script, directory, *argv))
+    lines = stderr.splitlines(keepends=True)
+    said = [line for line in lines if line.startswith(f"{script}.py: ")]
+    progress = "".join(line for line in lines if line not in said)
+    summary = summary_in(directory, script)
+    return Run(status, stdout, "".join(said), directory, summary, progress)
 
 
 @pytest.fixture
