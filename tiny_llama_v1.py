@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import importlib.util
 import itertools
 import json
 import math
@@ -364,15 +363,6 @@ def fail(message: str, status: int = 2) -> None:
     raise SystemExit(status)
 
 
-def beside(module: str, flag: str):
-    """Import a module of a folder beside this script, which only this flag needs."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        missing = error.name or module
-        fail(f"{flag} needs {missing.replace('.', '/')}, which is not there beside this script", 4)
-
-
 def progress(text: str = "") -> None:
     """Say what happens now; on a terminal in one line, which the next text replaces."""
     terminal = sys.stderr.isatty()
@@ -456,10 +446,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     graph, mode = args.cuda_graph, args.torch_compile_mode
     for wrong, message in (
         (args.batch_size % args.num_gpus, f"--batch-size must divide by {args.num_gpus} GPUs"),
-        (
-            not FUSIONS and (args.all_fusion or args.compare_fusion),
-            "V1 has no fusions: --enable-all-fusion and --compare-fusion start with V2",
-        ),
+        (not FUSIONS and (args.all_fusion or args.compare_fusion), "V1 has nothing to compare"),
         (mode and not args.torch_compile, "--torch-compile-mode needs --enable-torch-compile"),
         (args.amp_dtype and not args.use_amp, "--amp-dtype needs --use-amp"),
         (not 0 < args.learning_rate < math.inf, "--learning-rate must be above 0"),
@@ -664,15 +651,13 @@ class Trainer:
         return self.turns_ms[-1] if steps else 0.0
 
     def count(self, off: int | None = None) -> None:
-        """Count in extra steps, and profile as flags ask; `off`: kernels with all off, if known."""
+        """Count in extra steps; `off`: kernels with all off, if known."""
         args = self.args
         prepare(args)
         progress(f"{self.title}counting kernels, memory and operations")
         if self.gpu or not args.torch_compile:  # a loop compiled for a CPU is no operator
             self.kernels = count_kernels(self)
         self.peak = self.peak or max(used for _, used in memory_of_a_step(self))
-        if args.enable_pytorch_profiler or args.enable_memory_profiling:
-            beside("lab.profile.steps", "a profile").write_profile(sys.modules[__name__], self)
         self.flops = count_flops(args, self.batches.next_batch())
         self.model = self.forward = self.optimizer = self.average = self.graph = self.loss = None
         if self.kernels and args != all_off(args):
@@ -898,6 +883,8 @@ def explain(error: BaseException) -> tuple[int, str]:
         return 3, f"out of memory: lower --batch-size or --seq-len ({line})"
     if isinstance(error, OSError):
         return 2, f"cannot write {error.filename or 'the output'}: {error.strerror}"
+    if isinstance(error, ImportError):
+        return 4, f"this flag needs {error.name}: install it, or put it beside this script"
     library = type(error).__module__.startswith(("torch.", "torch._", "triton"))
     if library or isinstance(error, FloatingPointError):
         return 1, line
@@ -908,19 +895,27 @@ def measure(*trainers: Trainer) -> list[dict]:
     """Train all of these in alternating turns; leave a record of each, however it ends."""
     args = trainers[-1].args
     steps, turns = args.num_steps, 1 if len(trainers) == 1 else min(10, args.num_steps)
-    end, ranges = (1, "it did not finish"), contextlib.nullcontext
+    end, region = (1, "it did not finish"), contextlib.nullcontext
     try:
+        if (
+            args.enable_rocm_profiling
+            or args.enable_pytorch_profiler
+            or args.enable_memory_profiling
+        ):
+            from lab.profile import steps as profiled  # before time is spent on training
+        if args.enable_rocm_profiling:
+            region = profiled.recorded_region
         for trainer in trainers:
             trainer.write()  # for a run that is killed
-        if args.enable_rocm_profiling:
-            ranges = beside("lab.profile.steps", "--enable-rocm-profiling").recorded_region
         for trainer in trainers:
             trainer.start()
-        with ranges(trainers):
+        with region(trainers):
             for turn in range(turns):
                 for trainer in trainers[:: 1 if turn % 2 == 0 else -1]:
                     trainer.take(steps * (turn + 1) // turns - steps * turn // turns)
         for trainer in trainers if not args.under_profiler else ():
+            if args.enable_pytorch_profiler or args.enable_memory_profiling:
+                profiled.write_profile(sys.modules[__name__], trainer)
             trainer.count(trainers[0].kernels.get("per_step"))
         end = 0, None
     except (Exception, KeyboardInterrupt) as error:
@@ -961,8 +956,9 @@ def main(argv: list[str] | None = None) -> int:
         if WORLD_SIZE > 1:
             join_processes(args)
         if args.verify_accuracy:
-            modes = beside("lab.modes", "--verify-accuracy")
-            return modes.verify_accuracy(sys.modules[__name__], args)
+            from lab.modes import verify_accuracy
+
+            return verify_accuracy(sys.modules[__name__], args)
         if args.compare_fusion:
             off = all_off(args, profile_dir=args.profile_dir / "baseline")
             before, result = measure(Trainer(off, "all off: "), Trainer(args, "as chosen: "))

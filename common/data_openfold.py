@@ -148,9 +148,13 @@ def read_proteins(args: argparse.Namespace) -> list[Protein]:
     """Read the proteins of --msa and --structure, or prepared ones of --msa alone."""
     if not args.structure:
         return [prepared_protein(p) for msa in args.msa for p in sorted(msa.glob("*.npz")) or [msa]]
-    reader = beside("examples.proteins", "--structure")
     try:
+        from examples import proteins as reader
+
         found = reader.read_proteins(args.msa, args.structure)
+    except ImportError as error:
+        missing = f"the package {error.name}" if error.name == "gemmi" else "examples/proteins.py"
+        fail(f"--structure needs {missing}, which is not there", 4)
     except reader.InputError as error:
         fail(str(error))
     return [Protein(**arrays, note=note) for arrays, note in found]

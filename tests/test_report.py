@@ -38,9 +38,9 @@ from conftest import (
     summary_in,
     words,
 )
+from lab.forecast import forecast
 
 from lab import records
-from lab.forecast import forecast
 from lab.turns import ratios, verdict
 
 both_models = pytest.mark.parametrize("script", [f"tiny_{model}_v2" for model in MODELS])
