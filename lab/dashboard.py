@@ -381,9 +381,8 @@ def read(path: Path, name: str) -> list[Panel | Found | str]:
                 raise ToolError(f"{path}: a study without a row")
             if not (isinstance(rows[0], dict) and "model" in rows[0]):
                 return []  # of operations, or of an exercise
-            checked(records.Study, content, path)
-            if kind := next((ROWS[key] for key in ROWS if key in rows[0]), None):
-                records.check_rows(path, rows, kind=kind)
+            kind = next((ROWS[key] for key in ROWS if key in rows[0]), records.Row)
+            records.checked_study(content, path, kind=kind)
             found = [
                 f"{row['script']} failed: {row.get('error')} ({path})"
                 for row in rows  # that a library fails is a result

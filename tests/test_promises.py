@@ -44,9 +44,10 @@ from exercises.performance_debugging import check_step, compare_stages
 from exercises.tiny_llama_v3 import add_relu, check_custom_kernel, measure
 from lab.cli import ToolError, run_tool
 from lab.files import write_file, write_text
+from lab.records import read_study
 from lab.script import DEFAULT_SCRIPT, MODES
 from lab.show import Column, render, write_csv
-from lab.study import SEARCH, measure_study, next_size, read_study
+from lab.study import SEARCH, measure_study, next_size
 
 RESULTS = ROOT / "results"
 H100, RUN = RESULTS / "h100", RESULTS / "cpu/tiny_llama_v2_readme.json"
