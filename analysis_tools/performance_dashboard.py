@@ -24,7 +24,7 @@ import itertools
 import json
 import re
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -53,14 +53,12 @@ def files_in(paths: Sequence[Path]) -> Iterator[tuple[Path, str]]:
 
 
 def page_of(panels: Sequence[Panel]) -> str:
-    """The page as HTML. It begins with the choice for which most charts have data."""
+    """The page as HTML. It begins with the choice of which there are most panels."""
     columns = zip(*(panel.choice for panel in panels), strict=True)
     values = [sorted(set(column)) for column in columns]
     values[2].sort(key=lambda precision: (*PRECISIONS, precision).index(precision))
-    charts_of = defaultdict(set)
-    for panel in panels:
-        charts_of[panel.choice].add(panel.chart)
-    start = max(itertools.product(*values), key=lambda choice: len(charts_of[choice]))
+    there = Counter(panel.choice for panel in panels)
+    start = max(itertools.product(*values), key=there.__getitem__)
     names = ("model", "device", "precision")
     page = {
         "filters": [[*each] for each in zip(names, values, start, strict=True)],
