@@ -331,7 +331,7 @@ def _words(kind: object) -> str:
 
 # --- runs
 
-# What is named where it is not the same; with the value where a file of an earlier harness has
+# What is named where it is not the same; with the value where a file of an earlier core has
 # none.
 SAME_TRAINING = {
     **dict.fromkeys(("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed")),
@@ -679,7 +679,7 @@ def beside(run: Run, baseline: Run) -> dict:
 
     speedup, memory = ratio("samples_per_sec"), ratio("peak_mb")
     row["speedup"] = speedup
-    row["processes"] = row["processes"] or 1  # files of an earlier harness do not say
+    row["processes"] = row["processes"] or 1  # files of an earlier core do not say
     alone = baseline.number("training", "processes") or 1
     row["scaling_efficiency_percent"] = speedup and 100 * speedup * alone / row["processes"]
     row["memory_change_percent"] = None if memory is None else 100 * (memory - 1)

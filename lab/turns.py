@@ -181,7 +181,7 @@ def in_turns(
     Milliseconds per step are the median of the turns, peak memory is that of the side alone,
     kernels are counted after the last turn unless `counted` is False. A side is built and warmed up
     inside of what `building` makes of its name. What `finishing` makes of its Trainer is in its
-    row, too. One that runs out of memory, or fails, has a `status` and an `error` in place of these.
+    row, too. One that runs out of memory, or fails, has a `status` and an `error` instead.
     """
     modules = {name: importlib.import_module(script) for name, (script, _) in sides.items()}
     parsed = {name: parse_quiet(modules[name], argv) for name, (_, argv) in sides.items()}
