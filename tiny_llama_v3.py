@@ -1676,7 +1676,7 @@ class Trainer:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(self.summary(), indent=1, default=float) + "\n")
+        unfinished.write_text(json.dumps(self.summary(), indent=1, default=str) + "\n")
         unfinished.replace(path)
 
 
