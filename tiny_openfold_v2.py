@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import itertools
 import json
 import math
 import os
@@ -34,6 +33,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, make_dataclass
 from pathlib import Path
@@ -814,7 +814,7 @@ NOT_YET = -1.0  # in place of a loss that is still on its way to the host
 
 
 def say(kind: str, message: str) -> None:
-    """Print an "error" of this process, or a "note" once for all of them, on stderr."""
+    """Print an "error", or a "note" once for all processes, on stderr."""
     if kind == "error" or not (RANK or "TINY_LAUNCHED" in os.environ):
         print(f"{SCRIPT}.py: {kind}: {message}", file=sys.stderr)
 
@@ -978,6 +978,7 @@ class Trainer:
         self.timing: dict = {}  # of the warm-up
         self.kernels: dict = {}
         self.peak = self.flops = 0  # bytes and floating-point operations of a step
+        self.shown = 0.0  # when progress was
         self.status, self.error = 1, "it did not finish"
 
     def build(self) -> Trainer:
@@ -1069,21 +1070,17 @@ class Trainer:
         print(headline(args, self.facts), flush=True)
         progress(f"{self.title}{'compiling in' if args.torch_compile else 'taking'} the first step")
         if args.warmup_steps:
-            first_ms, steps = self.take(1, "warm-up step"), args.warmup_steps - 1
+            first, steps = self.take(1, "warm-up step"), args.warmup_steps - 1
             if self.gpu:
                 torch.cuda.reset_peak_memory_stats()  # after what the first step alone needs
-            rest_ms = self.take(steps - args.cuda_graph, "warm-up step")
-            self.timing = {
-                "warmup_first_step_ms": first_ms,
-                "warmup_ms": first_ms + steps * rest_ms,
-            }
+            rest = self.take(steps - args.cuda_graph, "warm-up step") if steps else 0.0
+            self.timing = {"warmup_first_step_ms": first, "warmup_ms": first + steps * rest}
         if args.cuda_graph:
             self.capture()
-            self.take(1, "step as a graph")  # the first one does more
+            self.take(1, "captured step")  # the first replay does more
         if self.gpu:
             self.peak = torch.cuda.max_memory_allocated() - before
         gc.collect()  # compiling leaves cycles that keep tensors
-        self.turns_ms, self.phases = [], {}
 
     def take(self, steps: int, label: str = "step") -> float:
         """Take steps in a row, a turn, which Ctrl-C ends but keeps; return mean milliseconds."""
@@ -1094,23 +1091,34 @@ class Trainer:
         self.marks, began = [], time.perf_counter()
         self.mark("start")
         try:
-            for step in range(1, steps + 1):
-                losses[step - 1].copy_(self.step(), non_blocking=True)
-                if step % self.args.log_interval == 0 and (n := int((losses != NOT_YET).sum())):
-                    speed = self.args.batch_size * n / (time.perf_counter() - began)
-                    text = f"{self.title}{label} {n}/{steps}  loss {losses[n - 1]:.4f}"
-                    progress(f"{text}  {speed:.1f} samples/s")
+            for step in range(steps):
+                losses[step].copy_(self.step(), non_blocking=True)
+                self.show(losses, label, began)
         finally:
             synchronize()
             seconds, known = time.perf_counter() - began, losses[losses != NOT_YET].tolist()
-            for (_, start), (phase, end) in itertools.pairwise(self.marks):
-                ms = start.elapsed_time(end) if self.gpu else 1e3 * (end - start)
-                self.phases.setdefault(phase, []).append(ms)
-            self.turns_ms += [1e3 * seconds / len(known)] if known else []
+            ms = 1e3 * seconds / max(1, len(known))
             self.losses += filter(math.isfinite, known)
+            if label == "step" and known:
+                self.turns_ms.append(ms)
+                for (_, start), (phase, end) in zip(self.marks, self.marks[1:], strict=False):
+                    gap = start.elapsed_time(end) if self.gpu else 1e3 * (end - start)
+                    self.phases.setdefault(phase, []).append(gap)
         if not all(map(math.isfinite, known)):
             raise FloatingPointError("the loss is no number any more; lower --learning-rate")
-        return self.turns_ms[-1] if steps else 0.0
+        return ms
+
+    def show(self, losses: Tensor, label: str, began: float) -> None:
+        """Show how far the device is now and then, without waiting for it."""
+        done, now = int((losses != NOT_YET).sum()), time.perf_counter()
+        step = done + len(self.phases.get("data", ()))
+        goal = self.args.num_steps if label == "step" else len(losses)
+        due = now > self.shown + 0.1 if sys.stderr.isatty() else step % self.args.log_interval == 0
+        if done and due:
+            self.shown, pace = now, (now - began) / done
+            text = f"{self.title}{label} {step}/{goal}  loss {losses[done - 1]:.4f}"
+            speed = f"{self.args.batch_size / pace:.1f} samples/s"
+            progress(f"{text}  {speed}  {(goal - step) * pace:.0f} s left")
 
     def count(self, off: int | None = None) -> None:
         """Count in extra steps; `off`: kernels with all off, if known."""
@@ -1173,9 +1181,11 @@ class Trainer:
     def write(self) -> None:
         """Write or replace <profile-dir>/<script>_summary.json, whole or not at all."""
         path = self.args.profile_dir / f"{SCRIPT}_summary.json"
+        if RANK:
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(self.summary(), indent=1, default=float) + "\n")
+        unfinished.write_text(json.dumps(self.summary(), indent=1, default=str) + "\n")
         unfinished.replace(path)
 
 
@@ -1379,6 +1389,10 @@ def measure(*trainers: Trainer) -> list[dict]:
             if args.enable_pytorch_profiler or args.enable_memory_profiling:
                 profiled.write_profile(sys.modules[__name__], trainer)
             trainer.count(trainers[0].kernels.get("per_step"))
+        if WORLD_SIZE > 1:
+            for trainer in trainers:
+                dist.all_gather_object(peaks := [0] * WORLD_SIZE, trainer.peak)
+                trainer.peak = max(peaks)
         end = 0, None
     except (Exception, KeyboardInterrupt) as error:
         end = explain(error)
@@ -1400,7 +1414,11 @@ def join_processes(args: argparse.Namespace) -> None:
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", "0")) % torch.cuda.device_count())
     if args.cuda_graph:
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # says PyTorch
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    warnings.filterwarnings("ignore", ".*(broadcast_buffers|AccumulateGrad node's stream)")
+    try:
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    except (RuntimeError, ValueError) as error:
+        fail(f"{WORLD_SIZE} processes cannot meet: {str(error).splitlines()[0]}")
     if RANK:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
 

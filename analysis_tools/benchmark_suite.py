@@ -25,7 +25,7 @@ from pathlib import Path
 
 import _path
 
-from lab import study
+from lab import records, study
 from lab.cli import Parser, ToolError, at_least, program, several
 from lab.files import ROOT
 from lab.script import parser_around
@@ -97,7 +97,7 @@ def table(rows: Sequence[dict], metrics: Sequence[str]) -> str:
 def benchmark(args: argparse.Namespace, argv: Sequence[str]) -> int:
     path = study.study_asked_for(args.table, argv) or measure(args, argv)
     keys = ("batch_size", "seq_len", "side", "script", "argv")
-    content = study.read_study(path, keys)
+    content = records.read_study(path, keys)
     cells = study.by_side(content["rows"], "batch_size", "seq_len").values()
     rows = [row for sides in cells for row in beside_first(sides.values())]
     print(study.heading(content, f"tiny_{content['family']}"), end="\n\n")

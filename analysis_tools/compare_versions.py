@@ -62,7 +62,7 @@ def measured(args: argparse.Namespace, models: Sequence[str], argv: Sequence[str
     path = args.output_dir / "versions.json"
     settings = {"rounds": args.rounds, "versions": sorted(wanted), "argv": [*argv]}
     study.measure_study(path, parts, keep=True, **settings)
-    return study.read_study(path, ("model", "side", "script", "argv"))
+    return records.read_study(path, ("model", "side", "script", "argv"))
 
 
 def read(given: dict[str, Path], models: Sequence[str]) -> list[dict]:

@@ -32,7 +32,7 @@ from pathlib import Path
 
 import _path
 
-from lab import study
+from lab import records, study
 from lab.cli import Parser, ToolError, note, program, several
 from lab.script import add_script, load_script, parser_around, precision_of, script_arguments
 from lab.turns import graph_of
@@ -79,7 +79,7 @@ def measure(args: argparse.Namespace, argv: Sequence[str]) -> Path:
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     path = study.study_asked_for(args.table, argv) or measure(args, argv)
-    content = study.read_study(path, KEYS, study.TIMES, kind=study.Ablated)
+    content = records.read_study(path, KEYS, study.TIMES, kind=study.Ablated)
     rows, script = content["rows"], content["rows"][0]["script"]
     tables = [study.heading(content, script)]
     for shape, same in study.by_shape(rows).items():

@@ -22,9 +22,10 @@ from pathlib import Path
 import _path
 
 from lab.cli import Parser, ToolError, positive, program
+from lab.records import read_study
 from lab.script import add_script, load_script, parser_around, script_arguments
 from lab.show import Column, cell, range_of_speeds, render
-from lab.study import SEARCH, check_failed, heading, measure_study, memory_mb, read_study, search
+from lab.study import SEARCH, check_failed, heading, measure_study, memory_mb, search
 from lab.turns import graph_of, speed, words_of
 
 SCRIPT = "tiny_llama_v2.py"

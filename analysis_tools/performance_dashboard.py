@@ -3,9 +3,6 @@
 
   Versions      time and kernels of a step of each version, and its speed-up in the same turns
   Memory        peak memory of a step, by size
-  Ablation      what each set of fusions gains over none of them, with the range of the turns
-  Kernel time   milliseconds of a step by what its kernels do
-  Roofline      FLOP rates beside what the device reaches
 
 Model, device and precision are chosen at the top, for all charts, so no chart mixes them; a chart
 with several studies has a drop-down of its own. Ratios are from within one study. Runs of their own
@@ -13,14 +10,13 @@ are shown as measured, those of the same settings as their median and range. Not
 here: a chart without data names the command that makes it.
 
 A PATH is a file, or a folder, searched with all below it: studies of the tools here and of
-bench/versions.py; results of the scripts (*_summary.json, also several in one file); profiles of
-run_pytorch_profiler.py and *_flops.json, also where run_all_profilers.sh collected them. Status 1
-if one of the runs failed; the page then has all others.
+bench/versions.py; results of the scripts (*_summary.json, also several in one file). Status 1 if
+one of the runs failed; the page then has all others.
 
 Examples:
   python analysis_tools/performance_dashboard.py
   python analysis_tools/performance_dashboard.py results/ --output dashboard.html
-  python analysis_tools/performance_dashboard.py profiles_tiny_llama_v2 ablation.json
+  python analysis_tools/performance_dashboard.py profiles_tiny_llama_v2 versions.json
 """
 
 import argparse
@@ -28,7 +24,7 @@ import itertools
 import json
 import re
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -38,7 +34,7 @@ from lab.cli import Parser, ToolError, documented_parser, note, program, say
 from lab.dashboard import Panel, found_panels, only, read
 from lab.files import ROOT, below, write_text
 
-CHARTS = ("versions", "memory", "ablation", "kernels", "roofline")
+CHARTS = ("versions", "memory")
 PRECISIONS = ("bf16", "fp16", "TF32", "fp32", "medium fp32")  # in the order of the drop-down
 
 
@@ -57,14 +53,12 @@ def files_in(paths: Sequence[Path]) -> Iterator[tuple[Path, str]]:
 
 
 def page_of(panels: Sequence[Panel]) -> str:
-    """The page as HTML. It begins with the choice for which most charts have data."""
+    """The page as HTML. It begins with the choice of which there are most panels."""
     columns = zip(*(panel.choice for panel in panels), strict=True)
     values = [sorted(set(column)) for column in columns]
     values[2].sort(key=lambda precision: (*PRECISIONS, precision).index(precision))
-    charts_of = defaultdict(set)
-    for panel in panels:
-        charts_of[panel.choice].add(panel.chart)
-    start = max(itertools.product(*values), key=lambda choice: len(charts_of[choice]))
+    there = Counter(panel.choice for panel in panels)
+    start = max(itertools.product(*values), key=there.__getitem__)
     names = ("model", "device", "precision")
     page = {
         "filters": [[*each] for each in zip(names, values, start, strict=True)],

@@ -26,10 +26,10 @@ import _path
 from bench.sizes import GPT_2, ODD, PRECISIONS, SHAPES, TRUNK, in_sizes, script_of, sized
 from lab.cli import Parser, ToolError, documented_parser, program
 from lab.provenance import output_of
-from lab.records import NUMBER, Row
+from lab.records import NUMBER, Row, read_study
 from lab.script import import_file, interpret_without_gpu
 from lab.show import Column, render, side_columns
-from lab.study import TIMES, Part, add_study, as_rows, by_side, chosen, measure_study, read_study
+from lab.study import TIMES, Part, add_study, as_rows, by_side, chosen, measure_study
 from lab.turns import all_measured, ratios
 
 KEYS = ("version", "shape", "precision")

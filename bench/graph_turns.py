@@ -6,7 +6,6 @@ import contextlib
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from bench.peers import Step
 from lab.cli import note
 from lab.profile.ceilings import seconds
-from lab.turns import alternating, attempt, captured, failure, free_memory, warm_up
+from lab.turns import captured, failure, scheduled, warm_up
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -81,18 +80,18 @@ def memory_of(step: Step) -> dict[str, float | None]:
 
 
 class Side:
-    """A step that is measured: its graph of `repeats` steps, and what was found, in `row`."""
+    """A step that is measured: its graph of `repeats` steps, and the memory that it takes."""
 
     def __init__(self, step: Step, pool: object):
         step()
-        self.row = {**memory_of(step), "turns_us": []}
+        self.memory = memory_of(step)
         self.repeats = max(1, min(10, math.ceil(ENOUGH_MS / 1e3 / seconds(step, DEVICE))))
         warm_up(step)
         self.graph = captured(step, self.repeats, pool)
         self.graph()
 
-    def take(self) -> None:
-        self.row["turns_us"].append(1e6 * seconds(self.graph, DEVICE) / self.repeats)
+    def take(self) -> float:
+        return 1e3 * seconds(self.graph, DEVICE) / self.repeats
 
 
 def steps_in_turns(sides: dict[str, Step], rounds: int) -> dict[str, dict]:
@@ -100,29 +99,23 @@ def steps_in_turns(sides: dict[str, Step], rounds: int) -> dict[str, dict]:
     memory. A graph that is replayed finds in the L2 cache what its last step left there. The graphs
     share their memory. A side that fails, is not installed or runs out of memory has a `status` and
     an `error` in place of its times."""
-    rows, ready = {}, {}
     pools = [torch.cuda.graph_pool_handle()] if GPU else [None]
 
-    def failed(name: str, error: Exception) -> None:
-        missing = {"status": "missing"} if isinstance(error, ImportError) else {}
-        rows[name] = failure(error) | missing
-        note(f"{name}: {rows[name]['error']}")
+    def start(name: str) -> Side:
+        side = Side(sides[name], pools[-1])
+        if GPU:
+            torch.cuda.empty_cache()  # what it took outside its graph is for the next one's
+        return side
+
+    def finish(_: str, side: Side, times: list[float]) -> dict:
+        turns = [1e3 * ms for ms in times[1:]]  # the first one warms up
+        return {**side.memory, "turns_us": turns, "us": statistics.median(turns)}
+
+    def failed(name: str, error: Exception) -> dict:
+        row = failure(error) | ({"status": "missing"} if isinstance(error, ImportError) else {})
+        note(f"{name}: {row['error']}")
         if GPU:  # the old one may still belong to a capture that failed
             pools.append(torch.cuda.graph_pool_handle())
+        return row
 
-    def prepare(name: str) -> None:
-        ready[name] = Side(sides[name], pools[-1])
-        rows[name] = ready[name].row
-
-    for name in sides:
-        attempt(name, partial(prepare, name), ready, failed)
-        if GPU:
-            torch.cuda.empty_cache()  # what the side took outside its graph is for the next one's
-    for _, name in alternating(ready, rounds + 1):
-        attempt(name, ready[name].take, ready, failed)
-    for side in ready.values():
-        turns = side.row["turns_us"][1:]  # the first one warms up
-        side.row |= {"turns_us": turns, "us": statistics.median(turns)}
-    ready.clear()
-    free_memory()
-    return rows
+    return scheduled(sides, rounds + 1, start, Side.take, finish, failed)

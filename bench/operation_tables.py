@@ -8,9 +8,8 @@ from pathlib import Path
 from bench.version_tables import best_column, joined, read_lines
 from lab.cli import ToolError
 from lab.profile.kernels import CATEGORIES
-from lab.records import COUNT, POSITIVE, TEXT, Row, WholeStep
+from lab.records import COUNT, POSITIVE, TEXT, Row, WholeStep, read_rows
 from lab.show import Column, ended, render, side_columns
-from lab.study import read_rows
 from lab.turns import speedup
 
 OPERATIONS = ("attention", "triangle", "block", "causal", "optimizer")

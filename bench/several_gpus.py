@@ -22,15 +22,14 @@ from bench.sizes import (
     script_of,
     sized,
 )
-from lab.records import COUNT, POSITIVE, TEXT, Row
+from lab.records import COUNT, TEXT, Row, read_rows
 from lab.show import Column, render
-from lab.study import Part, read_rows
+from lab.study import Part
 from lab.turns import failure, free_memory, graph_of, named, parse_quiet
 
 Scaling = Row | {
     "name": TEXT,  # of a size in SCALING
     "processes": COUNT,  # that shared the batch, on a GPU each
-    "backward_ms?": POSITIVE,
 }
 
 

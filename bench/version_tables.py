@@ -10,14 +10,13 @@ from bench.several_gpus import scaling_tables
 from bench.sizes import ALL_VERSIONS, MODES, VERSIONS, script_of
 from lab.cli import ToolError
 from lab.profile.kernels import CATEGORIES
-from lab.records import FLAG, Profile, Row, read
+from lab.records import FLAG, Profile, Row, read, read_rows
 from lab.show import Column, render, side_columns
 from lab.study import (
     Ablated,
     by_shape,
     by_side,
     costs_table,
-    read_rows,
     sets_table,
     unit_of,
 )

@@ -5,7 +5,6 @@ moves, and how long it is beside that of Hugging Face's Llama.
 import argparse
 import importlib
 import itertools
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -23,7 +22,7 @@ from lab.profile.kernels import kernels_of, short_name
 from lab.profile.roofline import group_bytes
 from lab.profile.steps import profiled_steps
 from lab.study import Part, as_rows
-from lab.turns import begin, free_memory, graph_of, make_trainer, named, parse_quiet
+from lab.turns import all_measured, free_memory, graph_of, make_trainer, named
 
 LLAMAS = {name: argv for name, (model, argv) in SHAPES.items() if model == "tiny_llama"}
 LLAMAS["tiny_llama, medium, vocabulary 32000"] = [*MEDIUM.split(), "--vocab-size", "32000"]
@@ -54,16 +53,17 @@ def kernels_and_reference(script: str, argv: list[str], rounds: int) -> dict:
     a large copy. It is no bound: every fusion lowers these bytes, and caches can be faster than a
     copy.
     """
-    module = importlib.import_module(script)
-    trainer, steps, _ = begin(module, parse_quiet(module, argv))
-    turns = [trainer.take(steps) for _ in range(rounds)]
-    side = named(script, argv, trainer.args)
-    flop = module.count_flops(trainer.args, trainer.batches.next_batch())
-    launched = kernels_of(profiled_steps(trainer, PROFILED)[1])
-    moved = group_bytes(trainer, module.NO_WORK).total()
-    ceilings = measure_ceilings(trainer.args, trainer.device)
-    del trainer
-    free_memory()
+    module, launched, ceilings = importlib.import_module(script), [], []
+
+    def parts_of_a_step(trainer) -> dict:
+        launched.extend(kernels_of(profiled_steps(trainer, PROFILED)[1]))
+        ceilings.append(measure_ceilings(trainer.args, trainer.device))
+        moved = group_bytes(trainer, module.NO_WORK).total()
+        flop = module.count_flops(trainer.args, trainer.batches.next_batch())
+        return {"flop": flop, "bytes": moved}
+
+    sides, more = {"": (script, argv)}, {"counted": False, "finishing": parts_of_a_step}
+    row, ceiling = all_measured(sides, rounds, **more)[""], ceilings[0]
     times = defaultdict(list)
     for kernel in launched:
         times[short_name(kernel.name), kernel.category].append(kernel.duration_ns / 1e3)
@@ -71,15 +71,11 @@ def kernels_and_reference(script: str, argv: list[str], rounds: int) -> dict:
         {"name": name, "category": category, "calls": len(us) / PROFILED, "us": sum(us) / PROFILED}
         for (name, category), us in times.items()
     ]
-    ms = statistics.median(turns)
-    gemm_ms, copy_ms = flop / ceilings.gemm_tflops / 1e9, moved / ceilings.copy_gb_per_s / 1e6
-    return {
-        **side,
-        **{"batch_ms": ms, "turns_ms": turns, "flop": flop, "bytes": moved},
-        **{"gemm_ms": gemm_ms, "copy_ms": copy_ms, "over_reference": ms / (gemm_ms + copy_ms)},
-        "ceilings": asdict(ceilings),
-        "kernels": sorted(kernels, key=lambda kernel: -kernel["us"]),
-    }
+    row["gemm_ms"] = row["flop"] / ceiling.gemm_tflops / 1e9
+    row["copy_ms"] = row["bytes"] / ceiling.copy_gb_per_s / 1e6
+    row["over_reference"] = row["batch_ms"] / (row["gemm_ms"] + row["copy_ms"])
+    row["kernels"] = sorted(kernels, key=lambda kernel: -kernel["us"])
+    return row | {"ceilings": asdict(ceiling)}
 
 
 def traffic(args: argparse.Namespace) -> Iterator[Part]:

@@ -1,12 +1,10 @@
 """The dashboard: what result files have for it, as panels: each a chart for a model, device and
-precision, in HTML."""
+precision, in HTML. Charts are of the versions' times, and of their memory."""
 
-import io
-import itertools
 import math
 import re
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -15,19 +13,14 @@ from pathlib import Path
 from lab import records
 from lab.cli import ToolError
 from lab.files import read_json
-from lab.profile.ceilings import Ceilings
-from lab.profile.kernels import CATEGORIES
-from lab.records import Run, checked, fused_in, load_run, runs_in
+from lab.records import Run, fused_in, load_run, runs_in
 from lab.script import mode_of, model_and_version, precision_of
-from lab.show import drawing, ended
-from lab.study import Ablated, set_name, unit_of
+from lab.show import ended
+from lab.study import set_name, unit_of
 from lab.turns import ratios, spread
 
 VERSIONS = {"V1": "#8a8f94", "V2": "#56b4e9", "V3": "#0072b2", "V4": "#d55e00"}
-# The colours of Okabe and Ito, which colour-blind people can tell apart, and greys.
-KINDS = ["#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#f0e442"]
-KINDS += ["#333333", "#8c8c8c", "#cfcfcf"]
-COLOURS = dict(zip(CATEGORIES, KINDS, strict=True))
+OTHERS = "#cfcfcf"
 MEASURES = {"batch_ms": "ms per step", "per_step": "{} per step", "peak_mb": "peak MB"}
 Cells = Mapping[str, Mapping[str, dict]]  # of each sizes and mode, a row of each version
 
@@ -56,7 +49,7 @@ def draw_bars(cells: Cells, measures: Sequence[str], one_scale: bool = False) ->
         lines.append(f'<tr><th class="group" colspan="3">{escape(cell)}</th></tr>')
         names = sorted(sides, key=lambda name: (name[:1] != "V", numbers_in(name), name))
         for name in names:
-            row, colour = sides[name], VERSIONS.get(name[:2], KINDS[-1])
+            row, colour = sides[name], VERSIONS.get(name[:2], OTHERS)
             asked = escape(" ".join(row.get("argv", ())))
             lines.append(f'<tr title="{asked}"><th>{escape(name)}</th>')
             for key in measures:
@@ -84,75 +77,15 @@ def beside(row: dict, first: dict) -> str:
     return f"{first['batch_ms'] / row['batch_ms']:.2f}x"
 
 
-def draw_ablation(rows: Sequence[dict]) -> str:
-    """A point for each set of fusions: its speed-up over none, and the range of the turns."""
-    none = {(row.get("seed"), row.get("group")): row for row in rows if not row["on"]}
-    turns = {row["side"]: [] for row in rows if row["on"]}
-    for row in rows:
-        if row["side"] in turns:
-            turns[row["side"]] += ratios(none.get((row.get("seed"), row.get("group")), {}), row)
-    every = [1, 1.01, *itertools.chain(*turns.values())]
-    low, high = min(every), max(every)
-    lines = []
-    for name, gains in turns.items():
-        ends = filter(None, (ended(row) for row in rows if row["side"] == name))
-        axis, text = "", next(ends, "nothing to compare with")
-        if gains:
-            marks = 1, min(gains), max(gains), statistics.median(gains)
-            line, start, end, point = (3 + 92 * (mark - low) / (high - low) for mark in marks)
-            axis = f'<b style="left:{line:.1f}%"></b><u style="left:{point:.1f}%"></u>'
-            axis += f'<s style="left:{start:.1f}%;width:{end - start:.1f}%"></s>'
-            text = f"{marks[-1]:.2f}x <small>{spread(gains)}</small>"
-        lines.append(f'<tr><th>{escape(name)}</th><td class="axis">{axis}</td><td>{text}</td></tr>')
-    return table(["", "as fast as with none"], lines)
-
-
-def draw_kernels(cells: Cells, unit: str) -> str:
-    """A bar of its categories for each profile, with their numbers below it."""
-    longest = max(row["batch_ms"] for bars in cells.values() for row in bars.values())
-    html = []
-    for cell, bars in cells.items():
-        html.append(f"<h3>{escape(cell)}</h3>")
-        for name, row in bars.items():
-            parts = {kind: ms for kind, ms in row["categories"].items() if ms > 0}
-            stack = "".join(bar(ms / longest, COLOURS[kind]) for kind, ms in parts.items())
-            numbers = (f"<span>{bar(1, COLOURS[k])}{k} {ms:.2f}</span>" for k, ms in parts.items())
-            total = f"{row['batch_ms']:.2f} ms of {unit} <small>{beside(row, row)}</small>"
-            html.append(f'<p><b>{escape(name)}</b> {total}</p><div class="stack">{stack}</div>')
-            html.append(f'<p class="legend">{" ".join(numbers)}</p>')
-    return "".join(html)
-
-
-def draw_roofline(points: Mapping[str, Mapping], measured: Mapping) -> str:
-    """TFLOP/s over FLOP per byte: both ceilings, and each point with `flop`, `bytes` and `ms`."""
-    from lab.profile import roofline
-
-    pyplot, text = drawing(), io.StringIO()
-    ceilings = Ceilings(**{"gemm_size": 0, "copy_bytes": 0, **measured})
-    rows = {
-        name: roofline.rates(row["flop"], row["bytes"], row["ms"], ceilings)
-        for name, row in points.items()
-        if all(row.get(key) for key in ("flop", "bytes", "ms"))
-    }
-    with pyplot.rc_context({"svg.fonttype": "none", "font.size": 9, "svg.hashsalt": "roofline"}):
-        figure, axes = pyplot.subplots(figsize=(4.8, 3.6), layout="constrained")
-        roofline.draw_roofline(axes, rows, ceilings)
-        figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
-        figure.savefig(text, format="svg", metadata={"Date": None})
-        pyplot.close(figure)
-    return text.getvalue()[text.getvalue().index("<svg") :]
-
-
 # --- panels
 
 SPEED = ("batch_ms", "per_step")
-ROWS = {"on": Ablated, "ceilings": records.WholeStep}  # of a study with such a field
 ATTENTION = {"scores": "V2, scores in memory", "flash": "V2, flash attention"}  # of memory.json
 SIZES = ("batch_size", "seq_len", "num_blocks", "num_layers", "hidden_dim", "num_seqs")
+OTHER_FILES = {"rows", "modules", "categories", "chains"}  # fields of files of other programs
 DAMAGED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 Choice = tuple[str, str, str]  # model, device, precision
-# what was measured by itself: name and result, with a run's row, or a profile's ms per category
-Found = dict
+Found = dict  # a run that was measured by itself: name and result, with its row
 
 
 @dataclass(frozen=True)
@@ -234,36 +167,6 @@ class Study:
         return ", ".join(in_words(f"{key} {value}") for key, value in sizes.items() if value)
 
     def panels(self) -> Iterator[Panel]:
-        first = self.content["rows"][0]
-        if "on" in first:
-            return self.ablations()
-        return self.steps() if "ceilings" in first else self.comparisons()
-
-    def ablations(self) -> Iterator[Panel]:
-        """Speed-ups of sets of fusions, a chart for each precision."""
-        groups = defaultdict(list)
-        for row in self.content["rows"]:
-            groups[self.choice(row), self.sizes(row), row["mode"]].append(row)
-        for (choice, sizes, mode), same in groups.items():
-            note = f"{capital(sizes)}, {mode}."
-            yield Panel("ablation", choice, self.name, note, draw_ablation(same))
-
-    def steps(self) -> Iterator[Panel]:
-        """Kernels of a whole step, and its place under the roofline (bench/operations.py step)."""
-        for row in self.content["rows"]:
-            choice, sizes = self.choice(row), self.sizes(row)
-            name, parts = f"{row['version']}, whole step", Counter()
-            for kernel in row["kernels"]:
-                parts[kernel["category"]] += kernel["us"] / 1e3
-            study, ms = f"{self.name}: {sizes}", row["batch_ms"]
-            profile = {"batch_ms": parts.total(), "categories": parts}
-            note = f"The step takes {ms:.2f} ms; kernels that run at the same time are added up."
-            html = draw_kernels({sizes: {name: profile}}, "kernels")
-            yield Panel("kernels", choice, study, note, html)
-            html = draw_roofline({name: {**row, "ms": ms}}, row["ceilings"])
-            yield Panel("roofline", choice, study, "", html)
-
-    def comparisons(self) -> Iterator[Panel]:
         """Versions side by side, and their memory over sizes."""
         cells, memory = (defaultdict(lambda: defaultdict(dict)) for _ in range(2))
         for row in self.content["rows"]:
@@ -296,7 +199,7 @@ def memory_panel(cells: Cells, choice: Choice, study: str) -> Iterator[Panel]:
 
 
 def found_panels(found: Sequence[Found]) -> Iterator[Panel]:
-    """Panels of runs and profiles; those of the same settings are one bar."""
+    """Panels of runs; those of the same settings are one bar."""
     values, alike = defaultdict(set), defaultdict(list)
     for each in found:
         for key, value in each["result"]["config"].items():
@@ -304,54 +207,19 @@ def found_panels(found: Sequence[Found]) -> Iterator[Panel]:
     for each in found:
         result, choice = each["result"], choice_of(each["result"])
         differing = [key for key in result["config"] if len(values[choice, key]) > 1]
-        unit = result["unit"] if "categories" in each else None
-        alike[choice, unit, sizes_of(result, differing), run_name(result)].append(each)
+        alike[choice, sizes_of(result, differing), run_name(result)].append(each)
     charts = defaultdict(lambda: defaultdict(dict))
-    by_sizes = sorted(alike.items(), key=lambda item: numbers_in(item[0][2]))
-    for (choice, unit, sizes, name), several in by_sizes:
+    by_sizes = sorted(alike.items(), key=lambda item: numbers_in(item[0][1]))
+    for (choice, sizes, name), several in by_sizes:
         several.sort(key=lambda each: each.get("batch_ms") or math.inf)
         times = [each["batch_ms"] for each in several if each.get("batch_ms")]
         middle = several[(len(several) - 1) // 2]
         row = {**middle, "argv": [each["name"] for each in several], "alike": times}
-        charts[choice, unit][sizes][name] = row
-    for (choice, unit), cells in charts.items():
-        if unit:
-            yield Panel("kernels", choice, "profiles", "", draw_kernels(cells, unit))
-        else:
-            note = "Each run was measured by itself: no ratios."
-            yield Panel("versions", choice, "single runs", note, draw_bars(cells, SPEED))
-            yield from memory_panel(cells, choice, "single runs")
-
-
-def read_scripts_file(path: Path, name: str, content: dict) -> Iterator[Panel | Found | str]:
-    """A file with a schema version: a run, a profile, FLOPs of modules, rooflines."""
-    if "rows" in content:
-        checked(records.Rooflines, content, path)
-        groups = defaultdict(list)
-        for run in content.get("runs", ()):  # rocprof-compute tells no model and device
-            groups[choice_of(run)].append(run)
-        for choice, runs in groups.items():
-            versions = {run["script"]: model_and_version(run["script"])[1] for run in runs}
-            rows = [row for row in content["rows"] if row["script"] in versions]
-            before = {name: f"{version} " * (len(runs) > 1) for name, version in versions.items()}
-            points = {before[row["script"]] + row["group"]: row for row in rows}
-            names = " and of ".join(map(run_name, runs))
-            note = f"A training step of {names}; {sizes_of(runs[0])}."
-            yield Panel("roofline", choice, name, note, draw_roofline(points, runs[0]["ceilings"]))
-    elif "modules" in content:
-        checked(records.ForwardFlops, content, path)
-        if content.get("ceilings"):  # without --generate-roofline there are none
-            points = {row["module"].rpartition("*.")[2]: row for row in content["modules"]}
-            note = f"A forward pass of {run_name(content)} by module; {sizes_of(content)}."
-            html = draw_roofline(points, content["ceilings"])
-            yield Panel("roofline", choice_of(content), name, note, html)
-    elif "categories" in content:
-        checked(records.Profile, content, path)
-        parts = {kind: row["ms_per_step"] for kind, row in content["categories"].items()}
-        profile = {"batch_ms": sum(parts.values()), "categories": parts}
-        yield {"name": name, "result": content, **profile}
-    else:
-        yield from found_in(load_run(path))
+        charts[choice][sizes][name] = row
+    for choice, cells in charts.items():
+        note = "Each run was measured by itself: no ratios."
+        yield Panel("versions", choice, "single runs", note, draw_bars(cells, SPEED))
+        yield from memory_panel(cells, choice, "single runs")
 
 
 def found_in(run: Run) -> Iterator[Found | str]:
@@ -370,20 +238,16 @@ def read(path: Path, name: str) -> list[Panel | Found | str]:
     """What is in a file, and a line for each side that failed; nothing if no chart shows it."""
     content = read_json(path)
     try:
-        if "chains" in content:  # find_fusions.py: no run of a version
-            return []
-        if "schema_version" in content:
-            found = [*read_scripts_file(path, name, content)]
+        if "schema_version" in content and not OTHER_FILES & content.keys():
+            found = [*found_in(load_run(path))]
         elif isinstance(content.get("runs"), dict):
             found = [each for run in runs_in(path, content).values() for each in found_in(run)]
         elif isinstance(content.get("rows"), list) and isinstance(content.get("environment"), dict):
             if not (rows := content["rows"]):
                 raise ToolError(f"{path}: a study without a row")
-            if not (isinstance(rows[0], dict) and "model" in rows[0]):
-                return []  # of operations, or of an exercise
-            checked(records.Study, content, path)
-            if kind := next((ROWS[key] for key in ROWS if key in rows[0]), None):
-                records.check_rows(path, rows, kind=kind)
+            if not (isinstance(rows[0], dict) and "model" in rows[0]) or "on" in rows[0]:
+                return []  # of operations, of an exercise, or of sets of fusions
+            records.checked_study(content, path)
             found = [
                 f"{row['script']} failed: {row.get('error')} ({path})"
                 for row in rows  # that a library fails is a result

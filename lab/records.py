@@ -206,7 +206,7 @@ WholeStep = Row | {
 # rows that were measured on one device, and with what settings
 Study = {
     "environment": Environment,
-    "rows": [Row],
+    "rows": [Row],  # or a kind of its own
     "provenance?": [{}],  # of each session, as provenance.py reads it
     "script?": TEXT,
     "argv?": [TEXT],
@@ -238,29 +238,41 @@ def read(kind: dict, path: Path) -> dict:
 def checked(kind: dict, value: object, path: Path) -> dict:
     """The value, an object of this kind; ToolError names the file and the field where it is not."""
     _check(kind, value, path, "")
-    if kind is Study:
-        check_turns(value["rows"], path)
     return value
 
 
-def check_rows(
+def checked_study(
+    value: object,
     path: Path,
-    rows: Sequence[dict],
     keys: Iterable[str] = (),
     measured: Iterable[str] = (),
     kind: dict = Row,
-) -> Sequence[dict]:
-    """Return the rows of a study; ToolError names what is wrong with one: another kind, without one
-    of the keys, or neither a status and an error nor all that is to be `measured`."""
-    for number, row in enumerate(rows):
-        _check(kind, row, path, f"rows[{number}]")
+) -> dict:
+    """The value, a study whose rows are of this kind and have the keys, and either a status and an
+    error or all that is to be `measured`."""
+    study = checked(Study | {"rows": [kind]}, value, path)
+    for number, row in enumerate(study["rows"]):
         found = ("error",) if "status" in row else measured
         missing = [key for key in keys if key not in row]
         missing += [key for key in found if row.get(key) is None]
         if missing:
             reason = "another study, or of an older version"
             raise ToolError(f"{path}: rows[{number}] has no {missing[0]}: {reason}")
-    return rows
+    check_turns(study["rows"], path)
+    return study
+
+
+def read_study(path: Path, *wanted: Iterable[str], kind: dict = Row) -> dict:
+    """A study, finished or not, as `checked_study` wants it, with at least one row."""
+    study = checked_study(read_json(path), path, *wanted, kind=kind)
+    if not study["rows"]:
+        raise ToolError(f"{path}: a study without a row")
+    return study
+
+
+def read_rows(path: Path, *wanted: Iterable[str], kind: dict = Row) -> Sequence[dict]:
+    """The rows of a study; none if it is not there."""
+    return checked_study(read_json(path), path, *wanted, kind=kind)["rows"] if path.exists() else []
 
 
 def check_turns(rows: Iterable[dict], path: Path) -> None:
@@ -319,7 +331,7 @@ def _words(kind: object) -> str:
 
 # --- runs
 
-# What is named where it is not the same; with the value where a file of an earlier harness has
+# What is named where it is not the same; with the value where a file of an earlier core has
 # none.
 SAME_TRAINING = {
     **dict.fromkeys(("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed")),
@@ -634,7 +646,7 @@ def load_entries(path: Path) -> dict[str, Entry]:
     """What a file or directory holds, by name: a run, several, or the rows of a study."""
     content = read_json(path) if path.is_file() else {}
     if isinstance(content.get("rows"), list):
-        return entries_of_study(path, checked(Study, content, path))
+        return entries_of_study(path, checked_study(content, path))
     several = isinstance(content.get("runs"), dict)
     found = {}
     for run in runs_in(path, content).values() if several else [load_run(path)]:
@@ -667,7 +679,7 @@ def beside(run: Run, baseline: Run) -> dict:
 
     speedup, memory = ratio("samples_per_sec"), ratio("peak_mb")
     row["speedup"] = speedup
-    row["processes"] = row["processes"] or 1  # files of an earlier harness do not say
+    row["processes"] = row["processes"] or 1  # files of an earlier core do not say
     alone = baseline.number("training", "processes") or 1
     row["scaling_efficiency_percent"] = speedup and 100 * speedup * alone / row["processes"]
     row["memory_change_percent"] = None if memory is None else 100 * (memory - 1)

@@ -3,8 +3,7 @@ what they show: versions side by side, and what each fusion is worth alone, last
 
 In an ablation a set is what is on of the fusions that vary. Sets take turns in groups, each of
 which also has none, all, and all a second time: how far that control is from all tells which
-differences are none. Effects are computed on the logarithms of times, where gains that multiply add
-up, and turn by turn; so they are ratios, above 1 where time is saved (two-level factorial design).
+differences are none. Gains are ratios of times in the same turn, above 1 where time is saved.
 """
 
 import contextlib
@@ -23,9 +22,9 @@ from pathlib import Path
 from types import ModuleType
 
 from lab.cli import Parser, ToolError
-from lab.files import write_text
+from lab.files import read_json, write_text
 from lab.provenance import watched
-from lab.records import NOTHING, NULL, POSITIVE, TEXT, WHOLE, Row, Study, check_rows, read
+from lab.records import NOTHING, NULL, POSITIVE, TEXT, WHOLE, Row, checked_study, read_rows
 from lab.script import interpret_without_gpu, load_script, script_arguments
 from lab.show import Column, ended, rate, render
 from lab.turns import graph_of, in_turns, on_gpu, ratios, short_run, speed, speedup, spread
@@ -38,7 +37,7 @@ SMALLEST_GROUP = 4  # none, all, the control and one more
 TIMES = ("batch_ms", "turns_ms")  # what a row has that was measured in turns
 CONTROL = "all again"  # all of the fusions, built and captured a second time
 Set = tuple[str, ...]  # the fusions that are on
-Logs = dict[frozenset, dict[tuple[int, int], float]]  # of a set, by seed and turn
+Gains = dict[frozenset, dict[tuple[int, int], float]]  # over none, of a set by seed and turn
 
 
 Ablated = Row | {  # a set of fusions, as a side of a group that took turns
@@ -81,7 +80,7 @@ def measure_study(
     unfinished, rows, sessions = path.with_suffix(".partial.json"), [], []
     for file in (path, unfinished) if keep else (unfinished,):
         if file.exists():
-            earlier = read(Study, file)
+            earlier = checked_study(read_json(file), file)
             rows, sessions = earlier.pop("rows"), earlier.pop("provenance", [])
             if earlier != content:
                 way_out = "name another file, or delete it" if keep else "delete it first"
@@ -134,19 +133,6 @@ def chosen(parts: Sequence[Part], words: Sequence[str]) -> list[Part]:
         raise ToolError(f"no part of this suite is of {unknown[0]!r}; there are {there}")
     keys = {places[word] for word in words}
     return [part for part in parts if all(part[0][key] in words for key in keys)]
-
-
-def read_rows(path: Path, *wanted: Iterable[str], kind: dict = Row) -> Sequence[dict]:
-    """The rows of a study as `check_rows` wants them; none if it is not there."""
-    return check_rows(path, read(Study, path)["rows"], *wanted, kind=kind) if path.exists() else []
-
-
-def read_study(path: Path, *wanted: Iterable[str], kind: dict = Row) -> dict:
-    """A study, finished or not, with at least one row; its rows are as `check_rows` wants them."""
-    study = read(Study, path)
-    if not check_rows(path, study["rows"], *wanted, kind=kind):
-        raise ToolError(f"{path}: a study without a row")
-    return study
 
 
 def by_side(rows: Iterable[dict], *keys: str) -> dict[tuple, dict[str, dict]]:
@@ -329,17 +315,16 @@ def speedups_over_unfused(
     return rows
 
 
-def log_speedups(rows: Iterable[dict]) -> Logs:
-    """Of each set and turn, the logarithm of its speed-up over none of its own group."""
+def gains_over_none(rows: Iterable[dict]) -> Gains:
+    """Of each set and turn, its speed-up over none of its own group."""
     rows = [row for row in rows if "turns_ms" in row and row.get("side") != CONTROL]
-    logs = defaultdict(dict)
+    found = defaultdict(dict)
     none = {(row.get("seed"), row.get("group")): row for row in rows if not row["on"]}
     for row in rows:
         if reference := none.get((row.get("seed"), row.get("group"))):
-            gains = enumerate(ratios(reference, row))
-            found = {(row.get("seed"), turn): math.log(gain) for turn, gain in gains}
-            logs[frozenset(row["on"])] |= found
-    return dict(logs)
+            for turn, gain in enumerate(ratios(reference, row)):
+                found[frozenset(row["on"])][row.get("seed"), turn] = gain
+    return dict(found)
 
 
 def over_all(rows: Iterable[dict], side: str, key: str = "turns_ms") -> list[float]:
@@ -360,50 +345,14 @@ def noise(rows: Iterable[dict]) -> float | None:
     return max((abs(ratio - 1) for ratio in over_all(rows, CONTROL)), default=None)
 
 
-def effect(
-    logs: Logs, contrasts: Iterable[Mapping[frozenset, int]]
-) -> tuple[list[float], list[float]]:
-    """Ratios turn by turn, each the median of these contrasts (signs of sets), and the median of
-    each contrast; without contrasts of which a set was not measured."""
-    contrasts = [contrast for contrast in contrasts if contrast.keys() <= logs.keys()]
-    turns_of = [set(logs[on]) for contrast in contrasts for on in contrast]
-    turns = sorted(set.intersection(*turns_of)) if turns_of else []
-    values = [
-        [sum(sign * logs[on][turn] for on, sign in c.items()) for turn in turns] for c in contrasts
-    ]
-    by_turn = [math.exp(statistics.median(column)) for column in zip(*values, strict=True)]
-    return by_turn, [math.exp(statistics.median(value)) for value in values] if turns else []
-
-
-def main_effect(logs: Logs, fusion: str) -> tuple[list[float], list[float]]:
-    """What a fusion gains: over all pairs of sets that differ in it alone."""
-    return effect(logs, [{on | {fusion}: 1, on: -1} for on in logs if fusion not in on])
-
-
-def interaction(logs: Logs, first: str, second: str) -> tuple[list[float], list[float]]:
-    """What two fusions gain together over the product of what each gains: above 1 they help."""
-    without = [on for on in logs if not on & {first, second}]
-    both = {first, second}
-    corners = [{on | both: 1, on | {first}: -1, on | {second}: -1, on: 1} for on in without]
-    return effect(logs, corners)
-
-
-def additivity(logs: Logs, fusions: Sequence[str]) -> str:
-    """One line: is the product of the gains of each fusion alone what all of them gain together?"""
-    alone, everything = [frozenset([fusion]) for fusion in fusions], frozenset(fusions)
-    gains = [effect(logs, [{on: 1}])[0] for on in (*alone, everything)]
-    over_product = effect(logs, [{everything: 1} | dict.fromkeys(alone, -1)])[0]
-    if len(fusions) < 2 or not over_product:
-        needed = "it takes two fusions, each alone, and all of them"
-        return f"Whether the gains are additive cannot be said: {needed}."
-    low, high = min(over_product), max(over_product)
-    answer = "are additive within the spread" if low <= 1 <= high else "are not additive"
-    if len(over_product) < 5:
-        answer = "may be additive or not, the turns are too few to tell"
-    *singles, together = map(statistics.median, gains)
-    found = f"each alone {math.prod(singles):.2f}x as a product, all together {together:.2f}x"
-    over = f"all over the product {low:.2f}x to {high:.2f}x in turns"
-    return f"The gains {answer} (on log times): {found}; {over}."
+def main_effect(gains: Gains, fusion: str) -> list[float]:
+    """What a fusion gains, turn by turn: the median, on log times, of all pairs of sets that differ
+    in it alone."""
+    found = [(on, on | {fusion}) for on in gains if fusion not in on]
+    pairs = [(gains[on], gains[both]) for on, both in found if both in gains]
+    turns = sorted(set.intersection(*map(set, itertools.chain(*pairs)))) if pairs else []
+    logs = [[math.log(after[turn] / before[turn]) for before, after in pairs] for turn in turns]
+    return [math.exp(statistics.median(of_turn)) for of_turn in logs]
 
 
 def varying(rows: Iterable[dict]) -> list[str]:
@@ -421,13 +370,13 @@ def sets_table(script: str, rows: Sequence[dict], wide: bool = False) -> str:
         for row in rows:
             if row["precision"] == precision:
                 sets[row["side"]].append(row)
-        logs = log_speedups(itertools.chain(*sets.values()))
+        gains = gains_over_none(itertools.chain(*sets.values()))
         for side, same in sets.items():
             cells = {key: median(known(same, key)) for key in ("peak_mb", "per_step", "batch_ms")}
             ends = filter(None, map(ended, same))
             cells["gain"] = next(ends, None) or median(known(same, "speedup"))
-            turns = logs.get(frozenset(same[0]["on"]), {}) if same[0]["on"] else {}
-            cells["turns"] = range_of([*map(math.exp, turns.values())])
+            turns = gains.get(frozenset(same[0]["on"]), {}) if same[0]["on"] else {}
+            cells["turns"] = range_of([*turns.values()])
             lines[side] |= {(precision, key): value for key, value in cells.items()}
         counted = any(known(same, "per_step") for same in sets.values())
         peak = Column(f"{precision} peak MB", (precision, "peak_mb"), ".1f")
@@ -488,56 +437,42 @@ def by_shape(rows: Iterable[dict]) -> dict[str, list[dict]]:
 
 
 def effects_tables(rows: Sequence[dict]) -> list[str]:
-    """In each precision what each fusion gains, how two interact, and whether gains add up."""
+    """In each precision what each fusion gains, and below which gain there is none."""
     fusions, found = varying(rows), []
     for precision in dict.fromkeys(row["precision"] for row in rows):
         same = [row for row in rows if row["precision"] == precision]
-        logs = log_speedups(same)
-        gains = [{"name": fusion, **gains_of(same, logs, fusion)} for fusion in fusions]
+        gains = gains_over_none(same)
         columns = [
             Column(f"{precision}, fusion", "name"),
             Column("alone", "alone", ".2f", "x"),
             Column("added last", "last", ".2f", "x"),
             Column("main effect", "main", ".2f", "x"),
             Column("in turns", "turns"),
-            Column("between pairs of sets", "pairs"),
         ]
-        found.append(render(columns, gains))
+        lines = [{"name": fusion, **gains_of(same, gains, fusion)} for fusion in fusions]
+        found.append(render(columns, lines))
         limit = noise(same)
         if limit is not None:
             what = f"{CONTROL} was within {100 * limit:.1f} % of all"
             found.append(f"{precision}: {what}: a smaller gain of a fusion added last is none.")
-        pairs = []
-        for first, second in itertools.combinations(fusions, 2):
-            turns = interaction(logs, first, second)[0]
-            effect_of = {"together": median(turns), "turns": range_of(turns)}
-            pairs.append({"name": f"{first}, {second}", **effect_of})
-        columns = [
-            Column(f"{precision}, two fusions", "name"),
-            Column("together over their product", "together", ".2f", "x"),
-            Column("in turns", "turns"),
-        ]
-        if any(pair["turns"] for pair in pairs):
-            found.append(render(columns, pairs))
-        found.append(f"{precision}: {additivity(logs, fusions)}")
     return found
 
 
-def gains_of(rows: Sequence[dict], logs: Logs, fusion: str) -> dict[str, object]:
-    """What a fusion gains alone, added last, and on the whole with ranges; None where not
+def gains_of(rows: Sequence[dict], gains: Gains, fusion: str) -> dict[str, object]:
+    """What a fusion gains alone, added last, and on the whole with its range; None where not
     measured."""
     fusions = varying(rows)
     rest = tuple(name for name in fusions if name != fusion)
+    turns = main_effect(gains, fusion)
     last = over_all(rows, set_name(rest, fusions))
     if not last:  # studies without all in each group
-        last = effect(logs, [{frozenset(fusions): 1, frozenset(rest): -1}])[0]
-    turns, pairs = main_effect(logs, fusion)
+        whole, without = (gains.get(frozenset(on), {}) for on in (fusions, rest))
+        last = [whole[turn] / without[turn] for turn in whole.keys() & without.keys()]
     return {
-        "alone": median(effect(logs, [{frozenset([fusion]): 1}])[0]),
+        "alone": median([*gains.get(frozenset([fusion]), {}).values()]),
         "last": median(last),
         "main": median(turns),
         "turns": range_of(turns),
-        "pairs": f"{min(pairs):.2f}x to {max(pairs):.2f}x in {len(pairs)}" if pairs else None,
     }
 
 

@@ -20,10 +20,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
+from typing import NoReturn, TypeVar
 
 from lab.cli import ToolError
 from lab.script import named_run
 
+T = TypeVar("T")
 GRAPH = "--enable-cuda-graph"
 TURN_MS = 300  # about how long a turn is
 WIDE = 1.25  # the highest ratio over the lowest: beyond this the turns do not agree on the size
@@ -104,30 +106,13 @@ def begin(module: ModuleType, args: argparse.Namespace) -> tuple[object, int, fl
     return trainer, max(2, math.ceil(TURN_MS / trainer.take(3))), peak
 
 
-def alternating(sides: Collection[str], rounds: int) -> Iterator[tuple[int, str]]:
+def alternating(sides: Collection[T], rounds: int) -> Iterator[tuple[int, T]]:
     """The number of the turn and the side whose turn it is: first to last, then back, and so on;
     without one that is no longer among them, because it failed."""
     for turn in range(rounds):
         for side in [*sides][:: 1 if turn % 2 == 0 else -1]:
             if side in sides:
                 yield turn, side
-
-
-def attempt(
-    name: str,
-    work: Callable[[], None],
-    running: dict[str, object],
-    failed: Callable[[str, Exception], None],
-) -> None:
-    """Do this for a side, which is no longer `running` after its first error: `failed` gets
-    that."""
-    try:
-        work()
-    except Exception as error:
-        running.pop(name, None)
-        failed(name, error)
-    if name not in running:
-        free_memory()
 
 
 def failure(error: Exception) -> dict[str, str]:
@@ -137,56 +122,89 @@ def failure(error: Exception) -> dict[str, str]:
     return {"status": "oom" if oom else "failed", "error": reason}
 
 
+def scheduled(
+    names: Collection[str],
+    rounds: int,
+    start: Callable[[str], T],
+    take: Callable[[T], float],
+    finish: Callable[[str, T, list[float]], dict],
+    failed: Callable[[str, Exception], dict] = lambda name, error: failure(error),
+) -> dict[str, dict]:
+    """Have sides take turns: all are started, each turn has every side in it, and all are finished.
+
+    Args:
+        start: makes of a side's name what takes its turns.
+        take: takes one turn of that, and returns what it took in milliseconds.
+        finish: makes the row of a side from its name, from that, and from its times.
+        failed: makes it where one of these raised an error: the side then takes no part any more.
+    """
+    rows, running, times = {}, {}, {name: [] for name in names}
+
+    def attempt(name: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            running.pop(name, None)
+            rows[name] = failed(name, error)
+        if name not in running:
+            free_memory()
+
+    def begin(name: str) -> None:
+        running[name] = start(name)
+
+    def turn(name: str) -> None:
+        times[name].append(take(running[name]))
+
+    def end(name: str) -> None:
+        rows[name] = finish(name, running[name], times[name])
+
+    for name in names:
+        attempt(name, partial(begin, name))
+    for _, name in alternating(running, rounds):
+        attempt(name, partial(turn, name))
+    for name in [*running]:
+        attempt(name, partial(end, name))
+    running.clear()
+    free_memory()
+    return {name: rows[name] for name in names}
+
+
 def in_turns(
     sides: dict[str, tuple[str, list[str]]],
     rounds: int,
     counted: bool = True,
     building: Callable[[str], AbstractContextManager] = nullcontext,
-    finishing: Callable[[object], dict] = lambda run: {},
+    finishing: Callable[[object], dict] = lambda trainer: {},
 ) -> dict[str, dict]:
     """What steps of each side (script, arguments) take, in turns of about 0.3 s or two steps.
 
-    The sides change their order from turn to turn. Milliseconds per step are the median of the
-    turns, peak memory is that of the side alone, kernels are counted after the last turn unless
-    `counted` is False. A side is built and warmed up inside of what `building` makes of its name.
-    What `finishing` makes of its Trainer is in its row, too. One that runs out of memory, or fails,
-    has a `status` and an `error` in place of these.
+    Milliseconds per step are the median of the turns, peak memory is that of the side alone,
+    kernels are counted after the last turn unless `counted` is False. A side is built and warmed up
+    inside of what `building` makes of its name. What `finishing` makes of its Trainer is in its
+    row, too. One that runs out of memory, or fails, has a `status` and an `error` instead.
     """
     modules = {name: importlib.import_module(script) for name, (script, _) in sides.items()}
     parsed = {name: parse_quiet(modules[name], argv) for name, (_, argv) in sides.items()}
-    rows = {name: named(script, argv, parsed[name]) for name, (script, argv) in sides.items()}
-    trainers, steps, times = {}, {}, {name: [] for name in sides}
 
-    def failed(name: str, error: Exception) -> None:
-        rows[name] |= failure(error)
-
-    def start(name: str) -> None:
+    def start(name: str) -> tuple[object, int, float | None]:
         with building(name):
-            begun = begin(modules[name], parsed[name])
-        trainers[name], steps[name], rows[name]["peak_mb"] = begun
+            return begin(modules[name], parsed[name])
 
-    def take(name: str) -> None:
-        times[name].append(trainers[name].take(steps[name]))
+    def take(side: tuple[object, int, float | None]) -> float:
+        trainer, steps, _ = side
+        return trainer.take(steps)
 
-    def finish(name: str) -> None:
-        trainer = trainers[name]
-        modules[name].prepare(parsed[name])
-        counts = modules[name].count_kernels(trainer) if counted else {}
+    def finish(name: str, side: tuple[object, int, float | None], times: list[float]) -> dict:
+        (trainer, _, peak), module = side, modules[name]
+        module.prepare(parsed[name])
+        counts = module.count_kernels(trainer) if counted else {}
         if not trainer.gpu:
-            course = modules[name].memory_of_a_step(trainer)
-            rows[name]["peak_mb"] = max(used for _, used in course) / 1e6
-        rows[name] |= {"batch_ms": statistics.median(times[name]), "turns_ms": times[name]}
-        rows[name] |= counts | finishing(trainer)
+            peak = max(used for _, used in module.memory_of_a_step(trainer)) / 1e6
+        row = {"peak_mb": peak, "batch_ms": statistics.median(times), "turns_ms": times}
+        return row | counts | finishing(trainer)
 
-    for name in sides:
-        attempt(name, partial(start, name), trainers, failed)
-    for _, name in alternating(trainers, rounds):
-        attempt(name, partial(take, name), trainers, failed)
-    for name in list(trainers):
-        attempt(name, partial(finish, name), trainers, failed)
-    trainers.clear()
-    free_memory()
-    return rows
+    found = scheduled(sides, rounds, start, take, finish)
+    return {name: named(*sides[name], parsed[name]) | row for name, row in found.items()}
 
 
 def all_measured(
@@ -336,22 +354,31 @@ def compare_in_turns(
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
     pool = torch.cuda.graph_pool_handle() if gpu else None
-    calls, ready, times = {}, {}, {side: [] for side in sides}
-    for side, function in sides.items():
+
+    def start(side: str) -> tuple[Callable[[], object], int]:
+        function = sides[side]
         function()  # compiles, and fills caches
-        calls[side] = max(1, min(1000, round(ms / 1e3 / seconds(function, device))))
+        calls = max(1, min(1000, round(ms / 1e3 / seconds(function, device))))
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("error", message=".*Graph is empty")  # works on the host
                 warm_up(function)
-                ready[side] = captured(function, calls[side], pool)
+                return captured(function, calls, pool), calls
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, UserWarning) as error:
             reason = str(error).partition("\n")[0]
             raise ToolError(f"{side} cannot be captured as a graph: {reason}", status=1) from error
-    for turn, side in alternating(sides, turns + 1):
-        spent = 1e3 * seconds(ready[side], device) / calls[side]
-        if turn:  # the first one warms up
-            times[side].append(spent)
-    return Turns(times)
+
+    def take(side: tuple[Callable[[], object], int]) -> float:
+        graph, calls = side
+        return 1e3 * seconds(graph, device) / calls
+
+    def failed(_: str, error: Exception) -> NoReturn:
+        raise error
+
+    def finish(_: str, __: object, times: list[float]) -> dict:
+        return {"turns_ms": times[1:]}  # the first one warms up
+
+    rows = scheduled(sides, turns + 1, start, take, finish, failed)
+    return Turns({side: row["turns_ms"] for side, row in rows.items()})

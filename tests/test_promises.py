@@ -44,9 +44,10 @@ from exercises.performance_debugging import check_step, compare_stages
 from exercises.tiny_llama_v3 import add_relu, check_custom_kernel, measure
 from lab.cli import ToolError, run_tool
 from lab.files import write_file, write_text
+from lab.records import read_study
 from lab.script import DEFAULT_SCRIPT, MODES
 from lab.show import Column, render, write_csv
-from lab.study import SEARCH, measure_study, next_size, read_study
+from lab.study import SEARCH, measure_study, next_size
 
 RESULTS = ROOT / "results"
 H100, RUN = RESULTS / "h100", RESULTS / "cpu/tiny_llama_v2_readme.json"
@@ -450,9 +451,8 @@ def dashboard(path: Path) -> Answer:
 
 
 SETS, SUITE = H100 / "ablation_tiny_llama_v2.json", H100 / "suite_llama.json"
-STUDIES = ("headline_v3", "inference", "memory", "counts", "ablation_tiny_llama_v3")
-SHOWN = ("suite_llama", "headline_v3", "memory", "step", "profile_tiny_llama_v1")
-SHOWN += ("roofline_llama_v1_v4",)
+STUDIES = ("headline_v3", "memory", "counts", "ablation_tiny_llama_v3")
+SHOWN = ("suite_llama", "headline_v3", "memory")
 READERS: dict[str, tuple[Path, Reader]] = {
     "compare_runs": (RUN, lambda path: call(compare_runs, RUN, path)),
     "compare_runs, several": (
@@ -527,7 +527,7 @@ def test_a_damaged_file_is_read_or_named(name: str, tmp_path: Path):
     assert not wrong, f"{len(wrong)} of {MUTATIONS}: " + "\n".join(wrong[:40])
 
 
-ROW = {"model": "tiny_llama", "side": "none", "on": [], "speedup": 1.0}
+ROW = {"model": "tiny_llama", "side": "none"}
 STUDY = {"environment": {"device_name": "GPU"}, "rows": [ROW]}
 UNEQUAL = [ROW | {"turns_ms": count * [1.0]} for count in (5, 7)]
 BROKEN = {  # a file's name and text, and what every reader says of it
@@ -535,10 +535,9 @@ BROKEN = {  # a file's name and text, and what every reader says of it
     "list": ("[1]", "not a JSON object"),
     "bytes": ("\udcff\udcfe", "not JSON"),
     "deep": ("[" * 100_000, "not JSON"),
-    "later": ('{"schema_version": 2, "rows": []}', "schema_version is 2, not 1"),
+    "later": ('{"schema_version": 2}', "schema_version is 2, not 1"),
     "other": ('{"schema_version": 1, "config": {}}', "it has no script"),
     "empty": (json.dumps(STUDY | {"rows": []}), "without a row"),
-    "study": (json.dumps(STUDY), "it has no 'mode'"),
     "package": ("{}", "no chart shows"),
     "turns": (json.dumps(STUDY | {"rows": UNEQUAL}), "has 7 turns, others have 5"),
     **{
@@ -546,7 +545,7 @@ BROKEN = {  # a file's name and text, and what every reader says of it
         for name, value in (("text", '"fast"'), ("nan", "NaN"), ("huge", "1" + "0" * 400))
     },
 }
-OF_STUDIES = ("empty", "study", "package", "turns")  # compare_runs reads runs
+OF_STUDIES = ("empty", "package", "turns")  # compare_runs reads runs
 
 
 @pytest.mark.parametrize("name", BROKEN)

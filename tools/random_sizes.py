@@ -3,11 +3,8 @@
 
 Two kinds of cases: "accuracy" is --verify-accuracy of V2 to V4; a "curve" is 20 steps of V3 or V4,
 eager or as a graph, beside those of V1. A case passes, is refused by one line, or fails: with a
-traceback, a wrong result, or no end within --limit seconds.
-
-Several processes share the GPU, and take cases one after the other. Cases of the same widths,
-precision and version (V3 or V4) share compiled kernels, so one process has them; the narrowest come
-first. After --seconds what is left is not run. Exit status 1 if a case failed.
+traceback, a wrong result, or no end within --limit seconds. Each is a process of its own, several
+at the same time. After --seconds no other case begins. Exit status 1 if a case failed.
 
 Examples:
   python tools/random_sizes.py --output results/DIR/random_sizes.json
@@ -15,34 +12,28 @@ Examples:
 """
 
 import argparse
-import contextlib
-import io
-import itertools
-import multiprocessing
 import os
 import random
 import shlex
-import signal
+import subprocess
 import sys
+import tempfile
 import time
-import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
-from multiprocessing.connection import Connection
-from queue import SimpleQueue
-from threading import Thread
+from functools import cache, partial
+from pathlib import Path
 
 import _path
 import torch
 
 from bench.sizes import PRECISIONS, script_of
 from lab.cli import Parser, documented_parser, program
-from lab.files import ROOT
+from lab.files import ROOT, read_json
 from lab.script import load_script
 from lab.study import measure_study
-from lab.turns import free_memory, short_run
 
 VERDICTS = ("passed", "refused", "failed")
 # By model: the widest last. Heads have 4 to 128 channels.
@@ -102,10 +93,8 @@ class Outcome:
 
     verdict: str
     line: str = ""
-    difference: float = 0.0  # of a curve
-
-
-# Cases
+    difference: float = 0.0  # of a curve from V1's
+    losses: Sequence[float] = ()
 
 
 @cache  # a script is searched for and read each time
@@ -136,16 +125,16 @@ def sizes_of(chance: random.Random, model: str, widths: str, gpu: bool) -> str:
     return f"{text} --num-blocks {blocks} --batch-size {batch}{more}"
 
 
-def family(
-    chance: random.Random, model: str, widths: str, precision: str, device: str
-) -> Iterator[Case]:
-    """Cases without end that share compiled kernels."""
-    gpu, with_kernels = device == "cuda", chance.choice(("V3", "V4", "V4"))
-    while True:
+def cases(number: int, seed: int, device: str) -> Iterator[Case]:
+    """So many cases; on a CPU of the narrowest widths."""
+    chance, gpu = random.Random(seed), device == "cuda"
+    for _ in range(number):
+        model = chance.choice([*WIDTHS])
+        widths = chance.choice(WIDTHS[model] if gpu else WIDTHS[model][:1])
         kind = chance.choices(("accuracy", "curve"), weights=(3, 1))[0]
-        version = with_kernels if kind == "curve" else chance.choice(("V2", *[with_kernels] * 2))
+        version = chance.choice(("V3", "V4", "V4") if kind == "curve" else ("V2", "V3", "V4", "V4"))
+        precision, flags = chance.choice([*PRECISIONS]), flags_of(chance, model, version)
         sizes = [*sizes_of(chance, model, widths, gpu).split(), *PRECISIONS[precision]]
-        flags = flags_of(chance, model, version)
         if kind == "accuracy":
             flags.append("--verify-accuracy")
         else:
@@ -154,140 +143,76 @@ def family(
         yield Case(kind, model, version, precision, [*sizes, "--device", device], flags)
 
 
-def families(cases: int, seed: int, device: str) -> list[list[Case]]:
-    """So many cases by family, of which each width has two: in two of the precisions."""
-    chance, found = random.Random(seed), []
-    pairs = itertools.chain(*itertools.zip_longest(*([(m, w) for w in WIDTHS[m]] for m in WIDTHS)))
-    for model, widths in [pair for pair in pairs if pair][: None if device == "cuda" else 2]:
-        for precision in chance.sample([*PRECISIONS], 2):
-            found.append(family(chance, model, widths, precision, device))
-    lists = [[*itertools.islice(f, (cases + i) // len(found))] for i, f in enumerate(found)]
-    return [some for some in lists if some]
+def run_script(case: Case, version: str, argv: Sequence[str], limit: int) -> Outcome:
+    """Run a version; of a curve the losses are there, too."""
+    script = script_of(case.model, version)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, f"{script}.py", *argv, "--profile-dir", folder]
+        if case.kind == "curve":
+            command.append("--under-profiler")
+        try:
+            options = {"capture_output": True, "text": True, "timeout": limit, "cwd": ROOT}
+            done = subprocess.run(command, **options)
+        except subprocess.TimeoutExpired:
+            return Outcome("failed", "no end within the limit")
+        said = [line for line in done.stderr.splitlines() if ": note: " not in line]
+        if done.returncode in (2, 3, 4) and len(said) == 1 and ": error: " in said[0]:
+            return Outcome("refused", said[0])
+        if done.returncode:
+            wrong = [line for line in done.stdout.splitlines() if line.endswith(": FAIL")]
+            lines = "; ".join([*wrong[:3], *said[-1:]])
+            return Outcome("failed", f"exit status {done.returncode}: {lines}")
+        losses = ()
+        if case.kind == "curve":
+            losses = read_json(Path(folder) / f"{script}_summary.json")["loss"]["curve"]
+        return Outcome("passed", losses=losses)
 
 
-# In a worker
-
-
-def curve_of(case: Case, version: str, argv: list[str]) -> list[float]:
-    """The losses of a version's steps, eager unless `argv` says otherwise."""
-    run = short_run(script_of(case.model, version), argv)
-    if run["status"] != "ok":  # out of memory
-        load_script("tiny_llama_v1.py").fail(run["error"], run["exit_status"])
-    return run["loss"]["curve"]
-
-
-def difference_from_v1(case: Case) -> tuple[float, float]:
-    """Return the largest relative difference of a curve's losses from V1's, and its limit.
+def attempt(case: Case, limit: int) -> Outcome:
+    """Run a case.
 
     A wide model on ten residues amplifies roundings: V1's losses and V2's were 9e-3 apart in fp32.
-    So where the limit is passed, three times V2's difference is allowed.
+    So where a curve is further than its limit from V1's, three times V2's difference is allowed.
     """
+    found = run_script(case, case.version, case.argv, limit)
+    if found.verdict != "passed" or case.kind == "accuracy":
+        return found
     eager = [*case.sizes, "--disable-cuda-graph"]
-    right = curve_of(case, "V1", eager)
+    right = run_script(case, "V1", eager, limit)
+    if right.verdict != "passed":
+        return right
 
-    def difference(curve: list[float]) -> float:
-        return max(abs(x - y) / abs(y) for x, y in zip(curve, right, strict=True))
+    def difference(losses: Sequence[float]) -> float:
+        pairs = zip(losses, right.losses, strict=True)
+        return max(abs(loss - expected) / abs(expected) for loss, expected in pairs)
 
-    found, limit = difference(curve_of(case, case.version, case.argv)), LIMITS[case.precision]
-    if found > limit:
-        limit = max(limit, 3 * difference(curve_of(case, "V2", eager)))
-    return found, limit
-
-
-def attempt(case: Case) -> Outcome:
-    module = load_script(f"{script_of(case.model, case.version)}.py")
-    stdout, stderr = io.StringIO(), io.StringIO()
-    status, difference, limit = 0, 0.0, 0.0
-    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
-        try:
-            if case.kind == "curve":
-                difference, limit = difference_from_v1(case)
-            else:
-                status = module.main(case.argv)
-        except SystemExit as end:
-            status = end.code
-        except Exception as error:  # whatever it is: the next case follows
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            text = (str(error).strip() or "no text").splitlines()[0]
-            return Outcome("failed", f"{type(error).__name__} in {where.name}: {text}")
-    said = [line for line in stderr.getvalue().splitlines() if ": note: " not in line]
-    if status in (2, 3, 4) and len(said) == 1 and ": error: " in said[0]:
-        return Outcome("refused", said[0])
-    if status:
-        wrong = [line for line in stdout.getvalue().splitlines() if line.endswith(": FAIL")]
-        lines = [*wrong[:3], *said[-1:]]
-        return Outcome("failed", f"exit status {status}: {'; '.join(lines)}")
-    if not difference <= limit:
-        return Outcome("failed", f"losses differ by {difference:.1e} from V1's", difference)
-    return Outcome("passed", "", difference)
+    far, allowed = difference(found.losses), LIMITS[case.precision]
+    if far > allowed:
+        second = run_script(case, "V2", eager, limit)
+        allowed = max(allowed, 3 * difference(second.losses)) if second.losses else allowed
+    if not far <= allowed:
+        return Outcome("failed", f"losses differ by {far:.1e} from V1's", far)
+    return Outcome("passed", "", far)
 
 
-def serve(pipe: Connection, device: str, share: float) -> None:
-    """Run the cases that come; `share` of the GPU's memory is this process's."""
-    torch.set_num_threads(1)
-    if device == "cuda":
-        torch.cuda.set_per_process_memory_fraction(share)
-    while True:
-        outcome = attempt(pipe.recv())
-        free_memory()  # where the device was lost, this ends the process
-        pipe.send(outcome)
+def outcomes(args: argparse.Namespace) -> Iterator[tuple[Case, Outcome]]:
+    """Run the cases in so many processes, until all are done or time is over."""
+    until = time.monotonic() + args.seconds
+
+    def in_time(case: Case) -> Outcome | None:
+        return attempt(case, args.limit) if time.monotonic() < until else None
+
+    wanted = [*cases(args.cases, args.seed, args.device)]
+    with ThreadPoolExecutor(args.processes) as pool:
+        for case, outcome in zip(wanted, pool.map(in_time, wanted), strict=True):
+            if outcome:
+                yield case, outcome
 
 
-# In this process
-
-
-def drive(
-    args: argparse.Namespace, until: float, families: Iterator[list[Case]], done: SimpleQueue
-) -> None:
-    """Have a process run one family after the other; another one after a case that fails, which
-    may leave traces."""
-    context, process = multiprocessing.get_context("spawn"), None
-    for case in itertools.chain.from_iterable(families):
-        if not process:
-            pipe, theirs = context.Pipe()
-            given = theirs, args.device, 0.95 / args.processes
-            process = context.Process(target=serve, args=given, daemon=True)
-            process.start()
-            theirs.close()
-        pipe.send(case)
-        try:
-            ended = pipe.poll(max(0, min(args.limit, until - time.monotonic())))
-            outcome = pipe.recv() if ended else Outcome("failed", "no end within the limit")
-        except (EOFError, ConnectionError):
-            outcome = Outcome("failed", "its process ended")
-        if time.monotonic() >= until:
-            break
-        done.put((case, outcome))
-        if outcome.verdict == "failed":
-            process.kill()
-            process = None
-    if process:
-        process.kill()
-    done.put(None)
-
-
-def run_cases(args: argparse.Namespace) -> Iterator[tuple[Case, Outcome]]:
-    """Run the cases in so many processes, until all are done, time is over or somebody ends it."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # of `timeout`, as Ctrl-C
-    until, running, done = time.monotonic() + args.seconds, args.processes, SimpleQueue()
-    shared = iter(families(args.cases, args.seed, args.device))
-    with contextlib.suppress(KeyboardInterrupt):  # what ran is written
-        for _ in range(args.processes):
-            Thread(target=drive, args=(args, until, shared, done), daemon=True).start()
-        while running:
-            ended = done.get()
-            running -= ended is None
-            if ended:
-                yield ended
-
-
-# The result
-
-
-def rows_of(done: Iterable[tuple[Case, Outcome]]) -> list[dict]:
+def rows_of(args: argparse.Namespace) -> list[dict]:
     """A row for each kind, version and precision, then one for each case that failed."""
     groups, failed = {}, []
-    for number, (case, outcome) in enumerate(done, 1):
+    for number, (case, outcome) in enumerate(outcomes(args), 1):
         if number % 50 == 0:
             print(f"{number} cases ran", file=sys.stderr)
         names = {"what": case.kind, "model": case.model, "version": case.version}
@@ -305,7 +230,7 @@ def rows_of(done: Iterable[tuple[Case, Outcome]]) -> list[dict]:
 
 def run_random_sizes(args: argparse.Namespace) -> int:
     args.output.unlink(missing_ok=True)
-    whole = [({}, lambda: rows_of(run_cases(args)))]
+    whole = [({}, partial(rows_of, args))]
     argv = ["--device", args.device, "--seed", str(args.seed)]
     rows = measure_study(args.output, whole, argv=argv)
     ended = sum((Counter(row.get("outcomes")) for row in rows), Counter())

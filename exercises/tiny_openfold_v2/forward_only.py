@@ -25,6 +25,7 @@ from torch import Tensor
 
 from bench.graph_turns import DEVICE, steps_in_turns
 from lab.cli import Parser, program, several
+from lab.records import read_study
 from lab.script import load_script, parser_around, precision_of
 from lab.show import Column, render, side_columns
 from lab.study import (
@@ -33,7 +34,6 @@ from lab.study import (
     by_side,
     heading,
     measure_study,
-    read_study,
     study_asked_for,
 )
 from lab.turns import graph_of, named, parse_quiet

@@ -89,7 +89,7 @@ class Traffic(TorchDispatchMode):
     def moved(self, function, args: tuple, kwargs: dict, result: object) -> int:
         """Bytes that one operator reads and writes."""
         name = function.overloadpacket.__name__
-        # the harness leaves out the same when it counts
+        # the core leaves out the same when it counts
         if function.is_view or name.startswith(self.no_work):
             return 0
         given = args, {key: value for key, value in kwargs.items() if key not in ONLY_WRITTEN}
