@@ -37,15 +37,15 @@ def test_headline_compares_all_versions_turn_by_turn(tmp_path, monkeypatch):
     for version in benchmark.VERSIONS:
         script = benchmark.importlib.import_module(benchmark.script_of("tiny_llama", version))
 
-        def take(run, steps: int, version: str = version):
-            taken = sum(turn.label == run.label for turn in run.turns)
-            ms = {"V1": 30.0, "V2": 20.0, "V3": 10.0}[version] * (1 + taken**2)
-            run.turns.append(SimpleNamespace(label=run.label, step_ms=ms, peak=0))
-            if run.label == "step":
-                order.append(version)
-            return run.turns[-1]
+        def take(trainer, steps: int, label: str = "step", version: str = version) -> float:
+            turn = len(trainer.turns_ms)  # 0 is the trial
+            ms = {"V1": 30.0, "V2": 20.0, "V3": 10.0}[version] * (1 + (turn - 1) ** 2)
+            if label == "step":
+                trainer.turns_ms.append(ms)
+                order.extend([version] * (turn > 0))
+            return ms
 
-        monkeypatch.setattr(script.Run, "take", take)
+        monkeypatch.setattr(script.Trainer, "take", take)
     shapes = {"tiny_llama, small": Shape("tiny_llama", SMALL)}
     monkeypatch.setattr(benchmark, "SHAPES", shapes)
     argv = words("--rounds 3 --only fp32 eager")

@@ -193,7 +193,7 @@ def test_a_run_repeats_itself(script: str):
     assert torch.are_deterministic_algorithms_enabled()
     assert curve(script, *TWENTY_STEPS, "--seed", "7") != pytest.approx(first, rel=1e-3)
     module = load(script)
-    drawn = [module.Trainer(parse(script, "--seed", n), CPU).next_batch() for n in "67"]
+    drawn = [module.Trainer(parse(script, "--seed", n)).build().next_batch() for n in "67"]
     assert not all(torch.equal(*pair) for pair in zip(*(b.values() for b in drawn), strict=True))
 
 
@@ -264,7 +264,7 @@ def test_no_effect_is_said_where_a_step_dispatches_the_same_operators(script: st
 
     def operators_and_weights(*argv: str) -> tuple[int, int]:
         args = parse(script, *SMALLEST[model_of(script)], *argv)
-        trainer = module.Trainer(args, module.prepare(args))
+        trainer = module.Trainer(args).build()
         trainer.step()
         with module.OperatorCounter() as counter:
             trainer.compute(trainer.next_batch())

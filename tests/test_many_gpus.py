@@ -29,8 +29,7 @@ from conftest import (
     words,
 )
 
-from lab.profile.kernels import communication_of
-from lab.profile.steps import PHASES
+from lab.profile.kernels import PHASES, communication_of
 
 BATCH = ["--batch-size", "2"]
 TORCHRUN = ["-m", "torch.distributed.run"]
