@@ -540,7 +540,7 @@ BROKEN = {  # a file's name and text, and what every reader says of it
     "later": ('{"schema_version": 2}', "schema_version is 2, not 1"),
     "other": ('{"schema_version": 1, "config": {}}', "it has no script"),
     "empty": (json.dumps(STUDY | {"rows": []}), "without a row"),
-    "package": ("{}", "no chart shows"),
+    "package": ("{}", "no table shows"),
     "turns": (json.dumps(STUDY | {"rows": UNEQUAL}), "has 7 turns, others have 5"),
     **{
         name: (re.sub(r'"final": [^,}]+', f'"final": {value}', RUN.read_text()), "loss.final is")
