@@ -11,7 +11,6 @@ that of Hugging Face's Llama.
 Examples:
   python bench/operations.py attention DIR   attention with pair bias: V3, libraries, their layouts
   python bench/operations.py triangle DIR    triangle multiplication: V3, V2, V1, cuEquivariance
-  python bench/operations.py causal DIR      causal attention with grouped queries: V3, SDPA
   python bench/operations.py rows DIR        norms, SwiGLU, rotary: bytes per second, and a copy's
   python bench/operations.py step DIR        the newest step by kernel, and beside a reference
   python bench/operations.py llama DIR       the step: V4, V3, V2, Hugging Face, the same with Liger
@@ -29,7 +28,6 @@ from pathlib import Path
 
 import _path
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bench.graph_turns import (
@@ -62,8 +60,6 @@ TRIANGLE = {f"N={n}": (1, n) for n in (256, 384, 512, 768, 1024)} | {"N=64, batc
 ATTENTION = {name: (samples, n, n, 4, 32) for name, (samples, n) in TRIANGLE.items()}
 ATTENTION["MSA rows, N=256"] = (1, 128, 256, 8, 32)
 LARGE = {"N=512", "N=768", "N=1024"}  # in bf16 only
-# samples, length, heads, key heads, dimension
-CAUSAL = {"S=512": (16, 512, 16, 8, 64), "S=2048": (4, 2048, 16, 8, 64)}
 ROWS = 65536  # of the tensors that move bytes
 
 
@@ -160,35 +156,9 @@ def module_step(
     return gradient_step(operation, inputs, list(model.parameters()))
 
 
-def causal(sizes: tuple, dtype: torch.dtype) -> dict[str, Step]:
-    """Causal attention from the packed QKV result to the input of the output projection; in their
-    own layout libraries begin with q, k and v as [B, S, H, D] in memory, which their kernels read
-    as is."""
-    samples, length, heads, kv_heads, dim = sizes
-    ours = importlib.import_module("tiny_llama_v3").CausalAttention.apply
-    qkv = torch.randn(samples, length, heads + 2 * kv_heads, dim, device=DEVICE, dtype=dtype)
-    grouped = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-
-    def split(qkv: Tensor) -> tuple[Tensor, ...]:
-        return qkv.transpose(1, 2).split([heads, kv_heads, kv_heads], dim=1)
-
-    def repeating(qkv: Tensor) -> Tensor:
-        q, k, v = split(qkv)
-        k, v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-
-    sides = {"triton": gradient_step(lambda qkv: ours(qkv, heads), [qkv])}
-    sides["SDPA, grouped"] = gradient_step(lambda qkv: grouped(*split(qkv)).transpose(1, 2), [qkv])
-    sides["SDPA, repeated"] = gradient_step(repeating, [qkv])
-    own = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in split(qkv)]
-    sides["SDPA, own layout"] = gradient_step(grouped, own)
-    return sides
-
-
 STUDIES = {  # shapes and sides
     "attention": (ATTENTION, attention),
     "triangle": (TRIANGLE, triangle),
-    "causal": (CAUSAL, causal),
 }
 
 
