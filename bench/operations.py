@@ -5,15 +5,14 @@ operation.
 All sides of a row are captured as CUDA graphs and replayed in short alternating turns, so that
 neither the host nor a change of its speed counts. A study writes one file. A side that is not
 installed, fails, or runs out of memory says so there. bench/peers.py says what each library
-is given. Two studies are of the whole training step: where its time goes, and how long it is beside
-that of Hugging Face's Llama.
+is given. Two studies are of the whole training step: where its time goes, and the bytes that it
+moves.
 
 Examples:
   python bench/operations.py attention DIR   attention with pair bias: V3, libraries, their layouts
   python bench/operations.py triangle DIR    triangle multiplication: V3, V2, V1, cuEquivariance
   python bench/operations.py rows DIR        norms, SwiGLU, rotary: bytes per second, and a copy's
   python bench/operations.py step DIR        the newest step by kernel, and beside a reference
-  python bench/operations.py llama DIR       the step: V4, V3, V2, Hugging Face, the same with Liger
   python bench/operations.py traffic DIR     bytes that a step of each version reads and writes
   python bench/operations.py table DIR       the tables, from what lies in DIR
 """
@@ -49,7 +48,7 @@ from bench.peers import (
     plain_attention,
 )
 from bench.sizes import SHAPES
-from bench.whole_steps import LLAMAS, STEPS
+from bench.whole_steps import STEPS
 from lab.cli import Parser, ToolError, documented_parser, program
 from lab.study import Part, as_rows, measure_study
 from lab.turns import speedup
@@ -239,7 +238,7 @@ def run_study(args: argparse.Namespace) -> int:
         return 0
     args.directory.mkdir(parents=True, exist_ok=True)
     args.shapes = args.shapes or ()
-    known = STUDIES.get(args.what, (LLAMAS if args.what == "llama" else SHAPES,))[0]
+    known = STUDIES.get(args.what, (SHAPES,))[0]
     if unknown := [name for name in args.shapes if name not in known]:
         there = ", ".join(map(repr, known))
         raise ToolError(f"{args.what} has no shape {unknown[0]!r}; it has {there}")
@@ -263,7 +262,7 @@ def build_parser() -> Parser:
     add("what", choices=(*STUDIES, "rows", *STEPS, "table"))
     add("directory", type=Path)
     parser.add_count("--rounds", 15, "turns of each side")
-    precisions = "(default: all; bf16 for step and llama)"
+    precisions = "(default: all; bf16 for step)"
     add("--precisions", nargs="+", choices=PRECISIONS, help=precisions)
     shapes = "of any study but rows (default: all)"
     add("--shapes", nargs="+", metavar="SHAPE", help=shapes)

@@ -12,7 +12,6 @@ import torch
 from conftest import (
     ROOT,
     load,
-    random_state,
     relative_difference,
     words,
 )
@@ -315,36 +314,3 @@ def test_the_bytes_of_a_step_are_those_of_its_operators_and_of_the_optimizer():
     fused.gradients[0].collect()
     update = lambda batch: fused.update([layer.weight], corrections)  # noqa: E731
     assert bytes_of(v4, layer, fused, update) == 64 * (7 * 4 + 2) + 3 * 8
-
-
-def test_llamas_that_are_compared_train_alike(tmp_path, monkeypatch):
-    """All have the same loss at the start and after a step; Liger with its loss runs without a
-    graph."""
-    pytest.importorskip("transformers")
-    monkeypatch.setattr(whole_steps, "LLAMAS", {"tiny_llama, tiny": LLAMA})
-    losses, eager = {}, []
-    for module in map(load, ("tiny_llama_v2", "tiny_llama_v3", "tiny_llama_v4")):
-        build_model = module.build_model
-
-        def with_random_weights(*given: object, build_model=build_model) -> torch.nn.Module:
-            model = build_model(*given)
-            model.load_state_dict(random_state(model.state_dict()))
-            return model
-
-        monkeypatch.setattr(module, "build_model", with_random_weights)
-
-    def in_turns(sides: dict, rounds: int) -> dict:
-        losses.update({name: [step()[0].item() for _ in range(2)] for name, step in sides.items()})
-        eager.extend(name for name, step in sides.items() if getattr(step, "eager", False))
-        return {name: {"us": 3e3, "turns_us": [3e3], "extra_mb": None} for name in sides}
-
-    monkeypatch.setattr(whole_steps, "steps_in_turns", in_turns)
-    monkeypatch.setattr(torch, "compile", lambda model: model)
-    monkeypatch.setattr(whole_steps, "with_liger", lambda model, **chosen: model)
-    assert kernels.main(["llama", str(tmp_path), "--precisions", "fp32"]) == 0
-    liger = ["Liger, eager", "Liger but its loss"]
-    assert list(losses) == ["V4", "V3", "V2", "Hugging Face", "Hugging Face compiled", *liger]
-    assert eager == ["Liger, eager"]
-    assert losses["V3"][1] < losses["V3"][0]
-    limit = 1e-4 if torch.cuda.is_available() else 1e-5
-    assert list(losses.values()) == [pytest.approx(losses["V3"], rel=limit)] * 7

@@ -25,7 +25,6 @@ from lab.files import ROOT, read_json, write_text
 from lab.study import by_side
 from tools.sheet import (
     BLUE,
-    FAINT,
     GREEN,
     GREY,
     INK,
@@ -219,54 +218,6 @@ def traffic() -> Sheet:
     return of_versions("GB read and written in one training step", note, groups)
 
 
-LIBRARIES = {  # study: what it is, and the names of its sides in the figure
-    "attention": (
-        "Attention with pair bias, 256 residues",
-        {
-            "triton": "V3, with gate",
-            "FlexAttention, own layout": "FlexAttention, no gate",
-            "cuEquivariance, own layout": "cuEquivariance, no gate",
-            "torch.compile": "torch.compile",
-            "SDPA": "PyTorch's SDPA",
-        },
-    ),
-    "triangle": (
-        "Triangle multiplication, 256 residues",
-        {
-            "triton": "V3",
-            "cuEquivariance, bf16 parameters": "cuEquivariance, bf16",
-            "cuEquivariance": "cuEquivariance, float32",
-            "torch.compile": "torch.compile",
-            "V2": "PyTorch, as in V2",
-        },
-    ),
-}
-
-
-@figure
-def libraries() -> Sheet:
-    """Microseconds of two operations in V3 and in libraries, the fastest first."""
-    groups = {}
-    for study, (title, names) in LIBRARIES.items():
-        rows = rows_of(study, shape="N=256", precision="bf16")
-        times = {row["side"]: row["us"] for row in rows if row.get("us")}
-        groups[study] = title, sorted((times[side], names[side]) for side in names if side in times)
-    height = 116 + sum(66 + 40 * len(times) for _, times in groups.values())
-    sheet, top = Sheet("Our kernels beside libraries: microseconds", height), 76
-    for study, (title, times) in groups.items():
-        sheet.cut(top - 4, top + 36 + 40 * len(times), study)
-        sheet.text(20, top + 14, title, bold=True)
-        for y, (us, name) in zip(itertools.count(top + 36, 40), times):
-            ours = name.startswith("V3")
-            sheet.text(20, y + 16, name, bold=ours)
-            part = 410 * us / times[-1][0], BLUE if ours else FAINT
-            sheet.bar(300, y, [part], f"{us:.0f}", 33)
-        top += 66 + 40 * len(times)
-    sheet.note(height - 58, "forward and backward, bf16, one NVIDIA H100; cuEquivariance has")
-    sheet.note(height - 28, "parameters in bf16 or in float32, as most training code has them")
-    return sheet
-
-
 @figure
 def predictions() -> Sheet:
     """The speed-up of each model with its chains fused: predicted, against compiled."""
@@ -289,30 +240,6 @@ def predictions() -> Sheet:
         sheet.dot(600, y, color, 7)
         sheet.text(616, y, words, SMALL)
     sheet.note(540, "on the line: as predicted; whole steps as graphs, one H100")
-    return sheet
-
-
-@figure
-def two_gpus() -> Sheet:
-    """Milliseconds of a step on one GPU, and what a second one with a batch of its own adds."""
-    rows = read_json(ROOT / "results/h100x2/scaling.json")["rows"]
-    rows.sort(key=lambda row: -row["batch_size"])  # of one GPU the smaller batch
-    one, two = (
-        by_side([row for row in rows if row["processes"] == n], "name", "precision") for n in (1, 2)
-    )
-    sheet = Sheet("The same batch on each of two GPUs: ms per step", 296)
-    models = {"tiny_llama": "TinyLlama, small", "tiny_openfold": "TinyOpenFold, default"}
-    for left, (model, words) in zip((20, 415), models.items(), strict=True):
-        sheet.text(left, 90, words, bold=True)
-        alone, both = one[model, "bf16"], two[model, "bf16"]
-        scale = 190 / max(both[side]["batch_ms"] for side in ("V3", "V4"))
-        for y, side in ((112, "V3"), (160, "V4")):
-            before, ms = alone[side]["batch_ms"], both[side]["batch_ms"]
-            sheet.text(left, y + 20, "V3, DDP" if side == "V3" else "V4")
-            parts = (scale * min(before, ms), FAINT), (scale * max(0, ms - before), ORANGE)
-            sheet.bar(left + 100, y, parts, f"{ms:.2f}")
-    sheet.legend(226, (20, 170), {"on one GPU": FAINT, "added by the second": ORANGE})
-    sheet.note(270, "two NVIDIA H100, bf16, as one graph")
     return sheet
 
 
