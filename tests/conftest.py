@@ -11,6 +11,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -72,7 +73,7 @@ SCRIPTS = tuple(
 )
 # those with kernels of their own
 TRITON = tuple(script for script in SCRIPTS if script[-1] in "34")
-SCRIPT = "tiny_llama_v2"  # the one whose harness is tested
+SCRIPT = "tiny_llama_v2"  # the one whose core is tested
 QUICK = ["--num-steps", "3", "--warmup-steps", "1"]
 
 
@@ -319,7 +320,7 @@ def run_main(script: str, directory: Path, *argv: str) -> Run:
     """Run main(argv) of a script with tiny sizes, on the CPU unless `argv` says otherwise."""
     status, stdout, stderr = captured(load(script).main, arguments(script, directory, *argv))
     lines = stderr.splitlines(keepends=True)
-    said = [line for line in lines if line.startswith(f"{script}.py: ")]
+    said = [line for line in lines if re.search(": (error|note): ", line)]
     progress = "".join(line for line in lines if line not in said)
     summary = summary_in(directory, script)
     return Run(status, stdout, "".join(said), directory, summary, progress)
@@ -402,7 +403,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         script = item.callspec.params.get("script") if hasattr(item, "callspec") else None
         on_cpu = not item.path.name.startswith(
-            ("test_gpu", "test_triton", "test_compile", "test_harness")
+            ("test_gpu", "test_triton", "test_compile", "test_core")
         )
         if item.get_closest_marker("gpu") and not gpu:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))

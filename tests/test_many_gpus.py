@@ -8,32 +8,29 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
-import time
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import (
-    CPU,
     ROOT,
     SCRIPT,
     arguments,
     assert_one_error,
     assert_same_gradients,
     command_line,
-    forking_python,
     gradients,
     load,
-    needs_compiler,
     parse,
     summary_in,
     words,
 )
 
 from lab.profile.kernels import communication_of
+from lab.profile.steps import PHASES
 
 BATCH = ["--batch-size", "2"]
 TORCHRUN = ["-m", "torch.distributed.run"]
@@ -47,7 +44,7 @@ script, steps, out, *argv = sys.argv[2:]
 module = load(script)
 args = module.parse_args(argv)
 module.join_processes(args)
-trainer = module.Trainer(args, torch.device("cpu"))
+trainer = module.Trainer(args).build()
 trainer.forward(**trainer.next_batch()).backward()
 if trainer.average:
     trainer.average()
@@ -105,11 +102,6 @@ SMALLEST = {
 TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
-def two_processes(directory: Path, *argv: str) -> list[str]:
-    """A tiny run of two processes on the CPU."""
-    return command_line(SCRIPT, directory, *BATCH, "--num-gpus", "2", *argv)
-
-
 def started(command: list[str], **variables: str) -> subprocess.Popen:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, env=os.environ | variables, **pipes)
@@ -120,19 +112,14 @@ def finished(command: list[str], **variables: str) -> subprocess.CompletedProces
     return subprocess.run(command, env=os.environ | variables, **pipes)
 
 
-def in_two_processes(program: str, directory: Path, *argv: str) -> None:
+def in_two_processes(program: str, directory: Path, *argv: str) -> subprocess.CompletedProcess:
     """Run a program of this file, which finds conftest in the first argument."""
     path = directory / "program.py"
     path.write_text(program)
-    torchrun = [forking_python(), *TORCHRUN, "--standalone", "--nproc-per-node=2"]
+    torchrun = [sys.executable, *TORCHRUN, "--standalone", "--nproc-per-node=2"]
     done = finished([*torchrun, str(path), str(ROOT / "tests"), *argv])
     assert done.returncode == 0, done.stderr
-
-
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return str(free.getsockname()[1])
+    return done
 
 
 @pytest.mark.parametrize("script", SMALLEST)
@@ -143,7 +130,7 @@ def test_losses_and_gradients_are_those_of_one_process_on_the_global_batch(
     argv = [script, "2", str(found), *arguments(script, tmp_path, *small)]
     in_two_processes(STEPS, tmp_path, *argv)
     losses, theirs = torch.load(found)
-    trainer = load(script).Trainer(parse(script, *small), CPU)
+    trainer = load(script).Trainer(parse(script, *small)).build()
     trainer.forward(**trainer.next_batch()).backward()
     assert_same_gradients(theirs, gradients(trainer.model), limit=1e-5)
     trainer.optimizer.zero_grad()
@@ -178,25 +165,42 @@ def test_an_infinity_in_one_process_makes_all_skip_the_step(tmp_path: Path):
             in_two_processes(INFINITY.replace(right, wrong), tmp_path, str(tmp_path / "rank"))
 
 
+# Trains as a process of two, with results in a folder of its own.
+OWN_FOLDER = """
+import os, sys
+sys.path[:0] = [sys.argv[1]]
+from conftest import load
+script, folder, *argv = sys.argv[2:]
+folder += os.environ["RANK"]
+sys.exit(load(script).main([*argv, "--profile-dir", folder]))
+"""
+
+
 def test_two_processes_report_what_one_process_would(tmp_path: Path, run):
+    """The first of them reports and writes, of all; two would write the same file at once."""
     steps = words("--num-steps 4 --warmup-steps 2 --log-interval 1")
+    steps += ["--enable-pytorch-profiler", "--enable-memory-profiling"]
     one = run(SCRIPT, *BATCH, *steps)
-    python, _, script, *argv = two_processes(tmp_path / "two", *steps)
-    done = finished([python, str(ROOT / "run_pytorch_profiler.py"), "--script", script, *argv])
-    assert (done.returncode, done.stderr) == (0, "")
-    result = summary_in(tmp_path / "two")
+    argv = [SCRIPT, str(tmp_path / "rank"), *arguments(SCRIPT, tmp_path, *BATCH, *steps)]
+    done = in_two_processes(OWN_FOLDER, tmp_path, *argv)
+    result = summary_in(tmp_path / "rank0")
     curve = result["loss"]["curve"]
     assert curve == pytest.approx(one.summary["loss"]["curve"], rel=1e-5)
-    shown = [float(loss) for loss in re.findall(r"step \d+/\d+  loss (\S+)", done.stdout)]
+    shown = [float(loss) for loss in re.findall(r"step \d+/\d+  loss (\S+)", done.stderr)]
     assert shown == pytest.approx(curve, abs=6e-5), "progress shows the mean over the processes"
     assert result["training"]["processes"] == 2
-    peaks = [summary_in(tmp_path / "two" / rank)["memory"]["peak_mb"] for rank in ("", "rank1")]
-    assert result["memory"]["peak_mb"] == max(peaks)
-    assert done.stdout.count("Average training speed:") == 1, "rank 0 alone reports"
-    traces = (tmp_path / "two" / rank / f"{SCRIPT}_trace.json.gz" for rank in ("", "rank1"))
-    assert all(trace.exists() for trace in traces), "a profile for each rank"
+    assert done.stdout.count("Average training speed:") == 1
+    assert len([*(tmp_path / "rank0").iterdir()]) == 4
+    assert not (tmp_path / "rank1").exists()
+
+
+def test_a_profile_of_two_processes_tells_communication_apart(tmp_path: Path):
+    steps = words("--num-gpus 2 --num-steps 2 --warmup-steps 1")
+    python, _, script, *argv = command_line(SCRIPT, tmp_path, *BATCH, *steps)
+    done = finished([python, str(ROOT / "run_pytorch_profiler.py"), "--script", script, *argv])
+    assert done.returncode == 0, done.stderr
     assert "| communication |" in done.stdout
-    profile = json.loads((tmp_path / "two" / f"{SCRIPT}_profile.json").read_text())
+    profile = json.loads((tmp_path / f"{SCRIPT}_profile.json").read_text())
     assert 0 < profile["communication"]["ms"] <= profile["communication"]["step_ms"]
 
 
@@ -206,12 +210,8 @@ def test_two_processes_report_what_one_process_would(tmp_path: Path, run):
         (SCRIPT, "--compare-fusion --use-amp --num-layers 1", "all off   as chosen"),
         # no step is taken there, so the gradients are averaged for it alone, without DDP
         (V4[0], "--verify-accuracy --disable-all-fusion --enable-fused-optimizer", "check: PASS"),
-        pytest.param(
-            *(SCRIPT, "--enable-torch-compile", "Average training speed"),
-            marks=[pytest.mark.slow, needs_compiler],
-        ),
     ],
-    ids=["comparison", "accuracy", "compiled"],
+    ids=["comparison", "accuracy"],
 )
 def test_two_processes_with(script: str, argv: str, line: str, tmp_path: Path):
     argv = [*words(argv), *words("--num-gpus 2 --num-steps 2 --warmup-steps 1")]
@@ -220,41 +220,7 @@ def test_two_processes_with(script: str, argv: str, line: str, tmp_path: Path):
     assert line in done.stdout
 
 
-def test_nodes_that_cannot_train_together_are_refused(tmp_path: Path):
-    """They would train on with another curve, or wait for each other for ever."""
-    command = command_line(SCRIPT, tmp_path, *BATCH, *words("--num-steps 1 --warmup-steps 0"))
-    meeting = TWO | {"MASTER_PORT": free_port()}
-    nodes = [
-        started([*command, *more], **meeting | {"RANK": rank, "LOCAL_RANK": rank})
-        for rank, more in (("0", []), ("1", ["--learning-rate", "1e-2"]))
-    ]
-    errors = [node.communicate(timeout=120)[1] for node in nodes]
-    assert [node.returncode for node in nodes] == [2, 2]
-    assert "the ranks were started with --learning-rate [0.0003, 0.01]" in errors[0]
-    assert errors[1] == ""
-    done = finished(command, **TWO | {"MASTER_PORT": "99x"})
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert "2 processes cannot meet: MASTER_ADDR, MASTER_PORT: " in done.stderr
-    assert "99x" in done.stderr
-    assert summary_in(tmp_path) is None
-
-
 # How a run ends
-
-
-def test_a_signal_ends_a_process_that_waits_for_another_one(tmp_path: Path):
-    """At once, and without the stack that PyTorch prints when its waiting is interrupted."""
-    command = command_line(SCRIPT, tmp_path, *BATCH, fresh=True)
-    process = started(command, **TWO | {"MASTER_PORT": free_port(), "RANK": "0"})
-    status = Path(f"/proc/{process.pid}/status")
-    mask = f"{1 << signal.SIGTERM - 1 | 1 << signal.SIGINT - 1:016x}"
-    while f"SigBlk:\t{mask}" not in status.read_text():  # from when a thread takes the signals
-        time.sleep(0.05)
-    time.sleep(0.5)
-    process.send_signal(signal.SIGTERM)
-    stderr = process.communicate(timeout=10)[1]
-    assert (process.returncode, stderr.count("\n")) == (130, 1), stderr
-    assert "interrupted" in stderr
 
 
 def processes_of(directory: Path) -> dict[int, int]:
@@ -271,19 +237,12 @@ def processes_of(directory: Path) -> dict[int, int]:
     return found
 
 
-LONG = words("--num-gpus 2 --num-steps 1000000 --log-interval 10")
-CPU_RUN = SCRIPT, "--warmup-steps 2"
-
-
 @pytest.fixture
-def long_run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen]:
-    """A run of two processes that is in the middle of its steps; a test may say of which script,
-    and with which arguments. Only then its processes can be seen, as they are no forks."""
-    script, more = getattr(request, "param", CPU_RUN)
-    argv = [*BATCH, *LONG, *words(more)]
-    fresh = hasattr(request, "param")
-    launcher = started(command_line(script, tmp_path / "two", *argv, fresh=fresh))
-    for line in launcher.stdout:
+def long_run(tmp_path: Path) -> Iterator[subprocess.Popen]:
+    """A run of two processes that is in the middle of its steps."""
+    argv = words("--num-gpus 2 --num-steps 1000000 --warmup-steps 2 --log-interval 10")
+    launcher = started(command_line(SCRIPT, tmp_path / "two", *BATCH, *argv))
+    for line in launcher.stderr:
         if line.startswith("step"):
             break
     yield launcher
@@ -293,76 +252,25 @@ def long_run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subproc
     launcher.wait()
 
 
-two_gpus = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
-
-
-@pytest.mark.parametrize(
-    "long_run",
-    [
-        CPU_RUN,
-        # the graph of the other one waits for it in an all-reduce, and nothing on the device tells
-        *(
-            pytest.param((script, "--device cuda --enable-cuda-graph"), marks=two_gpus)
-            for script in V4
-        ),
-    ],
-    indirect=True,
-    ids=[SCRIPT, *V4],
-)
-def test_a_killed_process_ends_the_run_at_once_and_is_named(
-    long_run: subprocess.Popen, tmp_path: Path, request: pytest.FixtureRequest
-):
+def test_a_killed_process_ends_the_run_and_is_named(long_run: subprocess.Popen, tmp_path: Path):
     (victim,) = (pid for pid, rank in processes_of(tmp_path / "two").items() if rank == 1)
     os.kill(victim, signal.SIGKILL)
-    _, stderr = long_run.communicate(timeout=60)
-    assert long_run.returncode not in (0, None)
+    stderr = long_run.stderr.read()  # communicate() would lose what was read ahead
+    assert long_run.wait(timeout=60) not in (0, None)
     cause = stderr.partition("Root Cause")[2]  # in torchrun's words
     assert re.search(r"rank\s*: 1 ", cause), stderr
     assert "SIGKILL" in cause
     assert processes_of(tmp_path / "two") == {}
-    script = request.node.callspec.params["long_run"][0]
-    assert summary_in(tmp_path / "two", script)["status"] == "failed"
+    assert summary_in(tmp_path / "two")["status"] == "failed"
 
 
 def test_ctrl_c_ends_all_processes(long_run: subprocess.Popen, tmp_path: Path):
     long_run.send_signal(signal.SIGINT)
-    _, stderr = long_run.communicate(timeout=60)
-    assert long_run.returncode not in (0, None)
+    stderr = long_run.stderr.read()
+    assert long_run.wait(timeout=60) not in (0, None)
     assert "interrupted" in stderr
-    assert summary_in(tmp_path / "two")["status"] == "failed"
-
-
-def test_a_failing_process_is_named_with_its_error(tmp_path: Path):
-    """Rank 1 may not write where it wants to."""
-    (tmp_path / "two").mkdir()
-    (tmp_path / "two" / "rank1").write_text("a file")
-    done = finished(two_processes(tmp_path / "two", "--num-steps", "1000000"))
-    assert done.returncode != 0
-    (line,) = (line for line in done.stderr.splitlines() if "error: rank 1: " in line)
-    assert f"--profile-dir {tmp_path / 'two' / 'rank1'}: cannot write there" in line
     assert processes_of(tmp_path / "two") == {}
     assert summary_in(tmp_path / "two")["status"] == "failed"
-
-
-def test_a_loss_that_does_not_arrive_ends_the_run(run, monkeypatch):
-    """NCCL inside a graph has no watchdog: the device would wait for ever for a process that is
-    gone."""
-    module, steps = load(SCRIPT), []
-
-    def step(trainer) -> torch.Tensor:
-        steps.append(1)
-        return torch.tensor(1.0)
-
-    monkeypatch.setattr(module.Trainer, "step", step)
-    monkeypatch.setattr(module.Trainer, "done", lambda trainer: lambda: False)
-    monkeypatch.setattr(module, "PATIENCE", 0.1)
-    result = run(SCRIPT, *words("--num-steps 500 --warmup-steps 0"))
-    assert_one_error(result, 1, "no step ended in 0.1 s: is a process lost?")
-    assert result.summary["status"] == "failed"
-    assert len(steps) == 101, "the host is at most a hundred steps ahead"
 
 
 # How many processes, and what each takes
@@ -380,20 +288,14 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
 
 
 REFUSED = [  # arguments, environment, exit status, what is said
-    ("--num-gpus 4 --batch-size 6", {}, 2, "--batch-size 6 is not divisible by 4"),
+    ("--num-gpus 4 --batch-size 6", {}, 2, "--batch-size must divide by 4 GPUs"),
+    ("--num-gpus 2", TWO | {"WORLD_SIZE": "3"}, 2, "WORLD_SIZE 3, --num-gpus 2"),
+    ("", {"RANK": "1"}, 2, "RANK is 1, WORLD_SIZE 1"),
+    ("", TWO | {"RANK": "2"}, 2, "RANK is 2, WORLD_SIZE 2"),
+    ("", {"RANK": "0", "WORLD_SIZE": "2"}, 2, "MASTER_ADDR"),
     pytest.param(
         *("--num-gpus 2 --device auto", {}, 4, "2 GPUs wanted, PyTorch finds 0"),
         marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
-    ),
-    *(
-        ("", environment, 2, f"RANK and WORLD_SIZE must be numbers that fit together: {said}")
-        for environment, said in (
-            ({"RANK": "1"}, "RANK is '1'"),
-            (TWO | {"RANK": "2"}, "RANK is '2', WORLD_SIZE is '2'"),
-            (TWO | {"LOCAL_WORLD_SIZE": "3"}, "RANK is '1', WORLD_SIZE is '2', LOCAL_WORLD_SIZE"),
-            (TWO | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "RANK is '1'"),
-            (TWO | {"WORLD_SIZE": "two"}, "RANK is '1', WORLD_SIZE is 'two'"),
-        )
     ),
 ]
 
@@ -404,6 +306,8 @@ def test_what_cannot_be_is_refused_before_anything_starts(
 ):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+    for name in environment.keys() & {"RANK", "WORLD_SIZE"}:
+        monkeypatch.setattr(load(SCRIPT), name, int(environment[name]))
     result = run(SCRIPT, *words(argv))
     assert_one_error(result, status, said)
     assert not result.directory.exists()
@@ -413,9 +317,8 @@ CUDA, ROCR = "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 CHOICES = [  # arguments, environment, processes; PyTorch finds three GPUs
     ("", {}, 1),
     ("", {CUDA: "GPU-4c3a,GPU-77d0,GPU-8"}, 3),  # whatever it says, PyTorch counts
-    ("", {ROCR: "0,1,2"}, 1),  # means nothing to NVIDIA's
-    ("", {ROCR: "0,1,2", "hip": "6.4"}, 3),
-    ("", {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "MASTER_PORT": "x"}, 1),
+    ("", {ROCR: "0,1,2"}, 3),
+    ("--num-gpus 2", {CUDA: "0,1,2"}, 2),
     ("--device cpu", {CUDA: "0,1,2"}, 1),
     ("--device cpu --num-gpus 2", {CUDA: "0"}, 2),
 ]
@@ -427,36 +330,24 @@ def test_how_many_processes(argv: str, environment: dict, expected: int, gpus, m
         monkeypatch.delenv(f"{who}_VISIBLE_DEVICES", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.version, "hip", environment.get("hip"))
     gpus(3)
     assert load(SCRIPT).parse_args(["--batch-size", "24", *words(argv)]).num_gpus == expected
 
 
-@pytest.mark.parametrize(
-    ("count", "environment", "answer"),
-    [
-        (1, {"LOCAL_RANK": "3"}, 0),  # srun --gpus-per-task=1: each process sees its own
-        (4, {"LOCAL_RANK": "3"}, 3),
-        (2, {"LOCAL_RANK": "3"}, "LOCAL_RANK is 3, but PyTorch finds 2 GPUs"),
-        (2, {}, "LOCAL_RANK is not set, but PyTorch finds 2 GPUs"),
-        (1, {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}, "4 GPUs wanted, PyTorch finds 1"),
-    ],
-)
-def test_a_process_takes_the_gpu_that_it_sees(
-    count: int, environment: dict, answer: int | str, gpus, monkeypatch, capsys
-):
+@pytest.mark.parametrize(("count", "answer"), [(1, 0), (4, 3)])
+def test_a_process_takes_the_gpu_that_it_sees(count: int, answer: int, gpus, monkeypatch):
+    """srun --gpus-per-task=1: each process sees its own."""
     module, taken = load(SCRIPT), []
-    for name, value in (TWO | {"RANK": "3", "WORLD_SIZE": "4"} | environment).items():
+    for name, value in (TWO | {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4"}).items():
         monkeypatch.setenv(name, value)
-    for name, value in {"LAUNCHED": True, "RANK": 3, "WORLD_SIZE": 4}.items():
+    for name, value in {"RANK": 3, "WORLD_SIZE": 4}.items():
         monkeypatch.setattr(module, name, value)
     gpus(count)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    monkeypatch.setattr(module.dist, "rendezvous", lambda *_, **__: iter(()))
-    with pytest.raises((SystemExit, StopIteration)):  # refused, or there is nobody to meet
+    monkeypatch.setattr(module.dist, "init_process_group", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):  # there is nobody to meet
         module.join_processes(module.parse_args([]))
-    said = capsys.readouterr().err
-    assert taken == [answer] or answer in said
+    assert taken == [answer]
 
 
 # The step as a graph
@@ -498,7 +389,7 @@ def test_a_graph_of_two_gpus_trains_as_eager_steps_do(script: str, tmp_path: Pat
         "one": "--num-gpus 1 --enable-cuda-graph",
         "DDP": f"--num-gpus 2 {'--disable-fused-optimizer' * (script in V4)}",
     }.items():
-        done = finished(command_line(script, tmp_path / name, *argv, *words(more), fresh=True))
+        done = finished(command_line(script, tmp_path / name, *argv, *words(more)))
         assert done.returncode == 0, done.stderr
         curves[name] = summary_in(tmp_path / name, script)["loss"]["curve"]
     assert curves["graph"] == curves["eager"]
@@ -519,12 +410,12 @@ def test_communication_is_told_apart_from_what_hides_it():
     nccl = {"cat": "kernel", "name": "ncclDevKernel_Generic(ncclArgs)"}
     events = [nccl | {"ts": -90.0, "dur": 80.0}]
     for start in (0.0, 60.0):
-        for index, name in enumerate(load(SCRIPT).PHASES):
+        for index, name in enumerate(PHASES):
             mark = {"cat": "user_annotation", "name": name}
             events.append({**mark, "ts": start + 15 * index, "dur": 15.0})
         events.append({"cat": "kernel", "name": "Cijk_Ailk", "ts": start + 5, "dur": 25.0})
         events.append(nccl | {"ts": start + 10, "dur": 40.0})
-    found = communication_of([{"ph": "X", **event} for event in events], load(SCRIPT).PHASES)
+    found = communication_of([{"ph": "X", **event} for event in events], PHASES)
     assert (found.step_ms, found.ms, found.exposed_ms) == pytest.approx((0.060, 0.040, 0.020))
     alone = [event for event in events if "nccl" not in event["name"]]
-    assert communication_of(alone, load(SCRIPT).PHASES) is None
+    assert communication_of(alone, PHASES) is None

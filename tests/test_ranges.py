@@ -1,9 +1,11 @@
 """What --enable-rocm-profiling tells a profiler: a region around the measured steps, phases and
 modules inside.
 
-There is no GPU here, so these tests put a recorder in the place of the three interfaces that only
-exist with one.
+There is no GPU here, so these tests put a recorder in the place of the interfaces that only exist
+with one.
 """
+
+from __future__ import annotations
 
 import contextlib
 import ctypes
@@ -11,9 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CPU, MODELS, QUICK, SCRIPT, assert_one_error, load, parse
+from conftest import MODELS, QUICK, SCRIPT, assert_one_error, load, parse
 
-PHASES = ["data", "forward", "backward", "optimizer"]
+from lab.profile import steps
+
 LAYER = "input_layernorm post_attention_layernorm self_attn self_attn.qkv_proj self_attn.rotary"
 LAYER += " self_attn.o_proj mlp mlp.gate_up_proj mlp.down_proj"
 BLOCK = "msa_att_row msa_att_col msa_transition outer_product_mean tri_mul_out tri_mul_in"
@@ -50,21 +53,36 @@ def calls(monkeypatch) -> list[str]:
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch) -> None:
-    """The flag is as active as with a GPU."""
-    active = {"enable_rocm_profiling": True}
-    monkeypatch.setattr(load(SCRIPT), "notice_profilers", lambda args: vars(args).update(active))
+    """The region is marked as with a GPU."""
+    region = steps.recorded_region
+
+    @contextlib.contextmanager
+    def on_a_gpu(trainers):
+        for trainer in trainers:
+            trainer.gpu = True
+        with region(trainers):
+            for trainer in trainers:
+                trainer.gpu = False
+            yield
+
+    monkeypatch.setattr(steps, "recorded_region", on_a_gpu)
+
+
+def test_without_a_gpu_nothing_is_marked(run):
+    result = run(SCRIPT, *QUICK, "--enable-rocm-profiling", "--under-profiler")
+    assert_one_error(result, 0, "no GPU here, so nothing is marked")
 
 
 @pytest.mark.parametrize("mode", [[], ["--compare-fusion"]], ids=["run", "comparison"])
 def test_the_region_holds_the_measured_steps_and_nothing_else(
     mode: list[str], as_on_a_gpu, calls: list[str], run
 ):
-    assert run(SCRIPT, *QUICK, *mode).status == 0
+    assert run(SCRIPT, *QUICK, "--enable-rocm-profiling", *mode).status == 0
     begin, end = calls.index("start"), calls.index("stop")
     sides = len(mode) + 1
     assert calls[:begin] == ["step"] * sides, "the warm-up"
-    assert calls[begin + 1 : end].count("step") == 3 * sides
-    assert calls[begin + 1 : end].count("push forward") == 3 * sides
+    for call in ("step", *(f"push {phase}" for phase in steps.PHASES)):
+        assert calls[begin:end].count(call) == 3 * sides
     assert set(calls[end + 1 :]) == {"step"}, "what is counted afterwards is outside"
 
 
@@ -72,17 +90,17 @@ def test_the_region_holds_the_measured_steps_and_nothing_else(
 def test_each_module_is_a_range_of_its_name_and_computes_what_it_did_before(
     model: str, calls: list[str]
 ):
-    trainer = load(f"tiny_{model}_v2").Trainer(parse(f"tiny_{model}_v2"), CPU)
-    network, batch = trainer.model, trainer.next_batch()
+    trainer = load(f"tiny_{model}_v2").Trainer(parse(f"tiny_{model}_v2")).build()
+    network, batch, methods = trainer.model, trainer.next_batch(), vars(trainer).copy()
     before = network(**batch)
-    with trainer.ranges(torch.cuda.nvtx.range):
+    with steps.ranges(trainer, torch.cuda.nvtx.range):
         assert torch.equal(network(**batch), before)
         modules = calls[:]
         trainer.step()
-    phases = [call for call in calls if call.split()[-1] in PHASES]
-    assert phases == [f"{end} {phase}" for phase in PHASES for end in ("push", "pop")]
+    phases = [call for call in calls if call.split()[-1] in steps.PHASES]
+    assert phases == [f"{end} {phase}" for phase in steps.PHASES for end in ("push", "pop")]
     own = [module for module in network.modules() if "forward" in vars(module)]
-    assert own == [], "every module has its own method again"
+    assert (own, vars(trainer)) == ([], methods), "every method is its own again"
     open_ranges, pushed = [], set()
     for call in modules:
         kind, name = call.split()
@@ -104,10 +122,11 @@ def test_under_rocm_the_profiler_is_resumed_and_paused(monkeypatch, calls: list[
     )
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(ctypes, "CDLL", {"librocprofiler-sdk-roctx.so": library}.get)
-    trainer = SimpleNamespace(ranges=contextlib.nullcontext)
-    with contextlib.suppress(ZeroDivisionError), load(SCRIPT).recorded_region([trainer]):
-        calls.append("steps")
-        raise ZeroDivisionError
+    monkeypatch.setattr(steps, "ranges", lambda *_: contextlib.nullcontext())
+    with contextlib.suppress(ZeroDivisionError):
+        with steps.recorded_region([SimpleNamespace(gpu=True)]):
+            calls.append("steps")
+            raise ZeroDivisionError
     assert calls == ["start", "resume 0", "steps", "pause 0", "stop"]
 
 
@@ -117,6 +136,6 @@ def test_under_rocm_a_missing_library_is_one_line(monkeypatch, as_on_a_gpu, call
 
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    result = run(SCRIPT, *QUICK)
-    assert_one_error(result, 4, "--enable-rocm-profiling", "roctx")
-    assert result.summary is None or result.summary["status"] == "failed"
+    result = run(SCRIPT, *QUICK, "--enable-rocm-profiling")
+    assert_one_error(result, 4, "needs", "librocprofiler-sdk-roctx.so")
+    assert result.summary["status"] == "failed"

@@ -4,6 +4,7 @@ the Trainer of the script throughout."""
 import contextlib
 import ctypes
 import gzip
+import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
-from lab.cli import ToolError, note
+from lab.cli import note
 
 PHASES = ("data", "forward", "backward", "optimizer")
 GRAPH_PHASES = ("data", "graph")
@@ -23,24 +24,24 @@ GRAPH_PHASES = ("data", "graph")
 def ranges(trainer, named: Callable[[str], contextlib.AbstractContextManager]) -> Iterator[None]:
     """Run the steps inside with a range around each phase and module, made by `named`."""
     phases = GRAPH_PHASES if trainer.graph else PHASES
-    following = dict(zip(("start", *phases), phases, strict=False)) | {phases[-1]: phases[0]}
+    following = dict(itertools.pairwise(phases))
     modules = [] if trainer.args.torch_compile else [*trainer.model.named_modules()][1:]
     mark, opened = trainer.mark, contextlib.ExitStack()
 
     def mark_and_open(phase: str) -> None:
         mark(phase)
         opened.close()
-        opened.enter_context(named(following[phase]))
+        if phase in following:
+            opened.enter_context(named(following[phase]))
 
     for name, module in modules:
         module.forward = named(name)(module.forward)  # a context manager is a decorator, too
-    trainer.mark = mark_and_open
-    opened.enter_context(named(phases[0]))
+    trainer.mark, trainer.next_batch = mark_and_open, named(phases[0])(trainer.next_batch)
     try:
         yield
     finally:
         opened.close()
-        del trainer.mark  # that of its class again
+        del trainer.mark, trainer.next_batch  # those of its class again
         for _, module in modules:
             del module.forward
 
@@ -58,8 +59,7 @@ def recorded_region(trainers: Sequence) -> Iterator[None]:
             try:
                 roctx = ctypes.CDLL("librocprofiler-sdk-roctx.so")
             except OSError as error:
-                text = f"--enable-rocm-profiling needs ROCm's rocprofiler-sdk-roctx: {error}"
-                raise ToolError(text, status=4) from error
+                raise ImportError(name="ROCm's librocprofiler-sdk-roctx.so") from error
             roctx.roctxProfilerResume(0)
             at_end.callback(roctx.roctxProfilerPause, 0)
         for trainer in trainers:
@@ -87,15 +87,18 @@ def profiled_steps(
 
 def write_profile(script: ModuleType, trainer) -> None:
     """Write what the flags of a run ask for: tables of operators by time and a trace of three
-    steps; the course of memory in one step."""
+    steps; the course of memory in one step. All processes take these; the first one writes."""
     start = trainer.args.profile_dir / script.SCRIPT
     if trainer.args.enable_memory_profiling:
         course = script.memory_of_a_step(trainer)
         rows = ["time_us,bytes\n", *(f"{time:.3f},{used:.0f}\n" for time, used in course)]
-        Path(f"{start}_memory_timeline.csv").write_text("".join(rows))
+        if not script.RANK:
+            Path(f"{start}_memory_timeline.csv").write_text("".join(rows))
     if not trainer.args.enable_pytorch_profiler:
         return
     profile, events = profiled_steps(trainer, steps=3, record_shapes=True)
+    if script.RANK:
+        return
     for clock in ("cpu", "device") if trainer.gpu else ("cpu",):
         table = profile.key_averages().table(f"self_{clock}_time_total", row_limit=40)
         path = Path(f"{start}_operators_by_{clock}_time.txt")

@@ -1,0 +1,166 @@
+"""The scripts share one core, byte for byte and within its budget, and one file is enough."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import (
+    MODELS,
+    QUICK,
+    ROOT,
+    SCRIPT,
+    SCRIPTS,
+    TRITON,
+    command_line,
+    load,
+    summary_in,
+    words,
+)
+
+ALL_SCRIPTS = sorted(ROOT.glob("tiny_*_v*.py"))
+CORE = (ROOT / "common/core.py").read_text()
+END = "# --- end of core\n"
+MOST_LINES, MOST_IMPORTS = 644, 14
+
+
+# One file
+
+
+def run_copy(copy: Path, *argv: str, script: str = SCRIPT) -> subprocess.CompletedProcess[str]:
+    """Run a copy of a script beside which there is nothing else, with results below it."""
+    shutil.copy(ROOT / f"{script}.py", copy)
+    python, dont_write, _, *arguments = command_line(script, copy.parent / "profiles", *argv)
+    command = [python, dont_write, copy.name, *arguments]
+    return subprocess.run(command, cwd=copy.parent, capture_output=True, text=True, timeout=300)
+
+
+def test_a_copied_file_compares_by_itself(tmp_path: Path):
+    argv = words("--compare-fusion --num-steps 6 --warmup-steps 1")
+    done = run_copy(tmp_path / f"{SCRIPT}.py", *argv)
+    assert done.returncode == 0, done.stderr
+    assert "all off   as chosen    ratio\nbatch time, ms" in done.stdout
+    assert re.search(r"\nBatch time ratio in 6 turns: .*x to .*x \(.+\)\n$", done.stdout)
+    baseline, fused = (summary_in(tmp_path / "profiles" / side) for side in ("baseline", ""))
+    assert (baseline["status"], fused["status"]) == ("ok", "ok")
+    assert {*baseline["fusions"].values()} == {False} != {*fused["fusions"].values()}
+
+
+@pytest.mark.parametrize(
+    ("script", "argv", "file"),
+    [
+        (SCRIPT, "--verify-accuracy", "lab"),
+        (SCRIPT, f"{' '.join(QUICK)} --enable-pytorch-profiler", "lab"),
+        ("tiny_openfold_v2", "--msa a --structure b", "examples"),
+    ],
+)
+def test_a_copied_file_says_what_a_flag_needs(script: str, argv: str, file: str, tmp_path: Path):
+    done = run_copy(tmp_path / "mine.py", *words(argv), script=script)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("mine.py: ")]
+    assert (done.returncode, "Traceback" in done.stderr) == (4, False), done.stderr
+    assert re.fullmatch(rf"mine\.py: error: .+ needs {file}\b.* beside this script", line)
+
+
+@pytest.mark.parametrize(("script", "name"), [(SCRIPT, "x (1)"), ("tiny_llama_v3", "3-mine")])
+def test_a_copy_with_any_name_runs(script: str, name: str, tmp_path: Path):
+    """V3's operators have a namespace, which takes letters, digits and underscores alone."""
+    argv = words("--num-steps 1 --warmup-steps 0 --under-profiler --num-layers 1")
+    done = run_copy(tmp_path / f"{name}.py", *argv, script=script)
+    assert done.returncode == 0, done.stderr
+    assert summary_in(tmp_path / "profiles", name)["status"] == "ok"
+
+
+@pytest.mark.parametrize(("script", "package"), [(SCRIPT, "torch"), ("tiny_openfold_v3", "triton")])
+def test_a_missing_package_is_one_line(script: str, package: str, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / f"{script}.py"))
+    output, error = capsys.readouterr()
+    (line,) = error.splitlines()
+    assert (end.value.code, output) == (4, "")
+    assert line.startswith(f"{script}.py: error: ") and package in line
+
+
+def test_python_without_docstrings(monkeypatch):
+    monkeypatch.setattr(load(SCRIPT), "__doc__", None)
+    assert "--hidden-dim" in load(SCRIPT).build_parser().format_help()
+
+
+# One core
+
+
+def sync(root: Path, *argv: str) -> subprocess.CompletedProcess:
+    """Run tools/sync_common.py of a copy of the repository."""
+    command = [sys.executable, str(root / "tools" / "sync_common.py"), *argv]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_the_core_is_the_same_in_every_script_and_within_its_budget():
+    assert {path.stem for path in ALL_SCRIPTS} == set(SCRIPTS)
+    assert all(path.read_text().count("\n# --- core\n") == 1 for path in ALL_SCRIPTS)
+    assert sync(ROOT, "--check").returncode == 0
+    assert len(CORE.splitlines()) <= MOST_LINES
+    assert max(map(len, CORE.splitlines())) <= 100
+
+
+def test_a_reader_of_v1_meets_few_imports():
+    tree = ast.parse((ROOT / "tiny_llama_v1.py").read_text())
+    names = [alias.name for node in tree.body if type(node) is ast.Import for alias in node.names]
+    names += [node.module for node in tree.body if type(node) is ast.ImportFrom]
+    assert 5 < len({*names} - {"__future__"}) <= MOST_IMPORTS
+
+
+def test_sync_tool_names_the_script_that_differs_and_repairs_it(tmp_path: Path):
+    for folder in ("tools", "common"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    for path in ALL_SCRIPTS:
+        shutil.copy(path, tmp_path)
+    path, original = tmp_path / "tiny_openfold_v2.py", (ROOT / "tiny_openfold_v2.py").read_text()
+    path.write_text(changed := original.replace(END, "# one more line\n" + END))
+    done = sync(tmp_path, "--check")
+    assert (done.returncode, done.stderr.count("\n"), path.name in done.stderr) == (1, 1, True)
+    assert path.read_text() == changed, "--check only looks"
+    assert (sync(tmp_path).returncode, path.read_text()) == (0, original)
+
+
+# Kernels
+
+CHANGED = {  # of V3's kernels in V4
+    "llama": (
+        "rms_norm_backward_kernel attention_backward_queries_kernel attention_backward_keys_kernel"
+        " cross_entropy_forward_kernel cross_entropy_backward_kernel"
+    ),
+    "openfold": "",
+}
+REPLACED = {"llama": (), "openfold": ("layer_norm", "bias_relu", "outer_product_backward")}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_kernels_of_v3_stay_to_the_byte_in_v4(model: str):
+    """But for those that it changes, and for what it has other kernels for."""
+    before, after = (
+        dict(re.findall(r"(?ms)^@triton\.jit\ndef (\w+)(.*?)\n\n\n", path.read_text()))
+        for path in ALL_SCRIPTS
+        if path.stem in (f"tiny_{model}_v3", f"tiny_{model}_v4")
+    )
+    stay = {name: code for name, code in before.items() if not name.startswith(REPLACED[model])}
+    assert len(stay) >= 10
+    assert {*before} - {*after} == {*before} - {*stay}
+    assert {name for name in stay if after[name] != stay[name]} == set(CHANGED[model].split())
+
+
+@pytest.mark.parametrize("script", TRITON)
+def test_every_kernel_has_blocks_and_every_line_of_them_is_complete(script: str):
+    """What a backend or precision gets is read off one line, and no line has a name too many."""
+    module = load(script)
+    names = {name.removesuffix("_kernel") for name in vars(module) if name.endswith("_kernel")}
+    assert names == {name for name in module.BLOCKS if " " not in name}
+    for line, settings in module.BLOCKS.items():
+        whole = module.BLOCKS[line.partition(" ")[0]]
+        assert module.block_sizes(settings).keys() == module.block_sizes(whole).keys(), line
