@@ -57,12 +57,12 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, make_dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple, NoReturn
+from typing import Annotated, NamedTuple, NoReturn, get_type_hints
 
 try:
     import numpy as np
@@ -107,18 +107,24 @@ class ModelConfig:
     blocks: str = "default"  # what --blocks replaces
 
 
-FUSIONS: tuple[tuple[str, str, str], ...] = (
-    ("triton-attention", "triton_attention", "attention with pair bias and gate as one kernel"),
-    ("triton-triangle", "triton_triangle", "a kernel before and one after a triangle product"),
-    ("triton-outer-product", "triton_outer_product", "outer products as the projection reads them"),
-    ("fused-optimizer", "fused_optimizer", "AdamW as one kernel, which casts weights, too"),
-    ("transition-fusion", "transition_fusion", "a transition as one kernel, forward and backward"),
-    ("embedding-fusion", "embedding_fusion", "one product embeds tokens for each representation"),
-    ("loss-fusion", "loss_fusion", "the loss of a head as one kernel, forward and backward"),
-    ("overlap", "overlap", "in a graph, gradients of parameters on a stream of their own"),
+@dataclass(frozen=True)
+class Fusions:
+    """Which fusions are on. A flag is a field with dashes, its help what stands beside `bool`."""
+
+    triton_attention: Annotated[bool, "attention with pair bias and gate as one kernel"] = True
+    triton_triangle: Annotated[bool, "a kernel before and one after a triangle product"] = True
+    triton_outer_product: Annotated[bool, "outer products as the projection reads them"] = True
+    fused_optimizer: Annotated[bool, "AdamW as one kernel, which casts weights, too"] = True
+    transition_fusion: Annotated[bool, "a transition as one kernel, forward and backward"] = True
+    embedding_fusion: Annotated[bool, "one product embeds tokens for each representation"] = True
+    loss_fusion: Annotated[bool, "the loss of a head as one kernel, forward and backward"] = True
+    overlap: Annotated[bool, "in a graph, gradients of parameters on a stream of their own"] = True
+
+
+FUSIONS = tuple(
+    (name.replace("_", "-"), name, hint.__metadata__[0])
+    for name, hint in get_type_hints(Fusions, include_extras=True).items()
 )
-# Which fusions are on: a field for each.
-Fusions = make_dataclass("Fusions", [(name, bool, True) for _, name, _ in FUSIONS], frozen=True)
 # Those whose kernels the first step compiles.
 TRITON_FUSIONS = tuple(name for _, name, _ in FUSIONS)
 
@@ -255,86 +261,89 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
 #
 # In kernels, pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas.
 
-
-def wrap_triton(kernel: Callable) -> Callable:
-    """Return the kernel, which launches itself; the interpreter's replaces this function below.
-
-    V3 has PyTorch's in its place, by which a compiler sees what is launched.
-    """
-    return kernel
-
-
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
-# Block sizes and warps, as --blocks takes them: for 16 bits on NVIDIA's GPUs, and a line of its own
-# for float32, TF32 or AMD's GPUs where they differ. TILE is the number of elements in a block of
-# rows, PROGRAMS how many programs share the rows, more if each had more than 16 blocks of them.
-BLOCKS: dict[str, str] = {
-    "sum_parts": "TILE=4096,ROWS=512,num_warps=8",
-    "column_sums": "TILE=1024,PROGRAMS=528,num_warps=1",
-    "attention_forward": "BLOCK_M=128,BLOCK_N=32,num_warps=4,num_stages=3",
-    "attention_forward hip": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=1",
-    "attention_backward_short": "BLOCK_N=64,PROGRAMS=256,num_warps=4,num_stages=3",
-    "attention_backward_short float32": "BLOCK_N=64,PROGRAMS=256,num_warps=4,num_stages=2",
-    "attention_backward_short hip": "BLOCK_N=16,PROGRAMS=256,num_warps=4,num_stages=1",
-    "attention_backward_query": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=3",
-    "attention_backward_query float32": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=3",
-    "attention_backward_query TF32": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=2",
-    "attention_backward_query hip": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=2",
-    "attention_backward_key": "BLOCK_M=32,BLOCK_N=64,num_warps=4,num_stages=3",
-    "attention_backward_key float32": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=3",
-    "attention_backward_key TF32": "BLOCK_M=32,BLOCK_N=128,num_warps=8,num_stages=3",
-    "attention_backward_key hip": "BLOCK_M=32,BLOCK_N=32,num_warps=4,num_stages=1",
-    "attention_backward_bias": "BLOCK_M=64,BLOCK_N=64,PROGRAMS=396,num_warps=4,num_stages=3",
-    "attention_backward_bias hip": "BLOCK_M=64,BLOCK_N=64,PROGRAMS=432,num_warps=4,num_stages=1",
-    "triangle_project": "BLOCK_M=64,BLOCK_C=64,num_warps=4,num_stages=1",
-    "triangle_project TF32": "BLOCK_M=128,BLOCK_C=64,num_warps=8,num_stages=1",
-    "triangle_project hip float32": "BLOCK_M=64,BLOCK_C=64,num_warps=8,num_stages=1",
-    "triangle_output": "BLOCK_M=64,BLOCK_C=64,num_warps=4,num_stages=1",
-    "triangle_output hip": "BLOCK_M=64,BLOCK_C=64,num_warps=8,num_stages=1",
-    "triangle_output hip float32": "BLOCK_M=64,BLOCK_C=32,num_warps=4,num_stages=1",
-    "triangle_output_backward": "BLOCK_M=64,BLOCK_C=64,num_warps=4,num_stages=1",
-    "triangle_output_backward float32": "BLOCK_M=32,BLOCK_C=64,num_warps=4,num_stages=1",
-    "triangle_output_backward TF32": "BLOCK_M=64,BLOCK_C=32,num_warps=4,num_stages=1",
-    "triangle_output_backward hip": "BLOCK_M=64,BLOCK_C=32,num_warps=8,num_stages=1",
-    "triangle_output_backward hip float32": "BLOCK_M=64,BLOCK_C=32,num_warps=4,num_stages=1",
-    "triangle_project_backward": "BLOCK_M=64,BLOCK_C=64,num_warps=4,num_stages=1",
-    "triangle_project_backward float32": "BLOCK_M=128,BLOCK_C=32,num_warps=8,num_stages=1",
-    "triangle_project_backward TF32": "BLOCK_M=128,BLOCK_C=64,num_warps=8,num_stages=1",
-    "triangle_project_backward hip": "BLOCK_M=64,BLOCK_C=32,num_warps=8,num_stages=1",
-    "triangle_weights": "num_warps=2",
-    "outer_product_forward": "BLOCK_M=64,BLOCK_N=128,BLOCK_S=32,num_warps=4,num_stages=3",
-    "outer_product_forward float32": "BLOCK_M=128,BLOCK_N=128,BLOCK_S=32,num_warps=8,num_stages=2",
-    "outer_product_forward hip": "BLOCK_M=128,BLOCK_N=128,BLOCK_S=32,num_warps=8,num_stages=2",
-    "outer_product_gradient": "BLOCK_M=128,BLOCK_N=64,num_warps=8,num_stages=3",
-    "outer_product_gradient float32": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=2",
-    "outer_product_gradient TF32": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=3",
-    "outer_product_gradient hip": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=1",
-    "outer_product_gradient hip float32": "BLOCK_M=32,BLOCK_N=32,num_warps=4,num_stages=1",
-    "triangle_product": "BLOCK_N=64,num_warps=4",
-    "triangle_product_backward": "BLOCK_N=64,num_warps=4",
-    "transition_forward": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=3",
-    "transition_forward float32": "BLOCK_M=64,BLOCK_N=32,num_warps=8,num_stages=1",
-    "transition_forward hip": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=1",
-    "transition_forward hip float32": "BLOCK_M=32,BLOCK_N=32,num_warps=4,num_stages=1",
-    "transition_backward_input": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=2",
-    "transition_backward_input float32": "BLOCK_M=32,BLOCK_N=32,num_warps=8,num_stages=1",
-    "transition_backward_input hip": "BLOCK_M=32,BLOCK_N=32,num_warps=4,num_stages=1",
-    "transition_backward_input hip float32": "BLOCK_M=32,BLOCK_N=16,num_warps=8,num_stages=1",
-    "transition_backward_weights": "BLOCK_M=64,BLOCK_N=128,PROGRAMS=132,num_warps=8",
-    "transition_backward_weights float32": "BLOCK_M=32,BLOCK_N=32,PROGRAMS=528,num_warps=8",
-    "transition_backward_weights hip": "BLOCK_M=32,BLOCK_N=32,PROGRAMS=528,num_warps=4",
-    "transition_backward_weights hip float32": "BLOCK_M=32,BLOCK_N=16,PROGRAMS=528,num_warps=8",
-    "norm_project": "BLOCK_M=64,BLOCK_N=128,num_warps=4,num_stages=2",
-    "norm_project float32": "BLOCK_M=64,BLOCK_N=128,num_warps=8,num_stages=2",
-    "norm_project hip": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=1",
-    "norm_project_backward": "BLOCK_M=64,BLOCK_K=128,num_warps=4,num_stages=2",
-    "norm_project_backward float32": "BLOCK_M=16,BLOCK_K=128,num_warps=4,num_stages=2",
-    "norm_project_backward hip": "BLOCK_M=32,BLOCK_K=32,num_warps=4,num_stages=1",
-    "project_residual": "BLOCK_M=64,BLOCK_K=64,num_warps=4,num_stages=3",
-    "project_residual hip": "BLOCK_M=64,BLOCK_K=32,num_warps=4,num_stages=1",
-    "head_loss": "BLOCK_M=64,num_warps=4",
-    "head_loss_backward": "BLOCK_M=64,num_warps=4",
-    "adamw": "BLOCK=1024,PROGRAMS=1024,num_warps=4",
+# What `blocks` tells a kernel, and --blocks replaces: block sizes, warps (4 if not here) and stages
+# for 16 bits on NVIDIA's GPUs, then what is other in float32, TF32 or on AMD's GPUs. TILE elements
+# are a block of rows, PROGRAMS share the rows, more where each would have more than 16 blocks.
+BLOCKS: dict[str, dict[str, int]] = {
+    "sum_parts": {"TILE": 4096, "ROWS": 512, "num_warps": 8},
+    "column_sums": {"TILE": 1024, "PROGRAMS": 528, "num_warps": 1},
+    "attention_forward": {"BLOCK_M": 128, "BLOCK_N": 32},
+    "attention_forward hip": {"BLOCK_M": 64, "num_stages": 1},
+    "attention_backward_short": {"BLOCK_N": 64, "PROGRAMS": 256},
+    "attention_backward_short float32": {"num_stages": 2},
+    "attention_backward_short hip": {"BLOCK_N": 16, "num_stages": 1},
+    "attention_backward_query": {"BLOCK_M": 64, "BLOCK_N": 32},
+    "attention_backward_query float32": {"BLOCK_N": 64},
+    "attention_backward_query TF32": {"BLOCK_N": 64, "num_stages": 2},
+    "attention_backward_query hip": {"num_stages": 2},
+    "attention_backward_key": {"BLOCK_M": 32, "BLOCK_N": 64},
+    "attention_backward_key float32": {"BLOCK_M": 64},
+    "attention_backward_key TF32": {"BLOCK_N": 128, "num_warps": 8},
+    "attention_backward_key hip": {"BLOCK_N": 32, "num_stages": 1},
+    "attention_backward_bias": {"BLOCK_M": 64, "BLOCK_N": 64, "PROGRAMS": 396},
+    "attention_backward_bias hip": {"PROGRAMS": 432, "num_stages": 1},
+    "triangle_project": {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
+    "triangle_project TF32": {"BLOCK_M": 128, "num_warps": 8},
+    "triangle_project hip float32": {"num_warps": 8},
+    "triangle_output": {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
+    "triangle_output hip": {"num_warps": 8},
+    "triangle_output hip float32": {"BLOCK_C": 32},
+    "triangle_output_backward": {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
+    "triangle_output_backward float32": {"BLOCK_M": 32},
+    "triangle_output_backward TF32": {"BLOCK_C": 32},
+    "triangle_output_backward hip": {"BLOCK_C": 32, "num_warps": 8},
+    "triangle_output_backward hip float32": {"BLOCK_C": 32},
+    "triangle_project_backward": {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
+    "triangle_project_backward float32": {"BLOCK_M": 128, "BLOCK_C": 32, "num_warps": 8},
+    "triangle_project_backward TF32": {"BLOCK_M": 128, "num_warps": 8},
+    "triangle_project_backward hip": {"BLOCK_C": 32, "num_warps": 8},
+    "triangle_weights": {"num_warps": 2},
+    "outer_product_forward": {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_S": 32},
+    "outer_product_forward float32": {"BLOCK_M": 128, "num_warps": 8, "num_stages": 2},
+    "outer_product_forward hip": {"BLOCK_M": 128, "num_warps": 8, "num_stages": 2},
+    "outer_product_gradient": {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8},
+    "outer_product_gradient float32": {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4},
+    "outer_product_gradient hip": {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1},
+    "triangle_product": {"BLOCK_N": 64},
+    "triangle_product_backward": {"BLOCK_N": 64},
+    "transition_forward": {"BLOCK_M": 64, "BLOCK_N": 64},
+    "transition_forward float32": {"BLOCK_N": 32, "num_warps": 8, "num_stages": 1},
+    "transition_forward hip": {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1},
+    "transition_backward_input": {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 2},
+    "transition_backward_input float32": {
+        "BLOCK_M": 32,
+        "BLOCK_N": 32,
+        "num_warps": 8,
+        "num_stages": 1,
+    },
+    "transition_backward_input hip": {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1},
+    "transition_backward_input hip float32": {
+        "BLOCK_M": 32,
+        "BLOCK_N": 16,
+        "num_warps": 8,
+        "num_stages": 1,
+    },
+    "transition_backward_weights": {"BLOCK_M": 64, "BLOCK_N": 128, "PROGRAMS": 132, "num_warps": 8},
+    "transition_backward_weights float32": {"BLOCK_M": 32, "BLOCK_N": 32, "PROGRAMS": 528},
+    "transition_backward_weights hip": {
+        "BLOCK_M": 32,
+        "BLOCK_N": 32,
+        "PROGRAMS": 528,
+        "num_warps": 4,
+    },
+    "transition_backward_weights hip float32": {"BLOCK_M": 32, "BLOCK_N": 16, "PROGRAMS": 528},
+    "norm_project": {"BLOCK_M": 64, "BLOCK_N": 128, "num_stages": 2},
+    "norm_project float32": {"num_warps": 8},
+    "norm_project hip": {"BLOCK_N": 32, "num_stages": 1},
+    "norm_project_backward": {"BLOCK_M": 64, "BLOCK_K": 128, "num_stages": 2},
+    "norm_project_backward float32": {"BLOCK_M": 16},
+    "norm_project_backward hip": {"BLOCK_M": 32, "BLOCK_K": 32, "num_stages": 1},
+    "project_residual": {"BLOCK_M": 64, "BLOCK_K": 64},
+    "project_residual hip": {"BLOCK_K": 32, "num_stages": 1},
+    "head_loss": {"BLOCK_M": 64},
+    "head_loss_backward": {"BLOCK_M": 64},
+    "adamw": {"BLOCK": 1024, "PROGRAMS": 1024},
 }
 # --- launch
 # Copied from common/launch.py by tools/sync_common.py: edit it there.
@@ -347,9 +356,9 @@ def read_blocks(text: str) -> str:
     kernels = [name for name in BLOCKS if " " not in name]
     if kernel not in kernels:
         raise wrong(f"no kernel {kernel!r}; there are {', '.join(kernels)}")
-    names = block_sizes(BLOCKS[kernel])
+    names = {"num_warps": 4, "num_stages": 3, **BLOCKS[kernel]}
     for name, _, value in (pair.partition("=") for pair in settings.split(",")):
-        if name not in {"num_stages", *names}:
+        if name not in names:
             raise wrong(f"{kernel} has no {name!r}; it has {', '.join(names)}")
         low = 16 if name.startswith("BLOCK") else 1
         if not value.isdecimal() or int(value).bit_count() != 1 or int(value) < low:
@@ -357,19 +366,13 @@ def read_blocks(text: str) -> str:
     return text
 
 
-@cache  # a launch asks for them each time
-def block_sizes(settings: str) -> dict[str, int]:
-    """Parse "NAME=number,..."."""
-    pairs = (pair.split("=") for pair in settings.split(","))
-    return {name: int(value) for name, value in pairs}
-
-
 def use_settings(args: argparse.Namespace) -> None:
     """Apply this run's process-wide settings: the block sizes of --blocks, of each the last one."""
     OVERRIDES.clear()
     for part in args.blocks.split() if args.blocks != ModelConfig.blocks else ():
         kernel, _, settings = part.partition(":")
-        OVERRIDES[kernel] = OVERRIDES.get(kernel, {}) | block_sizes(settings)
+        pairs = (pair.split("=") for pair in settings.split(","))
+        OVERRIDES.setdefault(kernel, {}).update((name, int(value)) for name, value in pairs)
 
 
 def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
@@ -378,9 +381,10 @@ def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
     if dot_precision(dtype) == "tf32":
         precisions = [" TF32", *precisions]
     lines = [f"{kernel}{on}{precision}" for on in (f" {BACKEND}", "") for precision in precisions]
-    chosen = block_sizes(next(BLOCKS[line] for line in lines if line in BLOCKS))
+    special = next(BLOCKS[line] for line in lines if line in BLOCKS)
+    chosen = {"num_warps": 4, **BLOCKS[kernel], **special}
     if INTERPRETED and "TILE" in chosen:
-        chosen = chosen | {"TILE": 1 << 16}  # its time goes by programs, not by elements
+        chosen["TILE"] = 1 << 16  # its time goes by programs, not by elements
     return chosen | OVERRIDES.get(kernel, {})
 
 
@@ -391,50 +395,51 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-if INTERPRETED:
+class Interpreted:
+    """Launch a kernel in Triton's interpreter by `[grid](TENSOR, ..., NAME=value, ...)`.
 
-    class wrap_triton:  # PyTorch's takes compiled kernels only
-        """Run a kernel by `wrap_triton(kernel)[grid](TENSOR, ..., NAME=value, ...)`.
+    A launch is an operator of the kernel's name, which counters and profilers see; PyTorch's
+    wrap_triton takes compiled kernels only. Nothing runs for FakeTensors, with which torch.compile
+    asks for shapes.
+    """
 
-        A launch is an operator of the kernel's name, which counters and profilers see. Nothing runs
-        for FakeTensors, with which torch.compile asks for shapes. Triton 3's interpreter silently
-        multiplies bfloat16 as integers: the kernel gets float32 copies, and results are rounded.
-        """
+    def __init__(self, kernel: Callable):
+        self.kernel = kernel
 
-        def __init__(self, kernel: Callable):
-            self.kernel = kernel
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+        return partial(self.launch, grid)
 
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-            return partial(self.launch, grid)
+    def launch(self, grid: tuple[int, ...], *tensors: Tensor | None, **arguments) -> None:
+        arguments |= zip(self.kernel.arg_names, tensors, strict=False)
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
+            sizes = {name: value for name, value in arguments.items() if name not in tensors}
+            told = json.dumps([grid, list(tensors), sizes])
+            interpreting_operator(self.kernel)(list(tensors.values()), told)
 
-        def launch(self, grid: tuple[int, ...], *tensors: Tensor | None, **arguments) -> None:
-            arguments |= zip(self.kernel.arg_names, tensors, strict=False)
-            tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
-            if isinstance(tensors[0], FakeTensor):
-                return
 
-            def run() -> None:
-                narrow = [tensor for tensor in tensors if tensor.dtype == torch.bfloat16]
-                copies = (torch.empty_strided(t.shape, t.stride()).copy_(t) for t in narrow)
-                wide = dict(zip(map(id, narrow), copies, strict=True))  # of the same strides
-                inputs = {name: wide.get(id(value), value) for name, value in arguments.items()}
-                self.kernel[grid](**inputs)
-                for tensor in narrow:
-                    # Unseen by autograd, which the inputs among them belong to.
-                    tensor.data.copy_(wide[id(tensor)])
+@cache
+def interpreting_operator(kernel: Callable) -> Callable:
+    """Return an operator of a kernel's name, which gets its tensors, and all else as JSON.
 
-            wrap_triton.run = run
-            self.operator(self.kernel.__name__)(tensors)
-            del wrap_triton.run  # autograd would copy a gradient that it still refers to
+    Triton 3's interpreter silently multiplies bfloat16 as integers: the kernel gets float32 copies,
+    and results are rounded.
+    """
 
-        @staticmethod
-        @cache
-        def operator(name: str) -> Callable:
-            """Return an operator of this name, which runs the launch in `wrap_triton.run`."""
-            script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)
-            name, schema = f"{script}::{name}", "(Tensor[] tensors) -> ()"
-            run = torch.library.custom_op(name, mutates_args=(), schema=schema)
-            return run(lambda tensors: wrap_triton.run())
+    def interpret(tensors: list[Tensor], told: str) -> None:
+        grid, names, sizes = json.loads(told)
+        narrow = [tensor for tensor in tensors if tensor.dtype == torch.bfloat16]
+        copies = (torch.empty_strided(t.shape, t.stride()).copy_(t) for t in narrow)
+        wide = dict(zip(map(id, narrow), copies, strict=True))  # of the same strides
+        inputs = (wide.get(id(tensor), tensor) for tensor in tensors)
+        kernel[tuple(grid)](**dict(zip(names, inputs, strict=True)), **sizes)
+        for tensor in narrow:
+            # Unseen by autograd, which the inputs among them belong to.
+            tensor.data.copy_(wide[id(tensor)])
+
+    script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)
+    name, schema = f"{script}::{kernel.__name__}", "(Tensor[] tensors, str told) -> ()"
+    return torch.library.custom_op(name, interpret, mutates_args=(), schema=schema)
 
 
 def check_not_empty(kernel: str, x: Tensor) -> None:
@@ -472,6 +477,11 @@ def leave_to_pytorch(args: argparse.Namespace, reasons: dict[str, str]) -> None:
 
 
 # --- end of launch
+
+
+def wrap_triton(kernel: Callable) -> Callable:
+    """Return what launches a kernel by `[grid](TENSOR, ..., NAME=value, ...)`: on a GPU itself."""
+    return Interpreted(kernel) if INTERPRETED else kernel
 
 
 @triton.jit
@@ -2344,7 +2354,8 @@ def projection_options(
     rows = x.numel() // dim
     for size in {"BLOCK_N", "BLOCK_K"} & chosen.keys():
         chosen[size] = min(chosen[size], part or dim)
-    chosen["BLOCK_M"] = min(chosen["BLOCK_M"], max(16, 2**15 // dim))
+    # two tiles of whole rows fit into shared memory
+    chosen["BLOCK_M"] = min(chosen["BLOCK_M"], max(16, 2**16 // (dim * dtype.itemsize)))
     while chosen["BLOCK_M"] > 32 and rows < 128 * chosen["BLOCK_M"]:  # to occupy the device
         chosen["BLOCK_M"] //= 2
     if part is None:  # many small programs keep the memory busy
