@@ -1073,15 +1073,6 @@ def sigmoid(x):
     return root * root
 
 
-def check_shape(name: str, tensor: Tensor | None, *shape: int) -> None:
-    """Raise ValueError for another shape.
-
-    A kernel goes by the sizes of one input, and would read beyond a smaller one.
-    """
-    if tensor is not None and tensor.shape != shape:
-        raise ValueError(f"{name} must be {[*shape]}, not {[*tensor.shape]}")
-
-
 @triton.jit
 def normalise(x, inside, eps, C: tl.constexpr):
     """Compute x_hat = (x - mean(x)) * rstd and rstd = 1 / sqrt(var(x) + eps) for rows [rows, C].
@@ -1536,9 +1527,6 @@ class GatedAttentionFunction(torch.autograd.Function):
         ctx, qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None, columns: bool = False
     ) -> Tensor:
         samples, rows, length, heads, dim = attention_sizes(qkvg, columns)
-        check_shape("qkvg", qkvg, *qkvg.shape[:4], 4, dim)
-        check_shape("the gate's bias", gate_bias, heads * dim)
-        check_shape("the pair bias", bias, samples, heads, length, length)
         qkvg, bias = qkvg.contiguous(), None if bias is None else bias.contiguous()
         out = qkvg.new_empty(*qkvg.shape[:3], heads * dim)
         log_sum_exp = qkvg.new_empty(samples, rows, heads, length, dtype=torch.float32)
@@ -2002,11 +1990,6 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
         ctx, x: Tensor, present: Tensor | None, incoming: bool, eps: float, *parameters: Tensor
     ) -> Tensor:
         x, dim, (*norms, weight, bias) = x.contiguous(), x.shape[-1], parameters
-        check_shape("pair", x, len(x), x.shape[1], x.shape[1], dim)
-        for norm in norms:
-            check_shape("a norm's parameter", norm, dim)
-        check_shape("the projections' weight", weight, 6 * dim, dim)
-        check_shape("the projections' bias", bias, 6 * dim)
         positions, weight = x.numel() // dim, cached_cast(weight, gemm_dtype(x))
         ab = weight.new_empty(2 * dim, positions)
         out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
@@ -2143,7 +2126,6 @@ def outer_product_gradient_kernel(
 
 def outer_product(a: Tensor, b: Tensor, factor: float) -> Tensor:
     """Multiply a and b [B, S, N, H] -> factor * sum over S of outer products [B, N, N, H x H]."""
-    check_not_empty("outer_product_forward", a)
     chosen, (samples, depth, length, dim) = blocks("outer_product_forward", a.dtype), a.shape
     chosen["BLOCK_S"] = min(chosen["BLOCK_S"], max(16, triton.next_power_of_2(depth)))
     chosen |= {"S": depth, "N": length, "H": dim, "PRECISION": dot_precision(a.dtype)}
@@ -2165,8 +2147,6 @@ class OuterProductWithResidual(torch.autograd.Function):
         ctx, ab: Tensor, pair: Tensor, factor: float, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         ab, pair, cast = ab.contiguous(), pair.contiguous(), cached_cast(weight, ab.dtype)
-        _, samples, _, length, _ = ab.shape
-        check_shape("pair", pair, samples, length, length, pair.shape[-1])
         ctx.save_for_backward(ab, cast)
         ctx.factor, ctx.parameters = factor, (weight, bias)
         return project_residual(outer_product(*ab, factor), cast, bias, pair, factor)
@@ -2222,15 +2202,15 @@ def load_heads(HEADS, H: tl.constexpr, BLOCK_H: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def norm_project_kernel(
     X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, HEADS, OUT, PAIR_BIAS, M, N,
-    eps: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
+    eps: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
     H: tl.constexpr, BLOCK_H: tl.constexpr, ENDING: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute out = y W^T + b from y = LayerNorm(x), and a pair bias for H heads.
 
-    X is [M, C], WEIGHT [WIDTH, C], BIAS [WIDTH] or None, OUT [WIDTH / PART, M, PART]; without a
-    WEIGHT out is y, and OUT may be None. PAIR_BIAS_h = sum_c y_c HEADS_hc in [B, H, N, N]. A
-    program owns BLOCK_M rows, and goes over the columns BLOCK_N at a time.
+    X is [M, C], WEIGHT [WIDTH, C], BIAS [WIDTH] or None, OUT [M, WIDTH]; without a WEIGHT out is y,
+    and OUT may be None. PAIR_BIAS_h = sum_c y_c HEADS_hc in [B, H, N, N]. A program owns BLOCK_M
+    rows, and goes over the columns BLOCK_N at a time.
     """
     position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
     channel = tl.arange(0, C)
@@ -2250,8 +2230,7 @@ def norm_project_kernel(
             out = tl.dot(y, weight, input_precision=PRECISION)  # y W^T
             if BIAS is not None:
                 out += tl.load(BIAS + column)[None, :]
-            at = OUT + index(first // PART, WIDE) * M * PART + position[:, None] * PART
-            at += (first % PART + tl.arange(0, BLOCK_N))[None, :]
+            at = OUT + position[:, None] * WIDTH + column[None, :]
             tl.store(at, out.to(dtype), mask=inside[:, None])
     elif OUT is not None:
         tl.store(OUT + position[:, None] * C + channel[None, :], y, mask=inside[:, None])
@@ -2260,16 +2239,16 @@ def norm_project_kernel(
 @triton.jit
 def norm_project_backward_kernel(
     X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, HEADS, GRAD, GRAD_PAIR_BIAS, RESIDUAL, GRAD_X, SUMS,
-    M, N, eps: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
+    M, N, eps: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
     H: tl.constexpr, BLOCK_H: tl.constexpr, ENDING: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dx from GRAD = dout and dPAIR_BIAS, plus RESIDUAL, what x has from elsewhere.
 
-    dy = dout W + sum_h dPAIR_BIAS_h HEADS_h, then through the norm. GRAD is [WIDTH / PART, M,
-    PART] or, without a WEIGHT, dout W [M, C]; X, RESIDUAL (or None) and GRAD_X are [M, C]. SUMS
-    [programs, 2 + H, C] are those over the program's rows for the norm's weight, its bias and
-    HEADS. A program owns BLOCK_M rows.
+    dy = dout W + sum_h dPAIR_BIAS_h HEADS_h, then through the norm. GRAD is [M, WIDTH] or, without
+    a WEIGHT, dout W [M, C]; X, RESIDUAL (or None) and GRAD_X are [M, C]. SUMS [programs, 2 + H, C]
+    are those over the program's rows for the norm's weight, its bias and HEADS. A program owns
+    BLOCK_M rows.
     """
     position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
     channel = tl.arange(0, C)
@@ -2281,8 +2260,7 @@ def norm_project_backward_kernel(
         else:
             for first in tl.range(0, WIDTH, BLOCK_K):
                 column = first + tl.arange(0, BLOCK_K)
-                at = GRAD + index(first // PART, WIDE) * M * PART + position[:, None] * PART
-                at += (first % PART + tl.arange(0, BLOCK_K))[None, :]
+                at = GRAD + position[:, None] * WIDTH + column[None, :]
                 grad = tl.load(at, mask=inside, other=0.0)
                 weight = tl.load(WEIGHT + column[:, None] * C + channel[None, :])
                 grad_y = tl.dot(grad, weight, grad_y, input_precision=PRECISION)  # dy += dout W
@@ -2343,26 +2321,25 @@ def multiplies(dtype: torch.dtype, dim: int, most: int = 128) -> bool:
 
 
 def projection_options(
-    kernel: str, x: Tensor, dtype: torch.dtype, part: int | None
+    kernel: str, x: Tensor, dtype: torch.dtype, width: int
 ) -> dict[str, int | bool | str]:
-    """Return what a kernel of a projection of x [..., C] in `dtype` is told.
+    """Return what a kernel that holds whole rows of x [..., C] is told.
 
-    `part` columns of the result lie side by side; None if there is nothing to multiply.
+    Their projection in `dtype` has `width` columns, 0 if there is nothing to multiply.
     """
-    check_not_empty(kernel, x)
     chosen, dim = blocks(kernel, dtype), x.shape[-1]
     rows = x.numel() // dim
     for size in {"BLOCK_N", "BLOCK_K"} & chosen.keys():
-        chosen[size] = min(chosen[size], part or dim)
+        chosen[size] = min(chosen[size], width or dim)
     # two tiles of whole rows fit into shared memory
     chosen["BLOCK_M"] = min(chosen["BLOCK_M"], max(16, 2**16 // (dim * dtype.itemsize)))
     while chosen["BLOCK_M"] > 32 and rows < 128 * chosen["BLOCK_M"]:  # to occupy the device
         chosen["BLOCK_M"] //= 2
-    if part is None:  # many small programs keep the memory busy
-        chosen |= {"BLOCK_M": 16, "num_warps": max(2, dim // 128)}
-    else:  # whole rows are in registers
+    if width:  # whole rows are in registers
         chosen["num_warps"] = max(chosen["num_warps"], chosen["BLOCK_M"] * dim // 2048)
-    chosen |= {"M": rows, "WIDE": 4 * x.numel() >= 2**31}
+    else:  # many small programs keep the memory busy
+        chosen |= {"BLOCK_M": 16, "num_warps": max(2, dim // 128)}
+    chosen |= {"M": rows, "C": dim, "WIDE": 4 * x.numel() >= 2**31}
     return {**chosen, "PRECISION": dot_precision(dtype)}
 
 
@@ -2381,7 +2358,6 @@ class NormSettings(NamedTuple):
 
     eps: float
     dtype: torch.dtype  # of the results
-    parts: int = 1  # tensors that the projection is split into, one after the other in memory
     ending: bool = False  # the pair bias is that of the transposed pairs
 
 
@@ -2389,11 +2365,11 @@ def norm_options(
     kernel: str, x: Tensor, width: int, heads: Tensor | None, settings: NormSettings
 ) -> dict[str, int | float | bool | str]:
     """Return what both kernels of a norm before a projection to `width` channels are told."""
-    count, part = 0 if heads is None else len(heads), width // settings.parts
+    count = 0 if heads is None else len(heads)
     # A pair bias alone is a product, too, with heads in place of columns.
-    options = projection_options(kernel, x, settings.dtype, part or (16 if count else None))
-    options |= {"N": x.shape[1] if count else 1, "C": x.shape[-1], "WIDTH": width, "H": count}
-    options |= {"PART": part or 1, "BLOCK_H": max(16, triton.next_power_of_2(count))}
+    options = projection_options(kernel, x, settings.dtype, width or (16 if count else 0))
+    options |= {"N": x.shape[1] if count else 1, "WIDTH": width, "H": count}
+    options["BLOCK_H"] = max(16, triton.next_power_of_2(count))
     if not width and options["PRECISION"] == "tf32":  # a pair bias is as exact as V3's
         options["PRECISION"] = "tf32x3"
     return options | {"eps": settings.eps, "ENDING": settings.ending}
@@ -2404,15 +2380,14 @@ def norm_project(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Project LayerNorm(x), x [..., C] -> y W^T + b and a pair bias [B, H, N, N].
 
-    The former is [..., WIDTH], or [parts, ..., WIDTH / parts]; without a weight it is y if
-    `normed`, else None. Without heads the latter is None.
+    The former is [..., WIDTH]; without a weight it is y if `normed`, else None. Without heads the
+    latter is None.
     """
-    weight, heads, parts = parameters.weight, parameters.heads, settings.parts
+    weight, heads = parameters.weight, parameters.heads
     width, out, pair_bias = 0 if weight is None else len(weight), None, None
     options = norm_options("norm_project", x, width, heads, settings)
     if weight is not None:
-        split = (parts,) if parts > 1 else ()
-        out = x.new_empty(*split, *x.shape[:-1], width // parts, dtype=settings.dtype)
+        out = x.new_empty(*x.shape[:-1], width, dtype=settings.dtype)
     elif normed:
         out = torch.empty_like(x, dtype=settings.dtype)
     if heads is not None:
@@ -2462,15 +2437,8 @@ class NormProjection(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.settings, ctx.parameters = settings, NormParameters(*parameters)
         params, rows, dim, dtype = ctx.parameters, x.contiguous(), x.shape[-1], settings.dtype
-        check_shape("the norm's weight", params.norm_weight, dim)
-        check_shape("the norm's bias", params.norm_bias, dim)
         if params.weight is not None:
-            check_shape("the projection's weight", params.weight, len(params.weight), dim)
-            check_shape("the projection's bias", params.bias, len(params.weight))
             params = params._replace(weight=cached_cast(params.weight, dtype))
-        if params.heads is not None:
-            check_shape("pair", x, len(x), x.shape[1], x.shape[1], dim)
-            check_shape("the weight of the heads", params.heads, len(params.heads), dim)
         # Many rows keep the library's GEMM busy, too: it and a norm are faster than one kernel.
         if params.weight is None or (multiplies(dtype, dim) and x.numel() <= 2**21):
             ctx.save_for_backward(rows, params.weight, None)
@@ -2478,8 +2446,6 @@ class NormProjection(torch.autograd.Function):
         y, pair_bias = norm_project(rows, params._replace(weight=None), settings, normed=True)
         ctx.save_for_backward(rows, params.weight, y if dtype == torch.float32 else None)
         out = F.linear(y, params.weight, None if params.bias is None else params.bias.to(dtype))
-        if settings.parts > 1:
-            out = out.unflatten(-1, (settings.parts, -1)).movedim(-2, 0).contiguous()
         return x.view_as(x), out, pair_bias
 
     @staticmethod
@@ -2493,9 +2459,8 @@ class NormProjection(torch.autograd.Function):
             groups[0] += (params.heads,)
         if grad is not None:
             groups.append([p for p in (params.weight, params.bias) if p is not None])
-            grad_rows = grad if settings.parts == 1 else grad.movedim(0, -2)
+            grad_rows = grad.flatten(0, -2)
             if not multiplies(settings.dtype, x.shape[-1]):
-                grad_rows = grad_rows.reshape(-1, len(weight))  # a copy, where there are parts
                 grad, weight = grad_rows @ weight, None
             read.append(grad_rows)
         inputs = x, params._replace(weight=weight), settings, grad, grad_pair_bias, residual
@@ -2506,7 +2471,7 @@ class NormProjection(torch.autograd.Function):
             for grad_linear in grad_linears:  # none or one
                 norm = *params[:2], settings.eps, settings.dtype
                 y = layer_norm(x, *norm) if normed is None else normed
-                linear_gradients_out(grad_rows.reshape(-1, len(params.weight)), y, grad_linear)
+                linear_gradients_out(grad_rows, y, grad_linear)
 
         return grad_x, None, *parameter_gradients(ctx, groups, compute, sums, *read)
 
@@ -2516,9 +2481,6 @@ def project_residual(
 ) -> Tensor:
     """Compute residual + x W^T + factor * b [..., C] from x [..., K]."""
     dim, width = weight.shape
-    check_shape("x", x, *residual.shape[:-1], width)
-    check_shape("the projection's weight", weight, residual.shape[-1], width)
-    check_shape("the projection's bias", bias, dim)
     if not multiplies(x.dtype, dim, 256):
         if bias is not None:
             bias = (bias if factor == 1.0 else factor * bias).to(x.dtype)
@@ -2526,7 +2488,7 @@ def project_residual(
     options = projection_options("project_residual", residual, x.dtype, width)
     out, grid = torch.empty_like(residual), (triton.cdiv(options["M"], options["BLOCK_M"]),)
     launch = wrap_triton(project_residual_kernel)[grid]
-    launch(x, weight, bias, residual, out, factor=factor, C=dim, K=width, **options)
+    launch(x, weight, bias, residual, out, factor=factor, K=width, **options)
     return out
 
 
@@ -2668,49 +2630,34 @@ def transition_backward_weights_kernel(
     tl.store(SUMS + channel[None, :] * HIDDEN + hidden[:, None], grad_weight_2)
 
 
-def transition_options(kernel: str, rows: Tensor, weight_1: Tensor) -> dict[str, int | bool | str]:
-    """Return what a kernel of the transition is told; `rows` is the widest tensor it reads."""
-    check_not_empty(kernel, rows)
+def transition_options(kernel: str, x: Tensor, weight_1: Tensor) -> dict[str, int | bool | str]:
+    """Return what a kernel of the transition of x [..., C] is told."""
     chosen, (hidden, dim) = blocks(kernel, weight_1.dtype), weight_1.shape
     chosen["BLOCK_N"] = min(chosen["BLOCK_N"], hidden)
-    chosen |= {"M": rows.numel() // rows.shape[-1], "C": dim, "HIDDEN": hidden}
-    return {**chosen, "WIDE": rows.numel() >= 2**31, "PRECISION": dot_precision(weight_1.dtype)}
+    chosen |= {"M": x.numel() // dim, "C": dim, "HIDDEN": hidden}
+    return {**chosen, "WIDE": x.numel() >= 2**31, "PRECISION": dot_precision(weight_1.dtype)}
 
 
-class TransitionParameters(NamedTuple):
-    """Weight and bias of the norm, of the first and of the second projection."""
-
-    norm_weight: Tensor
-    norm_bias: Tensor
-    weight_1: Tensor
-    bias_1: Tensor
-    weight_2: Tensor
-    bias_2: Tensor
-
-    def checked_casts(self, x: Tensor) -> TransitionParameters:
-        """Return the parameters as the kernels take them for x [..., C].
-
-        That is with the two weights in the type of the products. Raises ValueError for other sizes.
-        """
-        dim, hidden, dtype = x.shape[-1], len(self.bias_1), gemm_dtype(x)
-        shapes = ((dim,), (dim,), (hidden, dim), (hidden,), (dim, hidden), (dim,))
-        for name, tensor, shape in zip(self._fields, self, shapes, strict=True):
-            check_shape(name, tensor, *shape)
-        casts = cached_cast(self.weight_1, dtype), cached_cast(self.weight_2, dtype)
-        return self._replace(weight_1=casts[0], weight_2=casts[1])
+def with_casts(parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return the parameters as kernels take them: weights of projections in this type."""
+    return [cached_cast(p, dtype) if p.ndim == 2 else p for p in parameters]
 
 
 class TransitionFunction(torch.autograd.Function):
-    """Compute x + transition(x), x [..., C]; see TransitionParameters. Kept for later: x alone."""
+    """Compute x + transition(x), x [..., C].
+
+    The parameters are weight and bias of the norm, of the first and of the second projection. Kept
+    for later: x alone.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, eps: float, *parameters: Tensor) -> Tensor:
-        x, casts = x.contiguous(), TransitionParameters(*parameters).checked_casts(x)
-        inputs = x, *casts
+        x, dtype = x.contiguous(), gemm_dtype(x)
+        inputs = x, *with_casts(parameters, dtype)
         ctx.save_for_backward(*inputs)
         ctx.eps, ctx.parameters = eps, parameters
-        out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, casts.weight_1.dtype))
-        options = transition_options("transition_forward", x, casts.weight_1)
+        out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, dtype))
+        options = transition_options("transition_forward", x, inputs[3])
         grid = (triton.cdiv(options["M"], options["BLOCK_M"]),)
         wrap_triton(transition_forward_kernel)[grid](*inputs, out, eps=eps, **options)
         return out
@@ -2754,9 +2701,8 @@ class WideTransitionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, eps: float, *parameters: Tensor) -> Tensor:
-        x, casts = x.contiguous(), TransitionParameters(*parameters).checked_casts(x)
-        *norm, weight_1, bias_1, weight_2, bias_2 = casts
-        dtype = weight_1.dtype
+        x, dtype = x.contiguous(), gemm_dtype(x)
+        *norm, weight_1, bias_1, weight_2, bias_2 = with_casts(parameters, dtype)
         y = layer_norm(x, *norm, eps, dtype)
         # The library's product adds the bias, and ends with the ReLU.
         bias_1, bias_2 = cached_cast(bias_1, dtype), cached_cast(bias_2, dtype)
@@ -3094,11 +3040,11 @@ def normed_projection(
     weight: Tensor | None,
     bias: Tensor | None,
     heads: nn.Linear | None = None,
-    **settings: int | bool,
+    ending: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return x, its projection after the norm, and a pair bias: use this x, see NormProjection."""
     parameters = norm.weight, norm.bias, weight, bias, None if heads is None else heads.weight
-    return NormProjection.apply(x, NormSettings(norm.eps, gemm_dtype(x), **settings), *parameters)
+    return NormProjection.apply(x, NormSettings(norm.eps, gemm_dtype(x), ending), *parameters)
 
 
 class MSARowAttentionWithPairBias(GatedAttention):
@@ -3192,7 +3138,8 @@ class OuterProductMean(nn.Module):
         factor = 1 / (depth + 1e-3)
         if self.fused:
             linears, (weight, bias) = self.linears, parameters_of(self.linear_out)
-            msa, ab, _ = normed_projection(self.layer_norm, msa, *parameters_of(linears), parts=2)
+            msa, ab, _ = normed_projection(self.layer_norm, msa, *parameters_of(linears))
+            ab = ab.unflatten(-1, (2, -1)).movedim(-2, 0)
             if sequences is not None:
                 a, b = ab
                 ab = torch.stack([(a * sequences[:, :, None, None] * factor).to(a.dtype), b])
@@ -3284,11 +3231,18 @@ class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
     ending = True
 
 
+def check_shape(name: str, tensor: Tensor | None, *shape: int) -> None:
+    """Raise ValueError for another shape, or an empty one."""
+    if tensor is not None and (tensor.shape != shape or not tensor.numel()):
+        raise ValueError(f"{name} must be {[*shape]} and not empty, not {[*tensor.shape]}")
+
+
 class EvoformerBlock(nn.Module):
     """One block of the Evoformer stack, without dropout (AF2 SI, algorithm 6)."""
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
+        self.dims = config.msa_dim, config.pair_dim
         self.msa_att_row = MSARowAttentionWithPairBias(config, fusions)
         self.msa_att_col = MSAColumnAttention(config, fusions)
         self.msa_transition = MSATransition(config.msa_dim, config.transition_factor, fusions)
@@ -3309,8 +3263,14 @@ class EvoformerBlock(nn.Module):
         """Update msa [B, S, N, c_m] and pair [B, N, N, c_z].
 
         sequences [B, S] and residues [B, N] are False for padding, which changes nothing elsewhere.
-        Each part adds its update: a kernel that has the representation at hand does so.
+        Each part adds its update: a kernel that has the representation at hand does so. What does
+        not fit is refused here, as a kernel goes by the sizes of one input.
         """
+        (samples, depth, length, _), (msa_dim, pair_dim) = msa.shape, self.dims
+        check_shape("msa", msa, samples, depth, length, msa_dim)
+        check_shape("pair", pair, samples, length, length, pair_dim)
+        check_shape("sequences", sequences, samples, depth)
+        check_shape("residues", residues, samples, length)
         msa, pair = self.msa_att_row(msa, pair, residues)
         msa = self.msa_att_col(msa, sequences)
         msa = self.msa_transition(msa)
@@ -3415,6 +3375,11 @@ class TinyOpenFold(nn.Module):
                 msa, pair = block(*inputs)
         if true_tokens is None:
             return {"masked_msa": self.masked_msa(msa), "distogram": self.distogram(pair)}
+        samples, _, length = tokens.shape
+        check_shape("true_tokens", true_tokens, *tokens.shape)
+        check_shape("masked", masked, *tokens.shape)
+        check_shape("coords", coords, samples, length, 3)
+        check_shape("observed", observed, samples, length)
         bins, known = self.distogram.targets(coords, observed)
         if self.fusions.loss_fusion:
             distogram = Projection.apply(pair, None, *parameters_of(self.distogram.linear))
