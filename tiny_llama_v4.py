@@ -3,8 +3,7 @@
 
 direct-gradients   weight gradients go from their GEMM to the optimizer, and nothing casts them
 fused-optimizer    AdamW as one kernel, which also writes the weights that the next GEMMs take, and
-                   reads gradients where the backward pass writes them: the embedding's is added to
-                   that of the output projection, which has the same weight
+                   reads gradients where the backward pass writes them
 norm-from-output   a norm's backward pass reads its output, which the next GEMM keeps anyway
 overlap            weight gradients and updates on side streams, during the backward pass
 
@@ -233,7 +232,6 @@ BLOCKS: dict[str, dict[str, int]] = {
     "cross_entropy_forward": {"TILE": 4096},
     "cross_entropy_backward": {"TILE": 4096},
     "mean_loss": {"BLOCK": 1024, "num_warps": 8},
-    "embedding_backward": {"BLOCK_C": 128, "ROWS": 8, "num_warps": 2},
     "adamw": {"BLOCK": 1024, "PROGRAMS": 1024},
 }
 # --- launch
@@ -1028,73 +1026,14 @@ class NextTokenLoss(torch.autograd.Function):
         return grad_logits, None
 
 
-@triton.jit
-def embedding_backward_kernel(
-    GRAD, ORDER, STARTS, TOTAL, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
-    """Add dW[v] += sum of dy[t] over the tokens t that are word v.
-
-    GRAD (dy) [tokens, C], TOTAL (dW) [words, C]. ORDER [tokens] lists tokens sorted by word, those
-    of word v from STARTS[v] to STARTS[v + 1]. A program owns BLOCK_C channels of one word.
-    """
-    word = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    total = tl.load(TOTAL + word * C + channel, mask=channel < C, other=0.0)
-    end = tl.load(STARTS + word + 1)
-    for start in range(tl.load(STARTS + word), end, ROWS):
-        place = start + tl.arange(0, ROWS)
-        row = tl.load(ORDER + place, mask=place < end, other=0)
-        inside = (place < end)[:, None] & (channel < C)[None, :]
-        at = GRAD + row[:, None] * C + channel[None, :]
-        total += tl.sum(tl.load(at, mask=inside, other=0.0).to(tl.float32), 0)
-    tl.store(TOTAL + word * C + channel, total, mask=channel < C)
-
-
-class TiedEmbedding(torch.autograd.Function):
-    """Look up rows [..., D] of a weight [V, D] for tokens [...].
-
-    The forward pass already sorts the tokens by row, with overlap on a side stream. The backward
-    pass begins at the output projection, which shares the weight and leaves its gradient in
-    `projection_gradient`: the embedding's is added to it.
-    """
-
-    @staticmethod
-    def forward(ctx, tokens: Tensor, weight: Tensor):
-        def sort() -> tuple[Tensor, Tensor]:
-            words, order = torch.sort(tokens.flatten(), stable=True)
-            every = torch.arange(len(weight) + 1, device=words.device)
-            return order, torch.searchsorted(words, every)
-
-        slot = getattr(weight, "slot", None)
-        ctx.save_for_backward(*(slot.buffer.side.run(sort, tokens) if slot else sort()))
-        ctx.weight, ctx.projection_gradient = weight, None
-        return F.embedding(tokens, weight)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        total, ctx.projection_gradient = ctx.projection_gradient, None
-        total = torch.zeros_like(ctx.weight) if total is None else total
-        chosen, (words, dim) = blocks("embedding_backward"), total.shape
-        width = min(chosen.pop("BLOCK_C"), triton.next_power_of_2(dim))
-        launch = wrap_triton(embedding_backward_kernel)[(words, triton.cdiv(dim, width))]
-        launch(grad.contiguous(), *ctx.saved_tensors, total, C=dim, BLOCK_C=width, **chosen)
-        return None, total
-
-
 class Projection(torch.autograd.Function):
-    """Compute x weight^T [..., N] of x [..., K] in the type of the GEMMs and a weight [N, K].
-
-    embedding: the autograd node of a TiedEmbedding that shares the weight. If this backward pass
-    will run it, it gets the weight's gradient and returns the sum.
-    """
+    """Compute x weight^T [..., N] of x [..., K] in the type of the GEMMs and a weight [N, K]."""
 
     @staticmethod
-    def forward(
-        ctx, x: Tensor, weight: Tensor, direct: bool, embedding: torch.autograd.graph.Node | None
-    ):  # fmt: skip
+    def forward(ctx, x: Tensor, weight: Tensor, direct: bool):
         cast = cached_cast(weight, x.dtype)
         ctx.save_for_backward(x, cast)
-        ctx.weight, ctx.direct, ctx.embedding = weight, direct, embedding
+        ctx.weight, ctx.direct = weight, direct
         return F.linear(x, cast)
 
     @staticmethod
@@ -1110,26 +1049,16 @@ class Projection(torch.autograd.Function):
             (grad_weight,) = gradients_into_buffer(((ctx.weight,),), compute, *rows)
         if ctx.needs_input_grad[0]:
             grad_x = grad @ cast
-        tied = ctx.embedding and torch._C._will_engine_execute_node(ctx.embedding)
-        if grad_weight is not None and tied:
-            ctx.embedding.projection_gradient, grad_weight = grad_weight, None
-        elif hasattr(ctx.weight, "slot"):
+        if hasattr(ctx.weight, "slot"):
             ctx.weight.slot.buffer.side.release(ctx.weight)
-        return grad_x, grad_weight, None, None
+        return grad_x, grad_weight, None
 
 
-def linear(
-    x: Tensor, weight: Tensor, fusions: Fusions, embedded: Tensor | None = None
-) -> Tensor:  # fmt: skip
-    """Compute x weight^T [..., N] of x [..., K] and weight [N, K].
-
-    embedded: the result of an embedding that shares the weight.
-    """
+def linear(x: Tensor, weight: Tensor, fusions: Fusions) -> Tensor:
+    """Compute x weight^T [..., N] of x [..., K] and weight [N, K]."""
     if not (fusions.direct_gradients or fusions.fused_optimizer):
         return F.linear(x, weight)
-    node = getattr(embedded, "grad_fn", None)  # of a TiedEmbedding it is the ctx of its functions
-    tied = node if hasattr(node, "projection_gradient") else None
-    return Projection.apply(x.to(gemm_dtype(x)), weight, fusions.direct_gradients, tied)
+    return Projection.apply(x.to(gemm_dtype(x)), weight, fusions.direct_gradients)
 
 
 # --- optimizer
@@ -1696,22 +1625,6 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.fusions)
 
 
-class Embedding(nn.Embedding):
-    """Token embedding, which shares its weight with the output projection."""
-
-    def __init__(self, words: int, dim: int, fusions: Fusions):
-        super().__init__(words, dim)
-        self.fusions = fusions
-        self.register_load_state_dict_post_hook(renew_casts)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Map tokens [B, S] to [B, S, D]."""
-        trains = self.weight.requires_grad and torch.is_grad_enabled()
-        if self.fusions.fused_optimizer and trains:
-            return TiedEmbedding.apply(tokens, self.weight)
-        return super().forward(tokens)
-
-
 class RotaryEmbedding(nn.Module):
     """Rotary position embedding: channel i is rotated with channel i + head_dim / 2."""
 
@@ -1855,7 +1768,8 @@ class TinyLlama(nn.Module):
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
         self.config, self.fusions, self.side = config, fusions, SideStreams()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_dim, fusions)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_dim)
+        self.embed_tokens.register_load_state_dict_post_hook(renew_casts)
         self.layers = nn.ModuleList(DecoderLayer(config, fusions) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
 
@@ -1865,13 +1779,13 @@ class TinyLlama(nn.Module):
         weight = self.embed_tokens.weight
         trains = weight.requires_grad and torch.is_grad_enabled()
         self.side.begin_step(self.fusions.overlap and self.fusions.fused_optimizer and trains)
-        embedded = self.embed_tokens(input_ids)
-        x, update = embedded, None
+        x, update = self.embed_tokens(input_ids), None
         if self.side.active:
-            (x,) = JoinSideStreams.apply(self.side, embedded)
+            (x,) = JoinSideStreams.apply(self.side, x)
         for layer in self.layers:
             x, update = layer(x, update)
-        logits = linear(self.norm(x, update)[0], weight, self.fusions, embedded)
+        # The embedding has the same weight, to whose gradient autograd adds its own.
+        logits = linear(self.norm(x, update)[0], weight, self.fusions)
         if labels is None:
             return logits
         if self.fusions.triton_cross_entropy:
