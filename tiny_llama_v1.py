@@ -66,8 +66,6 @@ class Fusions:
 
 
 FUSIONS: tuple[tuple[str, str, str], ...] = ()
-# Those whose kernels the first step compiles.
-TRITON_FUSIONS: tuple[str, ...] = ()
 
 
 def without_effect(args: argparse.Namespace) -> dict[str, str]:

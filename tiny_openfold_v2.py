@@ -35,8 +35,9 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, make_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated, get_type_hints
 
 try:
     import numpy as np
@@ -71,16 +72,20 @@ class ModelConfig:
     checkpoint_blocks: bool = False
 
 
-FUSIONS: tuple[tuple[str, str, str], ...] = (
-    ("qkv-fusion-msa", "qkv_fusion_msa", "MSA attention's projections as one GEMM"),
-    ("qkv-fusion-triangle", "qkv_fusion_triangle", "triangle attention's projections as one GEMM"),
-    ("flash-attention", "flash_attention", "scaled_dot_product_attention, which stores no scores"),
-    ("triangle-fusion", "triangle_fusion", "projections of a triangle product as one GEMM"),
+@dataclass(frozen=True)
+class Fusions:
+    """Which fusions are on. A flag is a field with dashes, its help what stands beside `bool`."""
+
+    qkv_fusion_msa: Annotated[bool, "MSA attention's projections as one GEMM"] = True
+    qkv_fusion_triangle: Annotated[bool, "triangle attention's projections as one GEMM"] = True
+    flash_attention: Annotated[bool, "scaled_dot_product_attention, which stores no scores"] = True
+    triangle_fusion: Annotated[bool, "projections of a triangle product as one GEMM"] = True
+
+
+FUSIONS = tuple(
+    (name.replace("_", "-"), name, hint.__metadata__[0])
+    for name, hint in get_type_hints(Fusions, include_extras=True).items()
 )
-# Which fusions are on: a field for each.
-Fusions = make_dataclass("Fusions", [(name, bool, True) for _, name, _ in FUSIONS], frozen=True)
-# Those whose kernels the first step compiles.
-TRITON_FUSIONS: tuple[str, ...] = ()
 
 
 def without_effect(args: argparse.Namespace) -> dict[str, str]:

@@ -123,10 +123,10 @@ def test_under_rocm_the_profiler_is_resumed_and_paused(monkeypatch, calls: list[
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(ctypes, "CDLL", {"librocprofiler-sdk-roctx.so": library}.get)
     monkeypatch.setattr(steps, "ranges", lambda *_: contextlib.nullcontext())
-    with contextlib.suppress(ZeroDivisionError):
-        with steps.recorded_region([SimpleNamespace(gpu=True)]):
-            calls.append("steps")
-            raise ZeroDivisionError
+    region = steps.recorded_region([SimpleNamespace(gpu=True)])
+    with contextlib.suppress(ZeroDivisionError), region:
+        calls.append("steps")
+        raise ZeroDivisionError
     assert calls == ["start", "resume 0", "steps", "pause 0", "stop"]
 
 
