@@ -66,8 +66,6 @@ class Fusions:
 
 
 FUSIONS: tuple[tuple[str, str, str], ...] = ()
-# Those whose kernels the first step compiles.
-TRITON_FUSIONS: tuple[str, ...] = ()
 
 
 def without_effect(args: argparse.Namespace) -> dict[str, str]:
@@ -474,7 +472,7 @@ def choose_devices(args: argparse.Namespace) -> None:
     asked = args.num_gpus or (gpus if listed else 1) or 1
     processes = WORLD_SIZE if "RANK" in os.environ else asked
     if RANK >= WORLD_SIZE or args.num_gpus not in (None, processes):
-        fail(f"RANK is {RANK}, WORLD_SIZE {WORLD_SIZE}, --num-gpus {args.num_gpus}")
+        fail(f"RANK {RANK}, WORLD_SIZE {WORLD_SIZE} and --num-gpus {args.num_gpus} do not fit")
     needed = args.device == "cuda" or args.cuda_graph or (args.num_gpus and args.device != "cpu")
     if needed and gpus < (1 if "RANK" in os.environ else asked):
         fail(f"{asked} GPUs wanted, PyTorch finds {gpus}", 4)
@@ -892,7 +890,7 @@ def explain(error: BaseException) -> tuple[int, str]:
     if is_out_of_memory(error):
         return 3, f"out of memory: lower --batch-size or --seq-len ({line})"
     if isinstance(error, OSError):
-        return 2, f"cannot write {error.filename or 'the output'}: {error.strerror}"
+        return 2, f"cannot write {error.filename or 'output or --profile-dir'}: {error.strerror}"
     if isinstance(error, ImportError):
         return 4, f"this flag needs {error.name}: install it, or put it beside this script"
     library = type(error).__module__.startswith(("torch.", "torch._", "triton"))

@@ -33,9 +33,10 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, make_dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Annotated, get_type_hints
 
 try:
     import numpy as np
@@ -50,7 +51,7 @@ try:
     import triton.language as tl
     from torch import Tensor, nn
     from torch._subclasses import FakeTensor
-    from torch.library import triton_op, wrap_triton
+    from torch.library import triton_op
     from torch.utils.flop_counter import FlopCounterMode
 except ImportError as error:
     print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
@@ -78,18 +79,24 @@ class ModelConfig:
     blocks: str = "default"  # what --blocks replaces
 
 
-FUSIONS: tuple[tuple[str, str, str], ...] = (
-    ("qkv-fusion", "qkv_fusion", "query, key and value projection as one GEMM"),
-    ("flash-attention", "flash_attention", "SDPA of PyTorch instead of materialised scores"),
-    ("swiglu-fusion", "swiglu_fusion", "gate and up projection as one GEMM"),
-    ("triton-rms-norm", "triton_rms_norm", "residual addition and norm as one kernel"),
-    ("triton-rotary", "triton_rotary", "rotary embedding of the packed heads as one kernel"),
-    ("triton-attention", "triton_attention", "flash attention of packed heads, no key repeated"),
-    ("triton-swiglu", "triton_swiglu", "silu(gate) * up as one kernel"),
-    ("triton-cross-entropy", "triton_cross_entropy", "loss without a float32 copy of the logits"),
+@dataclass(frozen=True)
+class Fusions:
+    """Which fusions are on. A flag is a field with dashes, its help what stands beside `bool`."""
+
+    qkv_fusion: Annotated[bool, "query, key and value projection as one GEMM"] = True
+    flash_attention: Annotated[bool, "SDPA of PyTorch instead of materialised scores"] = True
+    swiglu_fusion: Annotated[bool, "gate and up projection as one GEMM"] = True
+    triton_rms_norm: Annotated[bool, "residual addition and norm as one kernel"] = True
+    triton_rotary: Annotated[bool, "rotary embedding of the packed heads as one kernel"] = True
+    triton_attention: Annotated[bool, "flash attention of packed heads, no key repeated"] = True
+    triton_swiglu: Annotated[bool, "silu(gate) * up as one kernel"] = True
+    triton_cross_entropy: Annotated[bool, "loss without a float32 copy of the logits"] = True
+
+
+FUSIONS = tuple(
+    (name.replace("_", "-"), name, hint.__metadata__[0])
+    for name, hint in get_type_hints(Fusions, include_extras=True).items()
 )
-# Which fusions are on: a field for each.
-Fusions = make_dataclass("Fusions", [(name, bool, True) for _, name, _ in FUSIONS], frozen=True)
 # Those whose kernels the first step compiles.
 TRITON_FUSIONS = tuple(name for _, name, _ in FUSIONS if name.startswith("triton"))
 
@@ -165,29 +172,29 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
 # In kernels, pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas.
 
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
-# Block sizes and warps, as --blocks takes them: for 16 bits on NVIDIA's GPUs, and a line of its own
-# for float32, TF32 or AMD's GPUs where they differ. TILE: elements in a block of rows. PROGRAMS:
-# how many programs share the rows; there are more where each would have more than 16 blocks.
-BLOCKS: dict[str, str] = {
-    "sum_parts": "TILE=4096,ROWS=512,num_warps=8",
-    "rms_norm_forward": "TILE=4096,num_warps=4",
-    "rms_norm_backward": "TILE=2048,PROGRAMS=528,num_warps=4",
-    "rotary": "TILE=4096,num_warps=4",
-    "swiglu_forward": "TILE=2048,num_warps=4",
-    "swiglu_backward": "TILE=2048,num_warps=4",
+# What `blocks` tells a kernel, and --blocks replaces: block sizes, warps (4 if not here) and stages
+# for 16 bits on NVIDIA's GPUs, then what is other in float32, TF32 or on AMD's GPUs. TILE elements
+# are a block of rows, PROGRAMS share the rows, more where each would have more than 16 blocks.
+BLOCKS: dict[str, dict[str, int]] = {
+    "sum_parts": {"TILE": 4096, "ROWS": 512, "num_warps": 8},
+    "rms_norm_forward": {"TILE": 4096},
+    "rms_norm_backward": {"TILE": 2048, "PROGRAMS": 528},
+    "rotary": {"TILE": 4096},
+    "swiglu_forward": {"TILE": 2048},
+    "swiglu_backward": {"TILE": 2048},
     # three TF32 products need more registers, hence smaller blocks in float32
-    "attention_forward": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=3",
-    "attention_forward float32": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=2",
-    "attention_forward hip": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=1",
-    "attention_forward hip float32": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=1",
-    "attention_backward_queries": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=3",
-    "attention_backward_queries float32": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=2",
-    "attention_backward_queries hip": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=1",
-    "attention_backward_keys": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=2",
-    "attention_backward_keys float32": "BLOCK_M=32,BLOCK_N=32,num_warps=4,num_stages=1",
-    "attention_backward_keys hip": "BLOCK_M=16,BLOCK_N=64,num_warps=4,num_stages=1",
-    "cross_entropy_forward": "TILE=4096,num_warps=4",
-    "cross_entropy_backward": "TILE=4096,num_warps=4",
+    "attention_forward": {"BLOCK_M": 64, "BLOCK_N": 64},
+    "attention_forward float32": {"BLOCK_N": 32, "num_stages": 2},
+    "attention_forward hip": {"num_stages": 1},
+    "attention_forward hip float32": {"BLOCK_N": 32, "num_stages": 1},
+    "attention_backward_queries": {"BLOCK_M": 64, "BLOCK_N": 64},
+    "attention_backward_queries float32": {"BLOCK_N": 32, "num_stages": 2},
+    "attention_backward_queries hip": {"BLOCK_N": 32, "num_stages": 1},
+    "attention_backward_keys": {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 2},
+    "attention_backward_keys float32": {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1},
+    "attention_backward_keys hip": {"BLOCK_M": 16, "num_stages": 1},
+    "cross_entropy_forward": {"TILE": 4096},
+    "cross_entropy_backward": {"TILE": 4096},
 }
 # --- launch
 # Copied from common/launch.py by tools/sync_common.py: edit it there.
@@ -200,9 +207,9 @@ def read_blocks(text: str) -> str:
     kernels = [name for name in BLOCKS if " " not in name]
     if kernel not in kernels:
         raise wrong(f"no kernel {kernel!r}; there are {', '.join(kernels)}")
-    names = block_sizes(BLOCKS[kernel])
+    names = {"num_warps": 4, "num_stages": 3, **BLOCKS[kernel]}
     for name, _, value in (pair.partition("=") for pair in settings.split(",")):
-        if name not in {"num_stages", *names}:
+        if name not in names:
             raise wrong(f"{kernel} has no {name!r}; it has {', '.join(names)}")
         low = 16 if name.startswith("BLOCK") else 1
         if not value.isdecimal() or int(value).bit_count() != 1 or int(value) < low:
@@ -210,19 +217,13 @@ def read_blocks(text: str) -> str:
     return text
 
 
-@cache  # a launch asks for them each time
-def block_sizes(settings: str) -> dict[str, int]:
-    """Parse "NAME=number,..."."""
-    pairs = (pair.split("=") for pair in settings.split(","))
-    return {name: int(value) for name, value in pairs}
-
-
 def use_settings(args: argparse.Namespace) -> None:
     """Apply this run's process-wide settings: the block sizes of --blocks, of each the last one."""
     OVERRIDES.clear()
     for part in args.blocks.split() if args.blocks != ModelConfig.blocks else ():
         kernel, _, settings = part.partition(":")
-        OVERRIDES[kernel] = OVERRIDES.get(kernel, {}) | block_sizes(settings)
+        pairs = (pair.split("=") for pair in settings.split(","))
+        OVERRIDES.setdefault(kernel, {}).update((name, int(value)) for name, value in pairs)
 
 
 def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
@@ -231,9 +232,10 @@ def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
     if dot_precision(dtype) == "tf32":
         precisions = [" TF32", *precisions]
     lines = [f"{kernel}{on}{precision}" for on in (f" {BACKEND}", "") for precision in precisions]
-    chosen = block_sizes(next(BLOCKS[line] for line in lines if line in BLOCKS))
+    special = next(BLOCKS[line] for line in lines if line in BLOCKS)
+    chosen = {"num_warps": 4, **BLOCKS[kernel], **special}
     if INTERPRETED and "TILE" in chosen:
-        chosen = chosen | {"TILE": 1 << 16}  # its time goes by programs, not by elements
+        chosen["TILE"] = 1 << 16  # its time goes by programs, not by elements
     return chosen | OVERRIDES.get(kernel, {})
 
 
@@ -244,50 +246,51 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-if INTERPRETED:
+class Interpreted:
+    """Launch a kernel in Triton's interpreter by `[grid](TENSOR, ..., NAME=value, ...)`.
 
-    class wrap_triton:  # PyTorch's takes compiled kernels only
-        """Run a kernel by `wrap_triton(kernel)[grid](TENSOR, ..., NAME=value, ...)`.
+    A launch is an operator of the kernel's name, which counters and profilers see; PyTorch's
+    wrap_triton takes compiled kernels only. Nothing runs for FakeTensors, with which torch.compile
+    asks for shapes.
+    """
 
-        A launch is an operator of the kernel's name, which counters and profilers see. Nothing runs
-        for FakeTensors, with which torch.compile asks for shapes. Triton 3's interpreter silently
-        multiplies bfloat16 as integers: the kernel gets float32 copies, and results are rounded.
-        """
+    def __init__(self, kernel: Callable):
+        self.kernel = kernel
 
-        def __init__(self, kernel: Callable):
-            self.kernel = kernel
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+        return partial(self.launch, grid)
 
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-            return partial(self.launch, grid)
+    def launch(self, grid: tuple[int, ...], *tensors: Tensor | None, **arguments) -> None:
+        arguments |= zip(self.kernel.arg_names, tensors, strict=False)
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
+            sizes = {name: value for name, value in arguments.items() if name not in tensors}
+            told = json.dumps([grid, list(tensors), sizes])
+            interpreting_operator(self.kernel)(list(tensors.values()), told)
 
-        def launch(self, grid: tuple[int, ...], *tensors: Tensor | None, **arguments) -> None:
-            arguments |= zip(self.kernel.arg_names, tensors, strict=False)
-            tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
-            if isinstance(tensors[0], FakeTensor):
-                return
 
-            def run() -> None:
-                narrow = [tensor for tensor in tensors if tensor.dtype == torch.bfloat16]
-                copies = (torch.empty_strided(t.shape, t.stride()).copy_(t) for t in narrow)
-                wide = dict(zip(map(id, narrow), copies, strict=True))  # of the same strides
-                inputs = {name: wide.get(id(value), value) for name, value in arguments.items()}
-                self.kernel[grid](**inputs)
-                for tensor in narrow:
-                    # Unseen by autograd, which the inputs among them belong to.
-                    tensor.data.copy_(wide[id(tensor)])
+@cache
+def interpreting_operator(kernel: Callable) -> Callable:
+    """Return an operator of a kernel's name, which gets its tensors, and all else as JSON.
 
-            wrap_triton.run = run
-            self.operator(self.kernel.__name__)(tensors)
-            del wrap_triton.run  # autograd would copy a gradient that it still refers to
+    Triton 3's interpreter silently multiplies bfloat16 as integers: the kernel gets float32 copies,
+    and results are rounded.
+    """
 
-        @staticmethod
-        @cache
-        def operator(name: str) -> Callable:
-            """Return an operator of this name, which runs the launch in `wrap_triton.run`."""
-            script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)
-            name, schema = f"{script}::{name}", "(Tensor[] tensors) -> ()"
-            run = torch.library.custom_op(name, mutates_args=(), schema=schema)
-            return run(lambda tensors: wrap_triton.run())
+    def interpret(tensors: list[Tensor], told: str) -> None:
+        grid, names, sizes = json.loads(told)
+        narrow = [tensor for tensor in tensors if tensor.dtype == torch.bfloat16]
+        copies = (torch.empty_strided(t.shape, t.stride()).copy_(t) for t in narrow)
+        wide = dict(zip(map(id, narrow), copies, strict=True))  # of the same strides
+        inputs = (wide.get(id(tensor), tensor) for tensor in tensors)
+        kernel[tuple(grid)](**dict(zip(names, inputs, strict=True)), **sizes)
+        for tensor in narrow:
+            # Unseen by autograd, which the inputs among them belong to.
+            tensor.data.copy_(wide[id(tensor)])
+
+    script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)
+    name, schema = f"{script}::{kernel.__name__}", "(Tensor[] tensors, str told) -> ()"
+    return torch.library.custom_op(name, interpret, mutates_args=(), schema=schema)
 
 
 def check_not_empty(kernel: str, x: Tensor) -> None:
@@ -343,6 +346,14 @@ def operator(function: Callable, changes: tuple[str, ...] = ()) -> Callable:
 
 
 # --- end of operators
+
+
+def wrap_triton(kernel: Callable) -> Callable:
+    """Return what launches a kernel by `[grid](TENSOR, ..., NAME=value, ...)`.
+
+    On a GPU it is PyTorch's function, by which a compiler sees what is launched.
+    """
+    return Interpreted(kernel) if INTERPRETED else torch.library.wrap_triton(kernel)
 
 
 @triton.jit
@@ -1427,7 +1438,7 @@ def choose_devices(args: argparse.Namespace) -> None:
     asked = args.num_gpus or (gpus if listed else 1) or 1
     processes = WORLD_SIZE if "RANK" in os.environ else asked
     if RANK >= WORLD_SIZE or args.num_gpus not in (None, processes):
-        fail(f"RANK is {RANK}, WORLD_SIZE {WORLD_SIZE}, --num-gpus {args.num_gpus}")
+        fail(f"RANK {RANK}, WORLD_SIZE {WORLD_SIZE} and --num-gpus {args.num_gpus} do not fit")
     needed = args.device == "cuda" or args.cuda_graph or (args.num_gpus and args.device != "cpu")
     if needed and gpus < (1 if "RANK" in os.environ else asked):
         fail(f"{asked} GPUs wanted, PyTorch finds {gpus}", 4)
@@ -1845,7 +1856,7 @@ def explain(error: BaseException) -> tuple[int, str]:
     if is_out_of_memory(error):
         return 3, f"out of memory: lower --batch-size or --seq-len ({line})"
     if isinstance(error, OSError):
-        return 2, f"cannot write {error.filename or 'the output'}: {error.strerror}"
+        return 2, f"cannot write {error.filename or 'output or --profile-dir'}: {error.strerror}"
     if isinstance(error, ImportError):
         return 4, f"this flag needs {error.name}: install it, or put it beside this script"
     library = type(error).__module__.startswith(("torch.", "torch._", "triton"))

@@ -3,8 +3,7 @@
 
 direct-gradients   weight gradients go from their GEMM to the optimizer, and nothing casts them
 fused-optimizer    AdamW as one kernel, which also writes the weights that the next GEMMs take, and
-                   reads gradients where the backward pass writes them: the embedding's is added to
-                   that of the output projection, which has the same weight
+                   reads gradients where the backward pass writes them
 norm-from-output   a norm's backward pass reads its output, which the next GEMM keeps anyway
 overlap            weight gradients and updates on side streams, during the backward pass
 
@@ -38,9 +37,10 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, make_dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Annotated, get_type_hints
 
 try:
     import numpy as np
@@ -82,20 +82,28 @@ class ModelConfig:
     blocks: str = "default"  # what --blocks replaces
 
 
-FUSIONS: tuple[tuple[str, str, str], ...] = (
-    ("flash-attention", "flash_attention", "SDPA of PyTorch instead of materialised scores"),
-    ("triton-rms-norm", "triton_rms_norm", "residual addition and norm as one kernel"),
-    ("triton-rotary", "triton_rotary", "rotary embedding of the packed heads as one kernel"),
-    ("triton-attention", "triton_attention", "flash attention of packed heads, no key repeated"),
-    ("triton-swiglu", "triton_swiglu", "silu(gate) * up as one kernel"),
-    ("triton-cross-entropy", "triton_cross_entropy", "loss without a float32 copy of the logits"),
-    ("direct-gradients", "direct_gradients", "weight gradients reach the optimizer without a cast"),
-    ("fused-optimizer", "fused_optimizer", "AdamW as one kernel, which casts weights, too"),
-    ("norm-from-output", "norm_from_output", "the norm's backward pass reads its output"),
-    ("overlap", "overlap", "in a graph, weight gradients and updates during the backward pass"),
+@dataclass(frozen=True)
+class Fusions:
+    """Which fusions are on. A flag is a field with dashes, its help what stands beside `bool`."""
+
+    flash_attention: Annotated[bool, "SDPA of PyTorch instead of materialised scores"] = True
+    triton_rms_norm: Annotated[bool, "residual addition and norm as one kernel"] = True
+    triton_rotary: Annotated[bool, "rotary embedding of the packed heads as one kernel"] = True
+    triton_attention: Annotated[bool, "flash attention of packed heads, no key repeated"] = True
+    triton_swiglu: Annotated[bool, "silu(gate) * up as one kernel"] = True
+    triton_cross_entropy: Annotated[bool, "loss without a float32 copy of the logits"] = True
+    direct_gradients: Annotated[bool, "weight gradients reach the optimizer without a cast"] = True
+    fused_optimizer: Annotated[bool, "AdamW as one kernel, which casts weights, too"] = True
+    norm_from_output: Annotated[bool, "the norm's backward pass reads its output"] = True
+    overlap: Annotated[
+        bool, "in a graph, weight gradients and updates during the backward pass"
+    ] = True
+
+
+FUSIONS = tuple(
+    (name.replace("_", "-"), name, hint.__metadata__[0])
+    for name, hint in get_type_hints(Fusions, include_extras=True).items()
 )
-# Which fusions are on: a field for each.
-Fusions = make_dataclass("Fusions", [(name, bool, True) for _, name, _ in FUSIONS], frozen=True)
 # Those whose kernels the first step compiles.
 TRITON_FUSIONS = tuple(name for _, name, _ in FUSIONS if name.startswith("triton"))
 TRITON_FUSIONS += ("fused_optimizer",)
@@ -184,39 +192,32 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
 #
 # In kernels, pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas.
 
-
-def wrap_triton(kernel: Callable) -> Callable:
-    """Return a kernel as it is launched: itself, on a GPU (the interpreter has a wrapper below)."""
-    return kernel
-
-
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
-# Block sizes and warps, as --blocks takes them: for 16 bits on NVIDIA's GPUs, and a line of its own
-# for float32, TF32 or AMD's GPUs where they differ. TILE: elements in a block of rows. PROGRAMS:
-# how many programs share the rows; there are more where each would have more than 16 blocks.
-BLOCKS: dict[str, str] = {
-    "sum_parts": "TILE=4096,ROWS=512,num_warps=8",
-    "rms_norm_forward": "TILE=2048,num_warps=2",
-    "rms_norm_backward": "TILE=1024,PROGRAMS=1056,num_warps=2",
-    "rotary": "TILE=2048,num_warps=4",
-    "swiglu_forward": "TILE=4096,num_warps=8",
-    "swiglu_backward": "TILE=4096,num_warps=8",
+# What `blocks` tells a kernel, and --blocks replaces: block sizes, warps (4 if not here) and stages
+# for 16 bits on NVIDIA's GPUs, then what is other in float32, TF32 or on AMD's GPUs. TILE elements
+# are a block of rows, PROGRAMS share the rows, more where each would have more than 16 blocks.
+BLOCKS: dict[str, dict[str, int]] = {
+    "sum_parts": {"TILE": 4096, "ROWS": 512, "num_warps": 8},
+    "rms_norm_forward": {"TILE": 2048, "num_warps": 2},
+    "rms_norm_backward": {"TILE": 1024, "PROGRAMS": 1056, "num_warps": 2},
+    "rotary": {"TILE": 2048},
+    "swiglu_forward": {"TILE": 4096, "num_warps": 8},
+    "swiglu_backward": {"TILE": 4096, "num_warps": 8},
     # three TF32 products need more registers, hence smaller blocks in float32
-    "attention_forward": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=3",
-    "attention_forward float32": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=2",
-    "attention_forward hip": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=1",
-    "attention_forward hip float32": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=1",
-    "attention_backward_queries": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=2",
-    "attention_backward_queries float32": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=2",
-    "attention_backward_queries hip": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=1",
-    "attention_backward_keys": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=3",
-    "attention_backward_keys float32": "BLOCK_M=32,BLOCK_N=32,num_warps=4,num_stages=1",
-    "attention_backward_keys hip": "BLOCK_M=16,BLOCK_N=64,num_warps=4,num_stages=1",
-    "cross_entropy_forward": "TILE=4096,num_warps=4",
-    "cross_entropy_backward": "TILE=4096,num_warps=4",
-    "mean_loss": "BLOCK=1024,num_warps=8",
-    "embedding_backward": "BLOCK_C=128,ROWS=8,num_warps=2",
-    "adamw": "BLOCK=1024,PROGRAMS=1024,num_warps=4",
+    "attention_forward": {"BLOCK_M": 64, "BLOCK_N": 64},
+    "attention_forward float32": {"BLOCK_N": 32, "num_stages": 2},
+    "attention_forward hip": {"num_stages": 1},
+    "attention_forward hip float32": {"BLOCK_N": 32, "num_stages": 1},
+    "attention_backward_queries": {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 2},
+    "attention_backward_queries float32": {"BLOCK_N": 32},
+    "attention_backward_queries hip": {"BLOCK_N": 32, "num_stages": 1},
+    "attention_backward_keys": {"BLOCK_M": 64, "BLOCK_N": 64},
+    "attention_backward_keys float32": {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1},
+    "attention_backward_keys hip": {"BLOCK_M": 16, "num_stages": 1},
+    "cross_entropy_forward": {"TILE": 4096},
+    "cross_entropy_backward": {"TILE": 4096},
+    "mean_loss": {"BLOCK": 1024, "num_warps": 8},
+    "adamw": {"BLOCK": 1024, "PROGRAMS": 1024},
 }
 # --- launch
 # Copied from common/launch.py by tools/sync_common.py: edit it there.
@@ -229,9 +230,9 @@ def read_blocks(text: str) -> str:
     kernels = [name for name in BLOCKS if " " not in name]
     if kernel not in kernels:
         raise wrong(f"no kernel {kernel!r}; there are {', '.join(kernels)}")
-    names = block_sizes(BLOCKS[kernel])
+    names = {"num_warps": 4, "num_stages": 3, **BLOCKS[kernel]}
     for name, _, value in (pair.partition("=") for pair in settings.split(",")):
-        if name not in {"num_stages", *names}:
+        if name not in names:
             raise wrong(f"{kernel} has no {name!r}; it has {', '.join(names)}")
         low = 16 if name.startswith("BLOCK") else 1
         if not value.isdecimal() or int(value).bit_count() != 1 or int(value) < low:
@@ -239,19 +240,13 @@ def read_blocks(text: str) -> str:
     return text
 
 
-@cache  # a launch asks for them each time
-def block_sizes(settings: str) -> dict[str, int]:
-    """Parse "NAME=number,..."."""
-    pairs = (pair.split("=") for pair in settings.split(","))
-    return {name: int(value) for name, value in pairs}
-
-
 def use_settings(args: argparse.Namespace) -> None:
     """Apply this run's process-wide settings: the block sizes of --blocks, of each the last one."""
     OVERRIDES.clear()
     for part in args.blocks.split() if args.blocks != ModelConfig.blocks else ():
         kernel, _, settings = part.partition(":")
-        OVERRIDES[kernel] = OVERRIDES.get(kernel, {}) | block_sizes(settings)
+        pairs = (pair.split("=") for pair in settings.split(","))
+        OVERRIDES.setdefault(kernel, {}).update((name, int(value)) for name, value in pairs)
 
 
 def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
@@ -260,9 +255,10 @@ def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
     if dot_precision(dtype) == "tf32":
         precisions = [" TF32", *precisions]
     lines = [f"{kernel}{on}{precision}" for on in (f" {BACKEND}", "") for precision in precisions]
-    chosen = block_sizes(next(BLOCKS[line] for line in lines if line in BLOCKS))
+    special = next(BLOCKS[line] for line in lines if line in BLOCKS)
+    chosen = {"num_warps": 4, **BLOCKS[kernel], **special}
     if INTERPRETED and "TILE" in chosen:
-        chosen = chosen | {"TILE": 1 << 16}  # its time goes by programs, not by elements
+        chosen["TILE"] = 1 << 16  # its time goes by programs, not by elements
     return chosen | OVERRIDES.get(kernel, {})
 
 
@@ -273,50 +269,51 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-if INTERPRETED:
+class Interpreted:
+    """Launch a kernel in Triton's interpreter by `[grid](TENSOR, ..., NAME=value, ...)`.
 
-    class wrap_triton:  # PyTorch's takes compiled kernels only
-        """Run a kernel by `wrap_triton(kernel)[grid](TENSOR, ..., NAME=value, ...)`.
+    A launch is an operator of the kernel's name, which counters and profilers see; PyTorch's
+    wrap_triton takes compiled kernels only. Nothing runs for FakeTensors, with which torch.compile
+    asks for shapes.
+    """
 
-        A launch is an operator of the kernel's name, which counters and profilers see. Nothing runs
-        for FakeTensors, with which torch.compile asks for shapes. Triton 3's interpreter silently
-        multiplies bfloat16 as integers: the kernel gets float32 copies, and results are rounded.
-        """
+    def __init__(self, kernel: Callable):
+        self.kernel = kernel
 
-        def __init__(self, kernel: Callable):
-            self.kernel = kernel
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+        return partial(self.launch, grid)
 
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-            return partial(self.launch, grid)
+    def launch(self, grid: tuple[int, ...], *tensors: Tensor | None, **arguments) -> None:
+        arguments |= zip(self.kernel.arg_names, tensors, strict=False)
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
+            sizes = {name: value for name, value in arguments.items() if name not in tensors}
+            told = json.dumps([grid, list(tensors), sizes])
+            interpreting_operator(self.kernel)(list(tensors.values()), told)
 
-        def launch(self, grid: tuple[int, ...], *tensors: Tensor | None, **arguments) -> None:
-            arguments |= zip(self.kernel.arg_names, tensors, strict=False)
-            tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
-            if isinstance(tensors[0], FakeTensor):
-                return
 
-            def run() -> None:
-                narrow = [tensor for tensor in tensors if tensor.dtype == torch.bfloat16]
-                copies = (torch.empty_strided(t.shape, t.stride()).copy_(t) for t in narrow)
-                wide = dict(zip(map(id, narrow), copies, strict=True))  # of the same strides
-                inputs = {name: wide.get(id(value), value) for name, value in arguments.items()}
-                self.kernel[grid](**inputs)
-                for tensor in narrow:
-                    # Unseen by autograd, which the inputs among them belong to.
-                    tensor.data.copy_(wide[id(tensor)])
+@cache
+def interpreting_operator(kernel: Callable) -> Callable:
+    """Return an operator of a kernel's name, which gets its tensors, and all else as JSON.
 
-            wrap_triton.run = run
-            self.operator(self.kernel.__name__)(tensors)
-            del wrap_triton.run  # autograd would copy a gradient that it still refers to
+    Triton 3's interpreter silently multiplies bfloat16 as integers: the kernel gets float32 copies,
+    and results are rounded.
+    """
 
-        @staticmethod
-        @cache
-        def operator(name: str) -> Callable:
-            """Return an operator of this name, which runs the launch in `wrap_triton.run`."""
-            script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)
-            name, schema = f"{script}::{name}", "(Tensor[] tensors) -> ()"
-            run = torch.library.custom_op(name, mutates_args=(), schema=schema)
-            return run(lambda tensors: wrap_triton.run())
+    def interpret(tensors: list[Tensor], told: str) -> None:
+        grid, names, sizes = json.loads(told)
+        narrow = [tensor for tensor in tensors if tensor.dtype == torch.bfloat16]
+        copies = (torch.empty_strided(t.shape, t.stride()).copy_(t) for t in narrow)
+        wide = dict(zip(map(id, narrow), copies, strict=True))  # of the same strides
+        inputs = (wide.get(id(tensor), tensor) for tensor in tensors)
+        kernel[tuple(grid)](**dict(zip(names, inputs, strict=True)), **sizes)
+        for tensor in narrow:
+            # Unseen by autograd, which the inputs among them belong to.
+            tensor.data.copy_(wide[id(tensor)])
+
+    script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)
+    name, schema = f"{script}::{kernel.__name__}", "(Tensor[] tensors, str told) -> ()"
+    return torch.library.custom_op(name, interpret, mutates_args=(), schema=schema)
 
 
 def check_not_empty(kernel: str, x: Tensor) -> None:
@@ -354,6 +351,11 @@ def leave_to_pytorch(args: argparse.Namespace, reasons: dict[str, str]) -> None:
 
 
 # --- end of launch
+
+
+def wrap_triton(kernel: Callable) -> Callable:
+    """Return what launches a kernel by `[grid](TENSOR, ..., NAME=value, ...)`: on a GPU itself."""
+    return Interpreted(kernel) if INTERPRETED else kernel
 
 
 @triton.jit
@@ -1009,73 +1011,14 @@ class NextTokenLoss(torch.autograd.Function):
         return grad_logits, None
 
 
-@triton.jit
-def embedding_backward_kernel(
-    GRAD, ORDER, STARTS, TOTAL, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
-    """Add dW[v] += sum of dy[t] over the tokens t that are word v.
-
-    GRAD (dy) [tokens, C], TOTAL (dW) [words, C]. ORDER [tokens] lists tokens sorted by word, those
-    of word v from STARTS[v] to STARTS[v + 1]. A program owns BLOCK_C channels of one word.
-    """
-    word = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    total = tl.load(TOTAL + word * C + channel, mask=channel < C, other=0.0)
-    end = tl.load(STARTS + word + 1)
-    for start in range(tl.load(STARTS + word), end, ROWS):
-        place = start + tl.arange(0, ROWS)
-        row = tl.load(ORDER + place, mask=place < end, other=0)
-        inside = (place < end)[:, None] & (channel < C)[None, :]
-        at = GRAD + row[:, None] * C + channel[None, :]
-        total += tl.sum(tl.load(at, mask=inside, other=0.0).to(tl.float32), 0)
-    tl.store(TOTAL + word * C + channel, total, mask=channel < C)
-
-
-class TiedEmbedding(torch.autograd.Function):
-    """Look up rows [..., D] of a weight [V, D] for tokens [...].
-
-    The forward pass already sorts the tokens by row, with overlap on a side stream. The backward
-    pass begins at the output projection, which shares the weight and leaves its gradient in
-    `projection_gradient`: the embedding's is added to it.
-    """
-
-    @staticmethod
-    def forward(ctx, tokens: Tensor, weight: Tensor):
-        def sort() -> tuple[Tensor, Tensor]:
-            words, order = torch.sort(tokens.flatten(), stable=True)
-            every = torch.arange(len(weight) + 1, device=words.device)
-            return order, torch.searchsorted(words, every)
-
-        slot = getattr(weight, "slot", None)
-        ctx.save_for_backward(*(slot.buffer.side.run(sort, tokens) if slot else sort()))
-        ctx.weight, ctx.projection_gradient = weight, None
-        return F.embedding(tokens, weight)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        total, ctx.projection_gradient = ctx.projection_gradient, None
-        total = torch.zeros_like(ctx.weight) if total is None else total
-        chosen, (words, dim) = blocks("embedding_backward"), total.shape
-        width = min(chosen.pop("BLOCK_C"), triton.next_power_of_2(dim))
-        launch = wrap_triton(embedding_backward_kernel)[(words, triton.cdiv(dim, width))]
-        launch(grad.contiguous(), *ctx.saved_tensors, total, C=dim, BLOCK_C=width, **chosen)
-        return None, total
-
-
 class Projection(torch.autograd.Function):
-    """Compute x weight^T [..., N] of x [..., K] in the type of the GEMMs and a weight [N, K].
-
-    embedding: the autograd node of a TiedEmbedding that shares the weight. If this backward pass
-    will run it, it gets the weight's gradient and returns the sum.
-    """
+    """Compute x weight^T [..., N] of x [..., K] in the type of the GEMMs and a weight [N, K]."""
 
     @staticmethod
-    def forward(
-        ctx, x: Tensor, weight: Tensor, direct: bool, embedding: torch.autograd.graph.Node | None
-    ):  # fmt: skip
+    def forward(ctx, x: Tensor, weight: Tensor, direct: bool):
         cast = cached_cast(weight, x.dtype)
         ctx.save_for_backward(x, cast)
-        ctx.weight, ctx.direct, ctx.embedding = weight, direct, embedding
+        ctx.weight, ctx.direct = weight, direct
         return F.linear(x, cast)
 
     @staticmethod
@@ -1091,26 +1034,16 @@ class Projection(torch.autograd.Function):
             (grad_weight,) = gradients_into_buffer(((ctx.weight,),), compute, *rows)
         if ctx.needs_input_grad[0]:
             grad_x = grad @ cast
-        tied = ctx.embedding and torch._C._will_engine_execute_node(ctx.embedding)
-        if grad_weight is not None and tied:
-            ctx.embedding.projection_gradient, grad_weight = grad_weight, None
-        elif hasattr(ctx.weight, "slot"):
+        if hasattr(ctx.weight, "slot"):
             ctx.weight.slot.buffer.side.release(ctx.weight)
-        return grad_x, grad_weight, None, None
+        return grad_x, grad_weight, None
 
 
-def linear(
-    x: Tensor, weight: Tensor, fusions: Fusions, embedded: Tensor | None = None
-) -> Tensor:  # fmt: skip
-    """Compute x weight^T [..., N] of x [..., K] and weight [N, K].
-
-    embedded: the result of an embedding that shares the weight.
-    """
+def linear(x: Tensor, weight: Tensor, fusions: Fusions) -> Tensor:
+    """Compute x weight^T [..., N] of x [..., K] and weight [N, K]."""
     if not (fusions.direct_gradients or fusions.fused_optimizer):
         return F.linear(x, weight)
-    node = getattr(embedded, "grad_fn", None)  # of a TiedEmbedding it is the ctx of its functions
-    tied = node if hasattr(node, "projection_gradient") else None
-    return Projection.apply(x.to(gemm_dtype(x)), weight, fusions.direct_gradients, tied)
+    return Projection.apply(x.to(gemm_dtype(x)), weight, fusions.direct_gradients)
 
 
 # --- optimizer
@@ -1179,15 +1112,15 @@ class SideStreams:
     update does here, and both the update and the main stream before optimizer.step wait for it.
 
     What work on a side stream reads must not change before the main stream has waited for that
-    work; `pending` holds the work, and so all that it refers to, so that it is not freed. Nor may
-    autograd add to a gradient before then: join raises RuntimeError if it did.
+    work; `pending` holds it, so that it is not freed. Nor may autograd add to a gradient before
+    then: join raises RuntimeError if it did.
     """
 
     DEPTH, BYTES = 4, 2 * 10**8
 
     def __init__(self):
         self.streams: tuple[torch.cuda.Stream, ...] = ()
-        self.pending = collections.deque()  # of events, their work, the bytes of its inputs
+        self.pending = collections.deque()  # of events, and what the work before them reads
         self.begin_step(False)
 
     def __deepcopy__(self, memo: dict) -> SideStreams:
@@ -1223,19 +1156,24 @@ class SideStreams:
         return self.streams[number] if self.active else None
 
     def run(self, work: Callable, *inputs: Tensor) -> object:
-        """Run work that reads these inputs on the stream of gradients, and return its result."""
+        """Run work on the stream of gradients, and return its result.
+
+        The inputs are all tensors that it reads and that are freed after the caller's work.
+        """
         if self.joined:
             return work()
         current, stream = torch.cuda.current_stream(), self.stream(0)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             result = work()
-            size = sum(tensor.nbytes for tensor in inputs)
-            self.pending.append((stream.record_event(), work, size))
-        while len(self.pending) > self.DEPTH or sum(size for *_, size in self.pending) > self.BYTES:
+            self.pending.append((stream.record_event(), inputs))
+        while len(self.pending) > self.DEPTH or self.pending_bytes() > self.BYTES:
             current.wait_event(self.pending[0][0])
             self.pending.popleft()
         return result
+
+    def pending_bytes(self) -> int:
+        return sum(tensor.nbytes for _, inputs in self.pending for tensor in inputs)
 
     def release(self, parameter: Tensor) -> None:
         """Record that this step no longer needs a parameter whose gradient has been launched."""
@@ -1517,10 +1455,9 @@ class FusedAdamW(torch.optim.Optimizer):
         self.buffers = {name: torch.zeros(size, device=device) for name in names}
         if dtype != torch.float32:
             self.buffers["cast"] = torch.zeros(size, device=device, dtype=dtype)
-        self.steps = torch.zeros(len(parameters), 1, device=device)
-        self.in_step = True  # all parameters have taken equally many steps
+        self.steps = torch.zeros((), device=device)  # of all parameters
         self.betas = torch.tensor(self.defaults["betas"], device=device, dtype=torch.float64)
-        self.gradients, steps = [], iter(self.steps)
+        self.gradients = []
         for group in groups:
             buffer_dtype = grad_dtype if len(group) == 1 else torch.float32
             self.gradients.append(GradientBuffer(group, buffer_dtype, self.side))
@@ -1533,9 +1470,8 @@ class FusedAdamW(torch.optim.Optimizer):
                 }
                 parameter.data = views.pop("weight").copy_(parameter.detach())
                 parameter.slot = Slot(self.gradients[-1], begin, end, views.get("cast"))
-                self.state[parameter] = {"step": next(steps)[0], **views}
+                self.state[parameter] = {"step": self.steps, **views}
         self.averaged = False  # over several GPUs
-        self.with_gradient: list[list[bool]] = []  # which parameters have one, in each process
         if dist.is_initialized():
             # One seed gives one set of weights on equal machines; this makes sure.
             dist.broadcast(self.buffers["weight"], 0)
@@ -1543,20 +1479,21 @@ class FusedAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict) -> None:
         """Copy options, moments and numbers of steps to where the kernel reads them.
 
-        Raises ValueError if they are in another order.
+        Raises ValueError if they are in another order, or have not taken equally many steps.
         """
         loaded, own = state_dict["state"], self.state_dict()["state"]
         shapes = [{i: v["exp_avg"].shape for i, v in state.items()} for state in (loaded, own)]
         if shapes[0] != shapes[1]:
             wrong = "the state is of other parameters, or in another order"
             raise ValueError(f"{wrong}, such as that of PyTorch's AdamW")
+        if len({float(values["step"]) for values in loaded.values()}) > 1:
+            raise ValueError("FusedAdamW: the parameters have not taken equally many steps")
         for name, value in state_dict["param_groups"][0].items():
             if name != "params":
                 self.param_groups[0][name] = value
         for index, values in own.items():  # they share memory with the optimizer's
             for name in ("step", "exp_avg", "exp_avg_sq"):
                 values[name].copy_(loaded[index][name])
-        self.in_step = bool((self.steps == self.steps[0]).all())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""
@@ -1571,20 +1508,15 @@ class FusedAdamW(torch.optim.Optimizer):
 
         Call it before a gradient scaler reads the gradients: an infinity of one process has reached
         all by then, so all skip the same steps. No backward pass may follow before step. Raises
-        RuntimeError unless all processes have gradients of the same parameters, in every step.
+        RuntimeError if a parameter that needs a gradient has none, for which others would wait.
         """
         if not dist.is_initialized():
             return
         self.side.join()
-        present = [p.grad is not None for p in self.param_groups[0]["params"]]
-        if not self.with_gradient:
-            self.with_gradient = [present] * dist.get_world_size()
-            dist.all_gather_object(self.with_gradient, present)
-        if any(present != other for other in self.with_gradient):
-            wrong = "all processes need gradients of the same parameters, in every step"
-            raise RuntimeError(f"FusedAdamW: {wrong}")
+        if any(p.grad is None and p.requires_grad for p in self.param_groups[0]["params"]):
+            raise RuntimeError("FusedAdamW: on several GPUs each parameter needs a gradient")
         for buffer in reversed(self.gradients):
-            if buffer.collect():  # of all processes or of none
+            if buffer.collect():
                 self.side.average(buffer)
         self.side.main_waits_for(2)
         self.averaged = True
@@ -1593,7 +1525,8 @@ class FusedAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         """Update all parameters that have a gradient.
 
-        In a graph with overlap each group is updated as soon as it can be.
+        In a graph with overlap each group is updated as soon as it can be. The steps are those of
+        the optimizer: a parameter that had no gradient in some is corrected for these, too.
         """
         if dist.is_initialized() and not self.averaged:
             raise RuntimeError("FusedAdamW: on several GPUs, call average_gradients before step")
@@ -1604,26 +1537,21 @@ class FusedAdamW(torch.optim.Optimizer):
             if self.side.active:
                 begun = self.side.begun if skipped is None else self.side.main.record_event()
                 torch.cuda.current_stream().wait_event(begun)
-            advance = 1 if skipped is None else 1 - skipped
-            self.steps += advance
-            parameters = self.param_groups[0]["params"]
-            for parameter in parameters:
-                if parameter.grad is None:
-                    self.state[parameter]["step"] -= advance
-                    self.in_step = False
-            corrections = dict(zip(parameters, 1 - self.betas**self.steps, strict=True))
+            self.steps += 1 if skipped is None else 1 - skipped
+            corrections = 1 - self.betas**self.steps
             for buffer in buffers:
                 self.side.wait_for(buffer)
-                single = [[p] for p in buffer.parameters if p.grad is not None]
-                for part in [buffer.parameters] if self.in_step else single:
-                    self.update(part, corrections[part[0]])
+                present = [[p] for p in buffer.parameters if p.grad is not None]
+                whole = len(present) == len(buffer.parameters)
+                for part in [buffer.parameters] if whole else present:
+                    self.update(part, corrections)
         self.side.main_waits_for(1)
         for buffer in self.gradients:
             buffer.clear()
         self.averaged = False
 
     def update(self, parameters: list[nn.Parameter], corrections: Tensor) -> None:
-        """Update neighbours in the buffers that have taken equally many steps."""
+        """Update neighbours in the buffers."""
         begin, end = parameters[0].slot.begin, parameters[-1].slot.end
         parts = {name: buffer[begin:end] for name, buffer in self.buffers.items()}
         parts["gradient"] = parameters[0].slot.buffer.elements(begin, end)
@@ -1680,22 +1608,6 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., inputs] to [..., outputs]."""
         return linear(x, self.weight, self.fusions)
-
-
-class Embedding(nn.Embedding):
-    """Token embedding, which shares its weight with the output projection."""
-
-    def __init__(self, words: int, dim: int, fusions: Fusions):
-        super().__init__(words, dim)
-        self.fusions = fusions
-        self.register_load_state_dict_post_hook(renew_casts)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Map tokens [B, S] to [B, S, D]."""
-        trains = self.weight.requires_grad and torch.is_grad_enabled()
-        if self.fusions.fused_optimizer and trains:
-            return TiedEmbedding.apply(tokens, self.weight)
-        return super().forward(tokens)
 
 
 class RotaryEmbedding(nn.Module):
@@ -1841,7 +1753,8 @@ class TinyLlama(nn.Module):
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
         self.config, self.fusions, self.side = config, fusions, SideStreams()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_dim, fusions)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_dim)
+        self.embed_tokens.register_load_state_dict_post_hook(renew_casts)
         self.layers = nn.ModuleList(DecoderLayer(config, fusions) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
 
@@ -1851,13 +1764,13 @@ class TinyLlama(nn.Module):
         weight = self.embed_tokens.weight
         trains = weight.requires_grad and torch.is_grad_enabled()
         self.side.begin_step(self.fusions.overlap and self.fusions.fused_optimizer and trains)
-        embedded = self.embed_tokens(input_ids)
-        x, update = embedded, None
+        x, update = self.embed_tokens(input_ids), None
         if self.side.active:
-            (x,) = JoinSideStreams.apply(self.side, embedded)
+            (x,) = JoinSideStreams.apply(self.side, x)
         for layer in self.layers:
             x, update = layer(x, update)
-        logits = linear(self.norm(x, update)[0], weight, self.fusions, embedded)
+        # The embedding has the same weight, to whose gradient autograd adds its own.
+        logits = linear(self.norm(x, update)[0], weight, self.fusions)
         if labels is None:
             return logits
         if self.fusions.triton_cross_entropy:
@@ -2129,7 +2042,7 @@ def choose_devices(args: argparse.Namespace) -> None:
     asked = args.num_gpus or (gpus if listed else 1) or 1
     processes = WORLD_SIZE if "RANK" in os.environ else asked
     if RANK >= WORLD_SIZE or args.num_gpus not in (None, processes):
-        fail(f"RANK is {RANK}, WORLD_SIZE {WORLD_SIZE}, --num-gpus {args.num_gpus}")
+        fail(f"RANK {RANK}, WORLD_SIZE {WORLD_SIZE} and --num-gpus {args.num_gpus} do not fit")
     needed = args.device == "cuda" or args.cuda_graph or (args.num_gpus and args.device != "cpu")
     if needed and gpus < (1 if "RANK" in os.environ else asked):
         fail(f"{asked} GPUs wanted, PyTorch finds {gpus}", 4)
@@ -2547,7 +2460,7 @@ def explain(error: BaseException) -> tuple[int, str]:
     if is_out_of_memory(error):
         return 3, f"out of memory: lower --batch-size or --seq-len ({line})"
     if isinstance(error, OSError):
-        return 2, f"cannot write {error.filename or 'the output'}: {error.strerror}"
+        return 2, f"cannot write {error.filename or 'output or --profile-dir'}: {error.strerror}"
     if isinstance(error, ImportError):
         return 4, f"this flag needs {error.name}: install it, or put it beside this script"
     library = type(error).__module__.startswith(("torch.", "torch._", "triton"))

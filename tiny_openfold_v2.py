@@ -35,8 +35,9 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, make_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated, get_type_hints
 
 try:
     import numpy as np
@@ -71,16 +72,20 @@ class ModelConfig:
     checkpoint_blocks: bool = False
 
 
-FUSIONS: tuple[tuple[str, str, str], ...] = (
-    ("qkv-fusion-msa", "qkv_fusion_msa", "MSA attention's projections as one GEMM"),
-    ("qkv-fusion-triangle", "qkv_fusion_triangle", "triangle attention's projections as one GEMM"),
-    ("flash-attention", "flash_attention", "scaled_dot_product_attention, which stores no scores"),
-    ("triangle-fusion", "triangle_fusion", "projections of a triangle product as one GEMM"),
+@dataclass(frozen=True)
+class Fusions:
+    """Which fusions are on. A flag is a field with dashes, its help what stands beside `bool`."""
+
+    qkv_fusion_msa: Annotated[bool, "MSA attention's projections as one GEMM"] = True
+    qkv_fusion_triangle: Annotated[bool, "triangle attention's projections as one GEMM"] = True
+    flash_attention: Annotated[bool, "scaled_dot_product_attention, which stores no scores"] = True
+    triangle_fusion: Annotated[bool, "projections of a triangle product as one GEMM"] = True
+
+
+FUSIONS = tuple(
+    (name.replace("_", "-"), name, hint.__metadata__[0])
+    for name, hint in get_type_hints(Fusions, include_extras=True).items()
 )
-# Which fusions are on: a field for each.
-Fusions = make_dataclass("Fusions", [(name, bool, True) for _, name, _ in FUSIONS], frozen=True)
-# Those whose kernels the first step compiles.
-TRITON_FUSIONS: tuple[str, ...] = ()
 
 
 def without_effect(args: argparse.Namespace) -> dict[str, str]:
@@ -936,7 +941,7 @@ def choose_devices(args: argparse.Namespace) -> None:
     asked = args.num_gpus or (gpus if listed else 1) or 1
     processes = WORLD_SIZE if "RANK" in os.environ else asked
     if RANK >= WORLD_SIZE or args.num_gpus not in (None, processes):
-        fail(f"RANK is {RANK}, WORLD_SIZE {WORLD_SIZE}, --num-gpus {args.num_gpus}")
+        fail(f"RANK {RANK}, WORLD_SIZE {WORLD_SIZE} and --num-gpus {args.num_gpus} do not fit")
     needed = args.device == "cuda" or args.cuda_graph or (args.num_gpus and args.device != "cpu")
     if needed and gpus < (1 if "RANK" in os.environ else asked):
         fail(f"{asked} GPUs wanted, PyTorch finds {gpus}", 4)
@@ -1354,7 +1359,7 @@ def explain(error: BaseException) -> tuple[int, str]:
     if is_out_of_memory(error):
         return 3, f"out of memory: lower --batch-size or --seq-len ({line})"
     if isinstance(error, OSError):
-        return 2, f"cannot write {error.filename or 'the output'}: {error.strerror}"
+        return 2, f"cannot write {error.filename or 'output or --profile-dir'}: {error.strerror}"
     if isinstance(error, ImportError):
         return 4, f"this flag needs {error.name}: install it, or put it beside this script"
     library = type(error).__module__.startswith(("torch.", "torch._", "triton"))

@@ -50,10 +50,10 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, make_dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, get_type_hints
 
 try:
     import numpy as np
@@ -97,18 +97,24 @@ class ModelConfig:
     blocks: str = "default"  # what --blocks replaces
 
 
-FUSIONS: tuple[tuple[str, str, str], ...] = (
-    ("triton-attention", "triton_attention", "attention with pair bias and gate as one kernel"),
-    ("triton-triangle", "triton_triangle", "a kernel before and one after a triangle product"),
-    ("triton-outer-product", "triton_outer_product", "outer products as the projection reads them"),
-    ("fused-optimizer", "fused_optimizer", "AdamW as one kernel, which casts weights, too"),
-    ("transition-fusion", "transition_fusion", "a transition as one kernel, forward and backward"),
-    ("embedding-fusion", "embedding_fusion", "one product embeds tokens for each representation"),
-    ("loss-fusion", "loss_fusion", "the loss of a head as one kernel, forward and backward"),
-    ("overlap", "overlap", "in a graph, gradients of parameters on a stream of their own"),
+@dataclass(frozen=True)
+class Fusions:
+    """Which fusions are on. A flag is a field with dashes, its help what stands beside `bool`."""
+
+    triton_attention: Annotated[bool, "attention with pair bias and gate as one kernel"] = True
+    triton_triangle: Annotated[bool, "a kernel before and one after a triangle product"] = True
+    triton_outer_product: Annotated[bool, "outer products as the projection reads them"] = True
+    fused_optimizer: Annotated[bool, "AdamW as one kernel, which casts weights, too"] = True
+    transition_fusion: Annotated[bool, "a transition as one kernel, forward and backward"] = True
+    embedding_fusion: Annotated[bool, "one product embeds tokens for each representation"] = True
+    loss_fusion: Annotated[bool, "the loss of a head as one kernel, forward and backward"] = True
+    overlap: Annotated[bool, "in a graph, gradients of parameters on a stream of their own"] = True
+
+
+FUSIONS = tuple(
+    (name.replace("_", "-"), name, hint.__metadata__[0])
+    for name, hint in get_type_hints(Fusions, include_extras=True).items()
 )
-# Which fusions are on: a field for each.
-Fusions = make_dataclass("Fusions", [(name, bool, True) for _, name, _ in FUSIONS], frozen=True)
 # Those whose kernels the first step compiles.
 TRITON_FUSIONS = tuple(name for _, name, _ in FUSIONS)
 
@@ -245,86 +251,89 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
 #
 # In kernels, pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas.
 
-
-def wrap_triton(kernel: Callable) -> Callable:
-    """Return the kernel, which launches itself; the interpreter's replaces this function below.
-
-    V3 has PyTorch's in its place, by which a compiler sees what is launched.
-    """
-    return kernel
-
-
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
-# Block sizes and warps, as --blocks takes them: for 16 bits on NVIDIA's GPUs, and a line of its own
-# for float32, TF32 or AMD's GPUs where they differ. TILE is the number of elements in a block of
-# rows, PROGRAMS how many programs share the rows, more if each had more than 16 blocks of them.
-BLOCKS: dict[str, str] = {
-    "sum_parts": "TILE=4096,ROWS=512,num_warps=8",
-    "column_sums": "TILE=1024,PROGRAMS=528,num_warps=1",
-    "attention_forward": "BLOCK_M=128,BLOCK_N=32,num_warps=4,num_stages=3",
-    "attention_forward hip": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=1",
-    "attention_backward_short": "BLOCK_N=64,PROGRAMS=256,num_warps=4,num_stages=3",
-    "attention_backward_short float32": "BLOCK_N=64,PROGRAMS=256,num_warps=4,num_stages=2",
-    "attention_backward_short hip": "BLOCK_N=16,PROGRAMS=256,num_warps=4,num_stages=1",
-    "attention_backward_query": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=3",
-    "attention_backward_query float32": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=3",
-    "attention_backward_query TF32": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=2",
-    "attention_backward_query hip": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=2",
-    "attention_backward_key": "BLOCK_M=32,BLOCK_N=64,num_warps=4,num_stages=3",
-    "attention_backward_key float32": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=3",
-    "attention_backward_key TF32": "BLOCK_M=32,BLOCK_N=128,num_warps=8,num_stages=3",
-    "attention_backward_key hip": "BLOCK_M=32,BLOCK_N=32,num_warps=4,num_stages=1",
-    "attention_backward_bias": "BLOCK_M=64,BLOCK_N=64,PROGRAMS=396,num_warps=4,num_stages=3",
-    "attention_backward_bias hip": "BLOCK_M=64,BLOCK_N=64,PROGRAMS=432,num_warps=4,num_stages=1",
-    "triangle_project": "BLOCK_M=64,BLOCK_C=64,num_warps=4,num_stages=1",
-    "triangle_project TF32": "BLOCK_M=128,BLOCK_C=64,num_warps=8,num_stages=1",
-    "triangle_project hip float32": "BLOCK_M=64,BLOCK_C=64,num_warps=8,num_stages=1",
-    "triangle_output": "BLOCK_M=64,BLOCK_C=64,num_warps=4,num_stages=1",
-    "triangle_output hip": "BLOCK_M=64,BLOCK_C=64,num_warps=8,num_stages=1",
-    "triangle_output hip float32": "BLOCK_M=64,BLOCK_C=32,num_warps=4,num_stages=1",
-    "triangle_output_backward": "BLOCK_M=64,BLOCK_C=64,num_warps=4,num_stages=1",
-    "triangle_output_backward float32": "BLOCK_M=32,BLOCK_C=64,num_warps=4,num_stages=1",
-    "triangle_output_backward TF32": "BLOCK_M=64,BLOCK_C=32,num_warps=4,num_stages=1",
-    "triangle_output_backward hip": "BLOCK_M=64,BLOCK_C=32,num_warps=8,num_stages=1",
-    "triangle_output_backward hip float32": "BLOCK_M=64,BLOCK_C=32,num_warps=4,num_stages=1",
-    "triangle_project_backward": "BLOCK_M=64,BLOCK_C=64,num_warps=4,num_stages=1",
-    "triangle_project_backward float32": "BLOCK_M=128,BLOCK_C=32,num_warps=8,num_stages=1",
-    "triangle_project_backward TF32": "BLOCK_M=128,BLOCK_C=64,num_warps=8,num_stages=1",
-    "triangle_project_backward hip": "BLOCK_M=64,BLOCK_C=32,num_warps=8,num_stages=1",
-    "triangle_weights": "num_warps=2",
-    "outer_product_forward": "BLOCK_M=64,BLOCK_N=128,BLOCK_S=32,num_warps=4,num_stages=3",
-    "outer_product_forward float32": "BLOCK_M=128,BLOCK_N=128,BLOCK_S=32,num_warps=8,num_stages=2",
-    "outer_product_forward hip": "BLOCK_M=128,BLOCK_N=128,BLOCK_S=32,num_warps=8,num_stages=2",
-    "outer_product_gradient": "BLOCK_M=128,BLOCK_N=64,num_warps=8,num_stages=3",
-    "outer_product_gradient float32": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=2",
-    "outer_product_gradient TF32": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=3",
-    "outer_product_gradient hip": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=1",
-    "outer_product_gradient hip float32": "BLOCK_M=32,BLOCK_N=32,num_warps=4,num_stages=1",
-    "triangle_product": "BLOCK_N=64,num_warps=4",
-    "triangle_product_backward": "BLOCK_N=64,num_warps=4",
-    "transition_forward": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=3",
-    "transition_forward float32": "BLOCK_M=64,BLOCK_N=32,num_warps=8,num_stages=1",
-    "transition_forward hip": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=1",
-    "transition_forward hip float32": "BLOCK_M=32,BLOCK_N=32,num_warps=4,num_stages=1",
-    "transition_backward_input": "BLOCK_M=64,BLOCK_N=64,num_warps=4,num_stages=2",
-    "transition_backward_input float32": "BLOCK_M=32,BLOCK_N=32,num_warps=8,num_stages=1",
-    "transition_backward_input hip": "BLOCK_M=32,BLOCK_N=32,num_warps=4,num_stages=1",
-    "transition_backward_input hip float32": "BLOCK_M=32,BLOCK_N=16,num_warps=8,num_stages=1",
-    "transition_backward_weights": "BLOCK_M=64,BLOCK_N=128,PROGRAMS=132,num_warps=8",
-    "transition_backward_weights float32": "BLOCK_M=32,BLOCK_N=32,PROGRAMS=528,num_warps=8",
-    "transition_backward_weights hip": "BLOCK_M=32,BLOCK_N=32,PROGRAMS=528,num_warps=4",
-    "transition_backward_weights hip float32": "BLOCK_M=32,BLOCK_N=16,PROGRAMS=528,num_warps=8",
-    "norm_project": "BLOCK_M=64,BLOCK_N=128,num_warps=4,num_stages=2",
-    "norm_project float32": "BLOCK_M=64,BLOCK_N=128,num_warps=8,num_stages=2",
-    "norm_project hip": "BLOCK_M=64,BLOCK_N=32,num_warps=4,num_stages=1",
-    "norm_project_backward": "BLOCK_M=64,BLOCK_K=128,num_warps=4,num_stages=2",
-    "norm_project_backward float32": "BLOCK_M=16,BLOCK_K=128,num_warps=4,num_stages=2",
-    "norm_project_backward hip": "BLOCK_M=32,BLOCK_K=32,num_warps=4,num_stages=1",
-    "project_residual": "BLOCK_M=64,BLOCK_K=64,num_warps=4,num_stages=3",
-    "project_residual hip": "BLOCK_M=64,BLOCK_K=32,num_warps=4,num_stages=1",
-    "head_loss": "BLOCK_M=64,num_warps=4",
-    "head_loss_backward": "BLOCK_M=64,num_warps=4",
-    "adamw": "BLOCK=1024,PROGRAMS=1024,num_warps=4",
+# What `blocks` tells a kernel, and --blocks replaces: block sizes, warps (4 if not here) and stages
+# for 16 bits on NVIDIA's GPUs, then what is other in float32, TF32 or on AMD's GPUs. TILE elements
+# are a block of rows, PROGRAMS share the rows, more where each would have more than 16 blocks.
+BLOCKS: dict[str, dict[str, int]] = {
+    "sum_parts": {"TILE": 4096, "ROWS": 512, "num_warps": 8},
+    "column_sums": {"TILE": 1024, "PROGRAMS": 528, "num_warps": 1},
+    "attention_forward": {"BLOCK_M": 128, "BLOCK_N": 32},
+    "attention_forward hip": {"BLOCK_M": 64, "num_stages": 1},
+    "attention_backward_short": {"BLOCK_N": 64, "PROGRAMS": 256},
+    "attention_backward_short float32": {"num_stages": 2},
+    "attention_backward_short hip": {"BLOCK_N": 16, "num_stages": 1},
+    "attention_backward_query": {"BLOCK_M": 64, "BLOCK_N": 32},
+    "attention_backward_query float32": {"BLOCK_N": 64},
+    "attention_backward_query TF32": {"BLOCK_N": 64, "num_stages": 2},
+    "attention_backward_query hip": {"num_stages": 2},
+    "attention_backward_key": {"BLOCK_M": 32, "BLOCK_N": 64},
+    "attention_backward_key float32": {"BLOCK_M": 64},
+    "attention_backward_key TF32": {"BLOCK_N": 128, "num_warps": 8},
+    "attention_backward_key hip": {"BLOCK_N": 32, "num_stages": 1},
+    "attention_backward_bias": {"BLOCK_M": 64, "BLOCK_N": 64, "PROGRAMS": 396},
+    "attention_backward_bias hip": {"PROGRAMS": 432, "num_stages": 1},
+    "triangle_project": {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
+    "triangle_project TF32": {"BLOCK_M": 128, "num_warps": 8},
+    "triangle_project hip float32": {"num_warps": 8},
+    "triangle_output": {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
+    "triangle_output hip": {"num_warps": 8},
+    "triangle_output hip float32": {"BLOCK_C": 32},
+    "triangle_output_backward": {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
+    "triangle_output_backward float32": {"BLOCK_M": 32},
+    "triangle_output_backward TF32": {"BLOCK_C": 32},
+    "triangle_output_backward hip": {"BLOCK_C": 32, "num_warps": 8},
+    "triangle_output_backward hip float32": {"BLOCK_C": 32},
+    "triangle_project_backward": {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
+    "triangle_project_backward float32": {"BLOCK_M": 128, "BLOCK_C": 32, "num_warps": 8},
+    "triangle_project_backward TF32": {"BLOCK_M": 128, "num_warps": 8},
+    "triangle_project_backward hip": {"BLOCK_C": 32, "num_warps": 8},
+    "triangle_weights": {"num_warps": 2},
+    "outer_product_forward": {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_S": 32},
+    "outer_product_forward float32": {"BLOCK_M": 128, "num_warps": 8, "num_stages": 2},
+    "outer_product_forward hip": {"BLOCK_M": 128, "num_warps": 8, "num_stages": 2},
+    "outer_product_gradient": {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8},
+    "outer_product_gradient float32": {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4},
+    "outer_product_gradient hip": {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1},
+    "triangle_product": {"BLOCK_N": 64},
+    "triangle_product_backward": {"BLOCK_N": 64},
+    "transition_forward": {"BLOCK_M": 64, "BLOCK_N": 64},
+    "transition_forward float32": {"BLOCK_N": 32, "num_warps": 8, "num_stages": 1},
+    "transition_forward hip": {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1},
+    "transition_backward_input": {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 2},
+    "transition_backward_input float32": {
+        "BLOCK_M": 32,
+        "BLOCK_N": 32,
+        "num_warps": 8,
+        "num_stages": 1,
+    },
+    "transition_backward_input hip": {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1},
+    "transition_backward_input hip float32": {
+        "BLOCK_M": 32,
+        "BLOCK_N": 16,
+        "num_warps": 8,
+        "num_stages": 1,
+    },
+    "transition_backward_weights": {"BLOCK_M": 64, "BLOCK_N": 128, "PROGRAMS": 132, "num_warps": 8},
+    "transition_backward_weights float32": {"BLOCK_M": 32, "BLOCK_N": 32, "PROGRAMS": 528},
+    "transition_backward_weights hip": {
+        "BLOCK_M": 32,
+        "BLOCK_N": 32,
+        "PROGRAMS": 528,
+        "num_warps": 4,
+    },
+    "transition_backward_weights hip float32": {"BLOCK_M": 32, "BLOCK_N": 16, "PROGRAMS": 528},
+    "norm_project": {"BLOCK_M": 64, "BLOCK_N": 128, "num_stages": 2},
+    "norm_project float32": {"num_warps": 8},
+    "norm_project hip": {"BLOCK_N": 32, "num_stages": 1},
+    "norm_project_backward": {"BLOCK_M": 64, "BLOCK_K": 128, "num_stages": 2},
+    "norm_project_backward float32": {"BLOCK_M": 16},
+    "norm_project_backward hip": {"BLOCK_M": 32, "BLOCK_K": 32, "num_stages": 1},
+    "project_residual": {"BLOCK_M": 64, "BLOCK_K": 64},
+    "project_residual hip": {"BLOCK_K": 32, "num_stages": 1},
+    "head_loss": {"BLOCK_M": 64},
+    "head_loss_backward": {"BLOCK_M": 64},
+    "adamw": {"BLOCK": 1024, "PROGRAMS": 1024},
 }
 # --- launch
 # Copied from common/launch.py by tools/sync_common.py: edit it there.
@@ -337,9 +346,9 @@ def read_blocks(text: str) -> str:
     kernels = [name for name in BLOCKS if " " not in name]
     if kernel not in kernels:
         raise wrong(f"no kernel {kernel!r}; there are {', '.join(kernels)}")
-    names = block_sizes(BLOCKS[kernel])
+    names = {"num_warps": 4, "num_stages": 3, **BLOCKS[kernel]}
     for name, _, value in (pair.partition("=") for pair in settings.split(",")):
-        if name not in {"num_stages", *names}:
+        if name not in names:
             raise wrong(f"{kernel} has no {name!r}; it has {', '.join(names)}")
         low = 16 if name.startswith("BLOCK") else 1
         if not value.isdecimal() or int(value).bit_count() != 1 or int(value) < low:
@@ -347,19 +356,13 @@ def read_blocks(text: str) -> str:
     return text
 
 
-@cache  # a launch asks for them each time
-def block_sizes(settings: str) -> dict[str, int]:
-    """Parse "NAME=number,..."."""
-    pairs = (pair.split("=") for pair in settings.split(","))
-    return {name: int(value) for name, value in pairs}
-
-
 def use_settings(args: argparse.Namespace) -> None:
     """Apply this run's process-wide settings: the block sizes of --blocks, of each the last one."""
     OVERRIDES.clear()
     for part in args.blocks.split() if args.blocks != ModelConfig.blocks else ():
         kernel, _, settings = part.partition(":")
-        OVERRIDES[kernel] = OVERRIDES.get(kernel, {}) | block_sizes(settings)
+        pairs = (pair.split("=") for pair in settings.split(","))
+        OVERRIDES.setdefault(kernel, {}).update((name, int(value)) for name, value in pairs)
 
 
 def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
@@ -368,9 +371,10 @@ def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
     if dot_precision(dtype) == "tf32":
         precisions = [" TF32", *precisions]
     lines = [f"{kernel}{on}{precision}" for on in (f" {BACKEND}", "") for precision in precisions]
-    chosen = block_sizes(next(BLOCKS[line] for line in lines if line in BLOCKS))
+    special = next(BLOCKS[line] for line in lines if line in BLOCKS)
+    chosen = {"num_warps": 4, **BLOCKS[kernel], **special}
     if INTERPRETED and "TILE" in chosen:
-        chosen = chosen | {"TILE": 1 << 16}  # its time goes by programs, not by elements
+        chosen["TILE"] = 1 << 16  # its time goes by programs, not by elements
     return chosen | OVERRIDES.get(kernel, {})
 
 
@@ -381,50 +385,51 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-if INTERPRETED:
+class Interpreted:
+    """Launch a kernel in Triton's interpreter by `[grid](TENSOR, ..., NAME=value, ...)`.
 
-    class wrap_triton:  # PyTorch's takes compiled kernels only
-        """Run a kernel by `wrap_triton(kernel)[grid](TENSOR, ..., NAME=value, ...)`.
+    A launch is an operator of the kernel's name, which counters and profilers see; PyTorch's
+    wrap_triton takes compiled kernels only. Nothing runs for FakeTensors, with which torch.compile
+    asks for shapes.
+    """
 
-        A launch is an operator of the kernel's name, which counters and profilers see. Nothing runs
-        for FakeTensors, with which torch.compile asks for shapes. Triton 3's interpreter silently
-        multiplies bfloat16 as integers: the kernel gets float32 copies, and results are rounded.
-        """
+    def __init__(self, kernel: Callable):
+        self.kernel = kernel
 
-        def __init__(self, kernel: Callable):
-            self.kernel = kernel
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+        return partial(self.launch, grid)
 
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-            return partial(self.launch, grid)
+    def launch(self, grid: tuple[int, ...], *tensors: Tensor | None, **arguments) -> None:
+        arguments |= zip(self.kernel.arg_names, tensors, strict=False)
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
+            sizes = {name: value for name, value in arguments.items() if name not in tensors}
+            told = json.dumps([grid, list(tensors), sizes])
+            interpreting_operator(self.kernel)(list(tensors.values()), told)
 
-        def launch(self, grid: tuple[int, ...], *tensors: Tensor | None, **arguments) -> None:
-            arguments |= zip(self.kernel.arg_names, tensors, strict=False)
-            tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
-            if isinstance(tensors[0], FakeTensor):
-                return
 
-            def run() -> None:
-                narrow = [tensor for tensor in tensors if tensor.dtype == torch.bfloat16]
-                copies = (torch.empty_strided(t.shape, t.stride()).copy_(t) for t in narrow)
-                wide = dict(zip(map(id, narrow), copies, strict=True))  # of the same strides
-                inputs = {name: wide.get(id(value), value) for name, value in arguments.items()}
-                self.kernel[grid](**inputs)
-                for tensor in narrow:
-                    # Unseen by autograd, which the inputs among them belong to.
-                    tensor.data.copy_(wide[id(tensor)])
+@cache
+def interpreting_operator(kernel: Callable) -> Callable:
+    """Return an operator of a kernel's name, which gets its tensors, and all else as JSON.
 
-            wrap_triton.run = run
-            self.operator(self.kernel.__name__)(tensors)
-            del wrap_triton.run  # autograd would copy a gradient that it still refers to
+    Triton 3's interpreter silently multiplies bfloat16 as integers: the kernel gets float32 copies,
+    and results are rounded.
+    """
 
-        @staticmethod
-        @cache
-        def operator(name: str) -> Callable:
-            """Return an operator of this name, which runs the launch in `wrap_triton.run`."""
-            script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)
-            name, schema = f"{script}::{name}", "(Tensor[] tensors) -> ()"
-            run = torch.library.custom_op(name, mutates_args=(), schema=schema)
-            return run(lambda tensors: wrap_triton.run())
+    def interpret(tensors: list[Tensor], told: str) -> None:
+        grid, names, sizes = json.loads(told)
+        narrow = [tensor for tensor in tensors if tensor.dtype == torch.bfloat16]
+        copies = (torch.empty_strided(t.shape, t.stride()).copy_(t) for t in narrow)
+        wide = dict(zip(map(id, narrow), copies, strict=True))  # of the same strides
+        inputs = (wide.get(id(tensor), tensor) for tensor in tensors)
+        kernel[tuple(grid)](**dict(zip(names, inputs, strict=True)), **sizes)
+        for tensor in narrow:
+            # Unseen by autograd, which the inputs among them belong to.
+            tensor.data.copy_(wide[id(tensor)])
+
+    script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)
+    name, schema = f"{script}::{kernel.__name__}", "(Tensor[] tensors, str told) -> ()"
+    return torch.library.custom_op(name, interpret, mutates_args=(), schema=schema)
 
 
 def check_not_empty(kernel: str, x: Tensor) -> None:
@@ -462,6 +467,11 @@ def leave_to_pytorch(args: argparse.Namespace, reasons: dict[str, str]) -> None:
 
 
 # --- end of launch
+
+
+def wrap_triton(kernel: Callable) -> Callable:
+    """Return what launches a kernel by `[grid](TENSOR, ..., NAME=value, ...)`: on a GPU itself."""
+    return Interpreted(kernel) if INTERPRETED else kernel
 
 
 @triton.jit
@@ -562,15 +572,15 @@ class SideStreams:
     update does here, and both the update and the main stream before optimizer.step wait for it.
 
     What work on a side stream reads must not change before the main stream has waited for that
-    work; `pending` holds the work, and so all that it refers to, so that it is not freed. Nor may
-    autograd add to a gradient before then: join raises RuntimeError if it did.
+    work; `pending` holds it, so that it is not freed. Nor may autograd add to a gradient before
+    then: join raises RuntimeError if it did.
     """
 
     DEPTH, BYTES = 4, 2 * 10**8
 
     def __init__(self):
         self.streams: tuple[torch.cuda.Stream, ...] = ()
-        self.pending = collections.deque()  # of events, their work, the bytes of its inputs
+        self.pending = collections.deque()  # of events, and what the work before them reads
         self.begin_step(False)
 
     def __deepcopy__(self, memo: dict) -> SideStreams:
@@ -606,19 +616,24 @@ class SideStreams:
         return self.streams[number] if self.active else None
 
     def run(self, work: Callable, *inputs: Tensor) -> object:
-        """Run work that reads these inputs on the stream of gradients, and return its result."""
+        """Run work on the stream of gradients, and return its result.
+
+        The inputs are all tensors that it reads and that are freed after the caller's work.
+        """
         if self.joined:
             return work()
         current, stream = torch.cuda.current_stream(), self.stream(0)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             result = work()
-            size = sum(tensor.nbytes for tensor in inputs)
-            self.pending.append((stream.record_event(), work, size))
-        while len(self.pending) > self.DEPTH or sum(size for *_, size in self.pending) > self.BYTES:
+            self.pending.append((stream.record_event(), inputs))
+        while len(self.pending) > self.DEPTH or self.pending_bytes() > self.BYTES:
             current.wait_event(self.pending[0][0])
             self.pending.popleft()
         return result
+
+    def pending_bytes(self) -> int:
+        return sum(tensor.nbytes for _, inputs in self.pending for tensor in inputs)
 
     def release(self, parameter: Tensor) -> None:
         """Record that this step no longer needs a parameter whose gradient has been launched."""
@@ -900,10 +915,9 @@ class FusedAdamW(torch.optim.Optimizer):
         self.buffers = {name: torch.zeros(size, device=device) for name in names}
         if dtype != torch.float32:
             self.buffers["cast"] = torch.zeros(size, device=device, dtype=dtype)
-        self.steps = torch.zeros(len(parameters), 1, device=device)
-        self.in_step = True  # all parameters have taken equally many steps
+        self.steps = torch.zeros((), device=device)  # of all parameters
         self.betas = torch.tensor(self.defaults["betas"], device=device, dtype=torch.float64)
-        self.gradients, steps = [], iter(self.steps)
+        self.gradients = []
         for group in groups:
             buffer_dtype = grad_dtype if len(group) == 1 else torch.float32
             self.gradients.append(GradientBuffer(group, buffer_dtype, self.side))
@@ -916,9 +930,8 @@ class FusedAdamW(torch.optim.Optimizer):
                 }
                 parameter.data = views.pop("weight").copy_(parameter.detach())
                 parameter.slot = Slot(self.gradients[-1], begin, end, views.get("cast"))
-                self.state[parameter] = {"step": next(steps)[0], **views}
+                self.state[parameter] = {"step": self.steps, **views}
         self.averaged = False  # over several GPUs
-        self.with_gradient: list[list[bool]] = []  # which parameters have one, in each process
         if dist.is_initialized():
             # One seed gives one set of weights on equal machines; this makes sure.
             dist.broadcast(self.buffers["weight"], 0)
@@ -926,20 +939,21 @@ class FusedAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict) -> None:
         """Copy options, moments and numbers of steps to where the kernel reads them.
 
-        Raises ValueError if they are in another order.
+        Raises ValueError if they are in another order, or have not taken equally many steps.
         """
         loaded, own = state_dict["state"], self.state_dict()["state"]
         shapes = [{i: v["exp_avg"].shape for i, v in state.items()} for state in (loaded, own)]
         if shapes[0] != shapes[1]:
             wrong = "the state is of other parameters, or in another order"
             raise ValueError(f"{wrong}, such as that of PyTorch's AdamW")
+        if len({float(values["step"]) for values in loaded.values()}) > 1:
+            raise ValueError("FusedAdamW: the parameters have not taken equally many steps")
         for name, value in state_dict["param_groups"][0].items():
             if name != "params":
                 self.param_groups[0][name] = value
         for index, values in own.items():  # they share memory with the optimizer's
             for name in ("step", "exp_avg", "exp_avg_sq"):
                 values[name].copy_(loaded[index][name])
-        self.in_step = bool((self.steps == self.steps[0]).all())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""
@@ -954,20 +968,15 @@ class FusedAdamW(torch.optim.Optimizer):
 
         Call it before a gradient scaler reads the gradients: an infinity of one process has reached
         all by then, so all skip the same steps. No backward pass may follow before step. Raises
-        RuntimeError unless all processes have gradients of the same parameters, in every step.
+        RuntimeError if a parameter that needs a gradient has none, for which others would wait.
         """
         if not dist.is_initialized():
             return
         self.side.join()
-        present = [p.grad is not None for p in self.param_groups[0]["params"]]
-        if not self.with_gradient:
-            self.with_gradient = [present] * dist.get_world_size()
-            dist.all_gather_object(self.with_gradient, present)
-        if any(present != other for other in self.with_gradient):
-            wrong = "all processes need gradients of the same parameters, in every step"
-            raise RuntimeError(f"FusedAdamW: {wrong}")
+        if any(p.grad is None and p.requires_grad for p in self.param_groups[0]["params"]):
+            raise RuntimeError("FusedAdamW: on several GPUs each parameter needs a gradient")
         for buffer in reversed(self.gradients):
-            if buffer.collect():  # of all processes or of none
+            if buffer.collect():
                 self.side.average(buffer)
         self.side.main_waits_for(2)
         self.averaged = True
@@ -976,7 +985,8 @@ class FusedAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         """Update all parameters that have a gradient.
 
-        In a graph with overlap each group is updated as soon as it can be.
+        In a graph with overlap each group is updated as soon as it can be. The steps are those of
+        the optimizer: a parameter that had no gradient in some is corrected for these, too.
         """
         if dist.is_initialized() and not self.averaged:
             raise RuntimeError("FusedAdamW: on several GPUs, call average_gradients before step")
@@ -987,26 +997,21 @@ class FusedAdamW(torch.optim.Optimizer):
             if self.side.active:
                 begun = self.side.begun if skipped is None else self.side.main.record_event()
                 torch.cuda.current_stream().wait_event(begun)
-            advance = 1 if skipped is None else 1 - skipped
-            self.steps += advance
-            parameters = self.param_groups[0]["params"]
-            for parameter in parameters:
-                if parameter.grad is None:
-                    self.state[parameter]["step"] -= advance
-                    self.in_step = False
-            corrections = dict(zip(parameters, 1 - self.betas**self.steps, strict=True))
+            self.steps += 1 if skipped is None else 1 - skipped
+            corrections = 1 - self.betas**self.steps
             for buffer in buffers:
                 self.side.wait_for(buffer)
-                single = [[p] for p in buffer.parameters if p.grad is not None]
-                for part in [buffer.parameters] if self.in_step else single:
-                    self.update(part, corrections[part[0]])
+                present = [[p] for p in buffer.parameters if p.grad is not None]
+                whole = len(present) == len(buffer.parameters)
+                for part in [buffer.parameters] if whole else present:
+                    self.update(part, corrections)
         self.side.main_waits_for(1)
         for buffer in self.gradients:
             buffer.clear()
         self.averaged = False
 
     def update(self, parameters: list[nn.Parameter], corrections: Tensor) -> None:
-        """Update neighbours in the buffers that have taken equally many steps."""
+        """Update neighbours in the buffers."""
         begin, end = parameters[0].slot.begin, parameters[-1].slot.end
         parts = {name: buffer[begin:end] for name, buffer in self.buffers.items()}
         parts["gradient"] = parameters[0].slot.buffer.elements(begin, end)
@@ -1051,15 +1056,6 @@ def sigmoid(x):
     """
     root = tl.rsqrt(1 + tl.exp2(-x * LOG2E))
     return root * root
-
-
-def check_shape(name: str, tensor: Tensor | None, *shape: int) -> None:
-    """Raise ValueError for another shape.
-
-    A kernel goes by the sizes of one input, and would read beyond a smaller one.
-    """
-    if tensor is not None and tensor.shape != shape:
-        raise ValueError(f"{name} must be {[*shape]}, not {[*tensor.shape]}")
 
 
 @triton.jit
@@ -1516,9 +1512,6 @@ class GatedAttentionFunction(torch.autograd.Function):
         ctx, qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None, columns: bool = False
     ) -> Tensor:
         samples, rows, length, heads, dim = attention_sizes(qkvg, columns)
-        check_shape("qkvg", qkvg, *qkvg.shape[:4], 4, dim)
-        check_shape("the gate's bias", gate_bias, heads * dim)
-        check_shape("the pair bias", bias, samples, heads, length, length)
         qkvg, bias = qkvg.contiguous(), None if bias is None else bias.contiguous()
         out = qkvg.new_empty(*qkvg.shape[:3], heads * dim)
         log_sum_exp = qkvg.new_empty(samples, rows, heads, length, dtype=torch.float32)
@@ -1982,11 +1975,6 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
         ctx, x: Tensor, present: Tensor | None, incoming: bool, eps: float, *parameters: Tensor
     ) -> Tensor:
         x, dim, (*norms, weight, bias) = x.contiguous(), x.shape[-1], parameters
-        check_shape("pair", x, len(x), x.shape[1], x.shape[1], dim)
-        for norm in norms:
-            check_shape("a norm's parameter", norm, dim)
-        check_shape("the projections' weight", weight, 6 * dim, dim)
-        check_shape("the projections' bias", bias, 6 * dim)
         positions, weight = x.numel() // dim, cached_cast(weight, gemm_dtype(x))
         ab = weight.new_empty(2 * dim, positions)
         out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
@@ -2123,7 +2111,6 @@ def outer_product_gradient_kernel(
 
 def outer_product(a: Tensor, b: Tensor, factor: float) -> Tensor:
     """Multiply a and b [B, S, N, H] -> factor * sum over S of outer products [B, N, N, H x H]."""
-    check_not_empty("outer_product_forward", a)
     chosen, (samples, depth, length, dim) = blocks("outer_product_forward", a.dtype), a.shape
     chosen["BLOCK_S"] = min(chosen["BLOCK_S"], max(16, triton.next_power_of_2(depth)))
     chosen |= {"S": depth, "N": length, "H": dim, "PRECISION": dot_precision(a.dtype)}
@@ -2145,8 +2132,6 @@ class OuterProductWithResidual(torch.autograd.Function):
         ctx, ab: Tensor, pair: Tensor, factor: float, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         ab, pair, cast = ab.contiguous(), pair.contiguous(), cached_cast(weight, ab.dtype)
-        _, samples, _, length, _ = ab.shape
-        check_shape("pair", pair, samples, length, length, pair.shape[-1])
         ctx.save_for_backward(ab, cast)
         ctx.factor, ctx.parameters = factor, (weight, bias)
         return project_residual(outer_product(*ab, factor), cast, bias, pair, factor)
@@ -2202,15 +2187,15 @@ def load_heads(HEADS, H: tl.constexpr, BLOCK_H: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def norm_project_kernel(
     X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, HEADS, OUT, PAIR_BIAS, M, N,
-    eps: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
+    eps: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
     H: tl.constexpr, BLOCK_H: tl.constexpr, ENDING: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute out = y W^T + b from y = LayerNorm(x), and a pair bias for H heads.
 
-    X is [M, C], WEIGHT [WIDTH, C], BIAS [WIDTH] or None, OUT [WIDTH / PART, M, PART]; without a
-    WEIGHT out is y, and OUT may be None. PAIR_BIAS_h = sum_c y_c HEADS_hc in [B, H, N, N]. A
-    program owns BLOCK_M rows, and goes over the columns BLOCK_N at a time.
+    X is [M, C], WEIGHT [WIDTH, C], BIAS [WIDTH] or None, OUT [M, WIDTH]; without a WEIGHT out is y,
+    and OUT may be None. PAIR_BIAS_h = sum_c y_c HEADS_hc in [B, H, N, N]. A program owns BLOCK_M
+    rows, and goes over the columns BLOCK_N at a time.
     """
     position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
     channel = tl.arange(0, C)
@@ -2230,8 +2215,7 @@ def norm_project_kernel(
             out = tl.dot(y, weight, input_precision=PRECISION)  # y W^T
             if BIAS is not None:
                 out += tl.load(BIAS + column)[None, :]
-            at = OUT + index(first // PART, WIDE) * M * PART + position[:, None] * PART
-            at += (first % PART + tl.arange(0, BLOCK_N))[None, :]
+            at = OUT + position[:, None] * WIDTH + column[None, :]
             tl.store(at, out.to(dtype), mask=inside[:, None])
     elif OUT is not None:
         tl.store(OUT + position[:, None] * C + channel[None, :], y, mask=inside[:, None])
@@ -2240,16 +2224,16 @@ def norm_project_kernel(
 @triton.jit
 def norm_project_backward_kernel(
     X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, HEADS, GRAD, GRAD_PAIR_BIAS, RESIDUAL, GRAD_X, SUMS,
-    M, N, eps: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
+    M, N, eps: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
     H: tl.constexpr, BLOCK_H: tl.constexpr, ENDING: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dx from GRAD = dout and dPAIR_BIAS, plus RESIDUAL, what x has from elsewhere.
 
-    dy = dout W + sum_h dPAIR_BIAS_h HEADS_h, then through the norm. GRAD is [WIDTH / PART, M,
-    PART] or, without a WEIGHT, dout W [M, C]; X, RESIDUAL (or None) and GRAD_X are [M, C]. SUMS
-    [programs, 2 + H, C] are those over the program's rows for the norm's weight, its bias and
-    HEADS. A program owns BLOCK_M rows.
+    dy = dout W + sum_h dPAIR_BIAS_h HEADS_h, then through the norm. GRAD is [M, WIDTH] or, without
+    a WEIGHT, dout W [M, C]; X, RESIDUAL (or None) and GRAD_X are [M, C]. SUMS [programs, 2 + H, C]
+    are those over the program's rows for the norm's weight, its bias and HEADS. A program owns
+    BLOCK_M rows.
     """
     position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
     channel = tl.arange(0, C)
@@ -2261,8 +2245,7 @@ def norm_project_backward_kernel(
         else:
             for first in tl.range(0, WIDTH, BLOCK_K):
                 column = first + tl.arange(0, BLOCK_K)
-                at = GRAD + index(first // PART, WIDE) * M * PART + position[:, None] * PART
-                at += (first % PART + tl.arange(0, BLOCK_K))[None, :]
+                at = GRAD + position[:, None] * WIDTH + column[None, :]
                 grad = tl.load(at, mask=inside, other=0.0)
                 weight = tl.load(WEIGHT + column[:, None] * C + channel[None, :])
                 grad_y = tl.dot(grad, weight, grad_y, input_precision=PRECISION)  # dy += dout W
@@ -2323,25 +2306,25 @@ def multiplies(dtype: torch.dtype, dim: int, most: int = 128) -> bool:
 
 
 def projection_options(
-    kernel: str, x: Tensor, dtype: torch.dtype, part: int | None
+    kernel: str, x: Tensor, dtype: torch.dtype, width: int
 ) -> dict[str, int | bool | str]:
-    """Return what a kernel of a projection of x [..., C] in `dtype` is told.
+    """Return what a kernel that holds whole rows of x [..., C] is told.
 
-    `part` columns of the result lie side by side; None if there is nothing to multiply.
+    Their projection in `dtype` has `width` columns, 0 if there is nothing to multiply.
     """
-    check_not_empty(kernel, x)
     chosen, dim = blocks(kernel, dtype), x.shape[-1]
     rows = x.numel() // dim
     for size in {"BLOCK_N", "BLOCK_K"} & chosen.keys():
-        chosen[size] = min(chosen[size], part or dim)
-    chosen["BLOCK_M"] = min(chosen["BLOCK_M"], max(16, 2**15 // dim))
+        chosen[size] = min(chosen[size], width or dim)
+    # two tiles of whole rows fit into shared memory
+    chosen["BLOCK_M"] = min(chosen["BLOCK_M"], max(16, 2**16 // (dim * dtype.itemsize)))
     while chosen["BLOCK_M"] > 32 and rows < 128 * chosen["BLOCK_M"]:  # to occupy the device
         chosen["BLOCK_M"] //= 2
-    if part is None:  # many small programs keep the memory busy
-        chosen |= {"BLOCK_M": 16, "num_warps": max(2, dim // 128)}
-    else:  # whole rows are in registers
+    if width:  # whole rows are in registers
         chosen["num_warps"] = max(chosen["num_warps"], chosen["BLOCK_M"] * dim // 2048)
-    chosen |= {"M": rows, "WIDE": 4 * x.numel() >= 2**31}
+    else:  # many small programs keep the memory busy
+        chosen |= {"BLOCK_M": 16, "num_warps": max(2, dim // 128)}
+    chosen |= {"M": rows, "C": dim, "WIDE": 4 * x.numel() >= 2**31}
     return {**chosen, "PRECISION": dot_precision(dtype)}
 
 
@@ -2360,7 +2343,6 @@ class NormSettings(NamedTuple):
 
     eps: float
     dtype: torch.dtype  # of the results
-    parts: int = 1  # tensors that the projection is split into, one after the other in memory
     ending: bool = False  # the pair bias is that of the transposed pairs
 
 
@@ -2368,11 +2350,11 @@ def norm_options(
     kernel: str, x: Tensor, width: int, heads: Tensor | None, settings: NormSettings
 ) -> dict[str, int | float | bool | str]:
     """Return what both kernels of a norm before a projection to `width` channels are told."""
-    count, part = 0 if heads is None else len(heads), width // settings.parts
+    count = 0 if heads is None else len(heads)
     # A pair bias alone is a product, too, with heads in place of columns.
-    options = projection_options(kernel, x, settings.dtype, part or (16 if count else None))
-    options |= {"N": x.shape[1] if count else 1, "C": x.shape[-1], "WIDTH": width, "H": count}
-    options |= {"PART": part or 1, "BLOCK_H": max(16, triton.next_power_of_2(count))}
+    options = projection_options(kernel, x, settings.dtype, width or (16 if count else 0))
+    options |= {"N": x.shape[1] if count else 1, "WIDTH": width, "H": count}
+    options["BLOCK_H"] = max(16, triton.next_power_of_2(count))
     if not width and options["PRECISION"] == "tf32":  # a pair bias is as exact as V3's
         options["PRECISION"] = "tf32x3"
     return options | {"eps": settings.eps, "ENDING": settings.ending}
@@ -2383,15 +2365,14 @@ def norm_project(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Project LayerNorm(x), x [..., C] -> y W^T + b and a pair bias [B, H, N, N].
 
-    The former is [..., WIDTH], or [parts, ..., WIDTH / parts]; without a weight it is y if
-    `normed`, else None. Without heads the latter is None.
+    The former is [..., WIDTH]; without a weight it is y if `normed`, else None. Without heads the
+    latter is None.
     """
-    weight, heads, parts = parameters.weight, parameters.heads, settings.parts
+    weight, heads = parameters.weight, parameters.heads
     width, out, pair_bias = 0 if weight is None else len(weight), None, None
     options = norm_options("norm_project", x, width, heads, settings)
     if weight is not None:
-        split = (parts,) if parts > 1 else ()
-        out = x.new_empty(*split, *x.shape[:-1], width // parts, dtype=settings.dtype)
+        out = x.new_empty(*x.shape[:-1], width, dtype=settings.dtype)
     elif normed:
         out = torch.empty_like(x, dtype=settings.dtype)
     if heads is not None:
@@ -2441,15 +2422,8 @@ class NormProjection(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.settings, ctx.parameters = settings, NormParameters(*parameters)
         params, rows, dim, dtype = ctx.parameters, x.contiguous(), x.shape[-1], settings.dtype
-        check_shape("the norm's weight", params.norm_weight, dim)
-        check_shape("the norm's bias", params.norm_bias, dim)
         if params.weight is not None:
-            check_shape("the projection's weight", params.weight, len(params.weight), dim)
-            check_shape("the projection's bias", params.bias, len(params.weight))
             params = params._replace(weight=cached_cast(params.weight, dtype))
-        if params.heads is not None:
-            check_shape("pair", x, len(x), x.shape[1], x.shape[1], dim)
-            check_shape("the weight of the heads", params.heads, len(params.heads), dim)
         # Many rows keep the library's GEMM busy, too: it and a norm are faster than one kernel.
         if params.weight is None or (multiplies(dtype, dim) and x.numel() <= 2**21):
             ctx.save_for_backward(rows, params.weight, None)
@@ -2457,8 +2431,6 @@ class NormProjection(torch.autograd.Function):
         y, pair_bias = norm_project(rows, params._replace(weight=None), settings, normed=True)
         ctx.save_for_backward(rows, params.weight, y if dtype == torch.float32 else None)
         out = F.linear(y, params.weight, None if params.bias is None else params.bias.to(dtype))
-        if settings.parts > 1:
-            out = out.unflatten(-1, (settings.parts, -1)).movedim(-2, 0).contiguous()
         return x.view_as(x), out, pair_bias
 
     @staticmethod
@@ -2472,9 +2444,8 @@ class NormProjection(torch.autograd.Function):
             groups[0] += (params.heads,)
         if grad is not None:
             groups.append([p for p in (params.weight, params.bias) if p is not None])
-            grad_rows = grad if settings.parts == 1 else grad.movedim(0, -2)
+            grad_rows = grad.flatten(0, -2)
             if not multiplies(settings.dtype, x.shape[-1]):
-                grad_rows = grad_rows.reshape(-1, len(weight))  # a copy, where there are parts
                 grad, weight = grad_rows @ weight, None
             read.append(grad_rows)
         inputs = x, params._replace(weight=weight), settings, grad, grad_pair_bias, residual
@@ -2485,8 +2456,9 @@ class NormProjection(torch.autograd.Function):
             for grad_linear in grad_linears:  # none or one
                 norm = *params[:2], settings.eps, settings.dtype
                 y = layer_norm(x, *norm) if normed is None else normed
-                linear_gradients_out(grad_rows.reshape(-1, len(params.weight)), y, grad_linear)
+                linear_gradients_out(grad_rows, y, grad_linear)
 
+        read += [] if normed is None else [normed]
         return grad_x, None, *parameter_gradients(ctx, groups, compute, sums, *read)
 
 
@@ -2495,9 +2467,6 @@ def project_residual(
 ) -> Tensor:
     """Compute residual + x W^T + factor * b [..., C] from x [..., K]."""
     dim, width = weight.shape
-    check_shape("x", x, *residual.shape[:-1], width)
-    check_shape("the projection's weight", weight, residual.shape[-1], width)
-    check_shape("the projection's bias", bias, dim)
     if not multiplies(x.dtype, dim, 256):
         if bias is not None:
             bias = (bias if factor == 1.0 else factor * bias).to(x.dtype)
@@ -2505,7 +2474,7 @@ def project_residual(
     options = projection_options("project_residual", residual, x.dtype, width)
     out, grid = torch.empty_like(residual), (triton.cdiv(options["M"], options["BLOCK_M"]),)
     launch = wrap_triton(project_residual_kernel)[grid]
-    launch(x, weight, bias, residual, out, factor=factor, C=dim, K=width, **options)
+    launch(x, weight, bias, residual, out, factor=factor, K=width, **options)
     return out
 
 
@@ -2647,49 +2616,34 @@ def transition_backward_weights_kernel(
     tl.store(SUMS + channel[None, :] * HIDDEN + hidden[:, None], grad_weight_2)
 
 
-def transition_options(kernel: str, rows: Tensor, weight_1: Tensor) -> dict[str, int | bool | str]:
-    """Return what a kernel of the transition is told; `rows` is the widest tensor it reads."""
-    check_not_empty(kernel, rows)
+def transition_options(kernel: str, x: Tensor, weight_1: Tensor) -> dict[str, int | bool | str]:
+    """Return what a kernel of the transition of x [..., C] is told."""
     chosen, (hidden, dim) = blocks(kernel, weight_1.dtype), weight_1.shape
     chosen["BLOCK_N"] = min(chosen["BLOCK_N"], hidden)
-    chosen |= {"M": rows.numel() // rows.shape[-1], "C": dim, "HIDDEN": hidden}
-    return {**chosen, "WIDE": rows.numel() >= 2**31, "PRECISION": dot_precision(weight_1.dtype)}
+    chosen |= {"M": x.numel() // dim, "C": dim, "HIDDEN": hidden}
+    return {**chosen, "WIDE": x.numel() >= 2**31, "PRECISION": dot_precision(weight_1.dtype)}
 
 
-class TransitionParameters(NamedTuple):
-    """Weight and bias of the norm, of the first and of the second projection."""
-
-    norm_weight: Tensor
-    norm_bias: Tensor
-    weight_1: Tensor
-    bias_1: Tensor
-    weight_2: Tensor
-    bias_2: Tensor
-
-    def checked_casts(self, x: Tensor) -> TransitionParameters:
-        """Return the parameters as the kernels take them for x [..., C].
-
-        That is with the two weights in the type of the products. Raises ValueError for other sizes.
-        """
-        dim, hidden, dtype = x.shape[-1], len(self.bias_1), gemm_dtype(x)
-        shapes = ((dim,), (dim,), (hidden, dim), (hidden,), (dim, hidden), (dim,))
-        for name, tensor, shape in zip(self._fields, self, shapes, strict=True):
-            check_shape(name, tensor, *shape)
-        casts = cached_cast(self.weight_1, dtype), cached_cast(self.weight_2, dtype)
-        return self._replace(weight_1=casts[0], weight_2=casts[1])
+def with_casts(parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return the parameters as kernels take them: weights of projections in this type."""
+    return [cached_cast(p, dtype) if p.ndim == 2 else p for p in parameters]
 
 
 class TransitionFunction(torch.autograd.Function):
-    """Compute x + transition(x), x [..., C]; see TransitionParameters. Kept for later: x alone."""
+    """Compute x + transition(x), x [..., C].
+
+    The parameters are weight and bias of the norm, of the first and of the second projection. Kept
+    for later: x alone.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, eps: float, *parameters: Tensor) -> Tensor:
-        x, casts = x.contiguous(), TransitionParameters(*parameters).checked_casts(x)
-        inputs = x, *casts
+        x, dtype = x.contiguous(), gemm_dtype(x)
+        inputs = x, *with_casts(parameters, dtype)
         ctx.save_for_backward(*inputs)
         ctx.eps, ctx.parameters = eps, parameters
-        out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, casts.weight_1.dtype))
-        options = transition_options("transition_forward", x, casts.weight_1)
+        out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, dtype))
+        options = transition_options("transition_forward", x, inputs[3])
         grid = (triton.cdiv(options["M"], options["BLOCK_M"]),)
         wrap_triton(transition_forward_kernel)[grid](*inputs, out, eps=eps, **options)
         return out
@@ -2733,9 +2687,8 @@ class WideTransitionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, eps: float, *parameters: Tensor) -> Tensor:
-        x, casts = x.contiguous(), TransitionParameters(*parameters).checked_casts(x)
-        *norm, weight_1, bias_1, weight_2, bias_2 = casts
-        dtype = weight_1.dtype
+        x, dtype = x.contiguous(), gemm_dtype(x)
+        *norm, weight_1, bias_1, weight_2, bias_2 = with_casts(parameters, dtype)
         y = layer_norm(x, *norm, eps, dtype)
         # The library's product adds the bias, and ends with the ReLU.
         bias_1, bias_2 = cached_cast(bias_1, dtype), cached_cast(bias_2, dtype)
@@ -2762,7 +2715,8 @@ class WideTransitionFunction(torch.autograd.Function):
             linear_gradients_out(grad, relu, grad_linear_2)
 
         groups = ctx.parameters[:2], ctx.parameters[2:4], ctx.parameters[4:]
-        read = grad, relu, grad_h, x, sums
+        read = [grad, relu, grad_h, x, sums]
+        read += [] if normed is None else [normed]
         return grad_x, None, *parameter_gradients(ctx, groups, compute, *read)
 
 
@@ -3073,11 +3027,11 @@ def normed_projection(
     weight: Tensor | None,
     bias: Tensor | None,
     heads: nn.Linear | None = None,
-    **settings: int | bool,
+    ending: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return x, its projection after the norm, and a pair bias: use this x, see NormProjection."""
     parameters = norm.weight, norm.bias, weight, bias, None if heads is None else heads.weight
-    return NormProjection.apply(x, NormSettings(norm.eps, gemm_dtype(x), **settings), *parameters)
+    return NormProjection.apply(x, NormSettings(norm.eps, gemm_dtype(x), ending), *parameters)
 
 
 class MSARowAttentionWithPairBias(GatedAttention):
@@ -3171,7 +3125,8 @@ class OuterProductMean(nn.Module):
         factor = 1 / (depth + 1e-3)
         if self.fused:
             linears, (weight, bias) = self.linears, parameters_of(self.linear_out)
-            msa, ab, _ = normed_projection(self.layer_norm, msa, *parameters_of(linears), parts=2)
+            msa, ab, _ = normed_projection(self.layer_norm, msa, *parameters_of(linears))
+            ab = ab.unflatten(-1, (2, -1)).movedim(-2, 0)
             if sequences is not None:
                 a, b = ab
                 ab = torch.stack([(a * sequences[:, :, None, None] * factor).to(a.dtype), b])
@@ -3263,11 +3218,18 @@ class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
     ending = True
 
 
+def check_shape(name: str, tensor: Tensor | None, *shape: int) -> None:
+    """Raise ValueError for another shape, or an empty one."""
+    if tensor is not None and (tensor.shape != shape or not tensor.numel()):
+        raise ValueError(f"{name} must be {[*shape]} and not empty, not {[*tensor.shape]}")
+
+
 class EvoformerBlock(nn.Module):
     """One block of the Evoformer stack, without dropout (AF2 SI, algorithm 6)."""
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
+        self.dims = config.msa_dim, config.pair_dim
         self.msa_att_row = MSARowAttentionWithPairBias(config, fusions)
         self.msa_att_col = MSAColumnAttention(config, fusions)
         self.msa_transition = MSATransition(config.msa_dim, config.transition_factor, fusions)
@@ -3288,8 +3250,14 @@ class EvoformerBlock(nn.Module):
         """Update msa [B, S, N, c_m] and pair [B, N, N, c_z].
 
         sequences [B, S] and residues [B, N] are False for padding, which changes nothing elsewhere.
-        Each part adds its update: a kernel that has the representation at hand does so.
+        Each part adds its update: a kernel that has the representation at hand does so. What does
+        not fit is refused here, as a kernel goes by the sizes of one input.
         """
+        (samples, depth, length, _), (msa_dim, pair_dim) = msa.shape, self.dims
+        check_shape("msa", msa, samples, depth, length, msa_dim)
+        check_shape("pair", pair, samples, length, length, pair_dim)
+        check_shape("sequences", sequences, samples, depth)
+        check_shape("residues", residues, samples, length)
         msa, pair = self.msa_att_row(msa, pair, residues)
         msa = self.msa_att_col(msa, sequences)
         msa = self.msa_transition(msa)
@@ -3394,6 +3362,11 @@ class TinyOpenFold(nn.Module):
                 msa, pair = block(*inputs)
         if true_tokens is None:
             return {"masked_msa": self.masked_msa(msa), "distogram": self.distogram(pair)}
+        samples, _, length = tokens.shape
+        check_shape("true_tokens", true_tokens, *tokens.shape)
+        check_shape("masked", masked, *tokens.shape)
+        check_shape("coords", coords, samples, length, 3)
+        check_shape("observed", observed, samples, length)
         bins, known = self.distogram.targets(coords, observed)
         if self.fusions.loss_fusion:
             distogram = Projection.apply(pair, None, *parameters_of(self.distogram.linear))
@@ -3751,7 +3724,7 @@ def choose_devices(args: argparse.Namespace) -> None:
     asked = args.num_gpus or (gpus if listed else 1) or 1
     processes = WORLD_SIZE if "RANK" in os.environ else asked
     if RANK >= WORLD_SIZE or args.num_gpus not in (None, processes):
-        fail(f"RANK is {RANK}, WORLD_SIZE {WORLD_SIZE}, --num-gpus {args.num_gpus}")
+        fail(f"RANK {RANK}, WORLD_SIZE {WORLD_SIZE} and --num-gpus {args.num_gpus} do not fit")
     needed = args.device == "cuda" or args.cuda_graph or (args.num_gpus and args.device != "cpu")
     if needed and gpus < (1 if "RANK" in os.environ else asked):
         fail(f"{asked} GPUs wanted, PyTorch finds {gpus}", 4)
@@ -4169,7 +4142,7 @@ def explain(error: BaseException) -> tuple[int, str]:
     if is_out_of_memory(error):
         return 3, f"out of memory: lower --batch-size or --seq-len ({line})"
     if isinstance(error, OSError):
-        return 2, f"cannot write {error.filename or 'the output'}: {error.strerror}"
+        return 2, f"cannot write {error.filename or 'output or --profile-dir'}: {error.strerror}"
     if isinstance(error, ImportError):
         return 4, f"this flag needs {error.name}: install it, or put it beside this script"
     library = type(error).__module__.startswith(("torch.", "torch._", "triton"))

@@ -29,6 +29,7 @@ from lab import records, study
 from lab.cli import Parser, ToolError, note, program
 from lab.files import write_text
 from lab.script import parser_around
+from lab.show import render
 
 VERSIONS = ("v1", "v2", "v3", "v4")
 LOSS_STEPS = ["--warmup-steps", "2", "--num-steps", "8"]
@@ -94,7 +95,8 @@ def compare(args: argparse.Namespace, argv: Sequence[str]) -> int:
         lines = [study.heading(content, " and ".join(models))]
     for model in models:
         if same := [row for row in rows if row["model"] == model]:
-            lines.append(study.versions_table(model, same))
+            columns = study.versions_columns(model, same)
+            lines.append(render(columns, study.beside_first(same)))
     text = "\n\n".join(lines)
     print(text, flush=True)
     if args.generate_report:

@@ -2,13 +2,12 @@
 """One report in Markdown of what two folders hold, without and with fusion.
 
 A folder is what run_all_profilers.sh wrote, or the results of a script, of run_pytorch_profiler.py,
-run_rocprofv3.sh, run_deepspeed_flops.py or roofline_analysis.py. The report has a section for each
-of these that both folders have, and for pictures that one of them has:
+run_rocprofv3.sh or run_deepspeed_flops.py. The report has a section for each of these that both
+folders have:
 
   Runs         the result files, as compare_runs.py shows them
   Kernels      by the PyTorch profiler and by rocprofv3, as analyze_kernel_reduction.py has them
   FLOPs        FLOP, bytes and intensity of each kind of module
-  Rooflines    pictures, and the tables of roofline_analysis.py
 
 What is not there is named at the end, with the reason where run_all_profilers.sh noted one. Runs of
 different models are refused; different sizes, precision or devices are named at the top. Without
@@ -72,11 +71,6 @@ def generate(args: argparse.Namespace) -> int:
             sections += ["", f"## {title}", "", show(found)]
             known = known or (settings if all(settings.values()) else {})
     records.check_family(every)
-    base = output.parent if output else Path()  # of links
-    if rooflines := [line for side in folders.items() for line in roofline.section(*side, base)]:
-        sections += ["", "## Rooflines", *rooflines]
-    else:
-        missing.append("Rooflines (nothing there)")
     if not sections:
         both = f"{args.baseline}, {args.fused}"
         raise ToolError(f"{both}: nothing that both have: {'; '.join(missing)}")

@@ -91,7 +91,7 @@ def analyse(args: argparse.Namespace, argv: Sequence[str]) -> int:
     files = [args.output / f"{NAME}.{end}" for end in ("csv", "json", "png")]
     write_csv(files[0], content["rows"])
     write_text(files[1], json.dumps(content, indent=1) + "\n")
-    roofline.draw(files[2], *drawn, bandwidths=True)
+    roofline.draw(files[2], *drawn)
     print(f"Written: {', '.join(map(str, files))}")
     return 0
 

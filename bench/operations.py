@@ -5,16 +5,14 @@ operation.
 All sides of a row are captured as CUDA graphs and replayed in short alternating turns, so that
 neither the host nor a change of its speed counts. A study writes one file. A side that is not
 installed, fails, or runs out of memory says so there. bench/peers.py says what each library
-is given. Two studies are of the whole training step: where its time goes, and how long it is beside
-that of Hugging Face's Llama.
+is given. Two studies are of the whole training step: where its time goes, and the bytes that it
+moves.
 
 Examples:
   python bench/operations.py attention DIR   attention with pair bias: V3, libraries, their layouts
   python bench/operations.py triangle DIR    triangle multiplication: V3, V2, V1, cuEquivariance
-  python bench/operations.py causal DIR      causal attention with grouped queries: V3, SDPA
   python bench/operations.py rows DIR        norms, SwiGLU, rotary: bytes per second, and a copy's
   python bench/operations.py step DIR        the newest step by kernel, and beside a reference
-  python bench/operations.py llama DIR       the step: V4, V3, V2, Hugging Face, the same with Liger
   python bench/operations.py traffic DIR     bytes that a step of each version reads and writes
   python bench/operations.py table DIR       the tables, from what lies in DIR
 """
@@ -29,7 +27,6 @@ from pathlib import Path
 
 import _path
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bench.graph_turns import (
@@ -51,7 +48,7 @@ from bench.peers import (
     plain_attention,
 )
 from bench.sizes import SHAPES
-from bench.whole_steps import LLAMAS, STEPS
+from bench.whole_steps import STEPS
 from lab.cli import Parser, ToolError, documented_parser, program
 from lab.study import Part, as_rows, measure_study
 from lab.turns import speedup
@@ -62,8 +59,6 @@ TRIANGLE = {f"N={n}": (1, n) for n in (256, 384, 512, 768, 1024)} | {"N=64, batc
 ATTENTION = {name: (samples, n, n, 4, 32) for name, (samples, n) in TRIANGLE.items()}
 ATTENTION["MSA rows, N=256"] = (1, 128, 256, 8, 32)
 LARGE = {"N=512", "N=768", "N=1024"}  # in bf16 only
-# samples, length, heads, key heads, dimension
-CAUSAL = {"S=512": (16, 512, 16, 8, 64), "S=2048": (4, 2048, 16, 8, 64)}
 ROWS = 65536  # of the tensors that move bytes
 
 
@@ -160,35 +155,9 @@ def module_step(
     return gradient_step(operation, inputs, list(model.parameters()))
 
 
-def causal(sizes: tuple, dtype: torch.dtype) -> dict[str, Step]:
-    """Causal attention from the packed QKV result to the input of the output projection; in their
-    own layout libraries begin with q, k and v as [B, S, H, D] in memory, which their kernels read
-    as is."""
-    samples, length, heads, kv_heads, dim = sizes
-    ours = importlib.import_module("tiny_llama_v3").CausalAttention.apply
-    qkv = torch.randn(samples, length, heads + 2 * kv_heads, dim, device=DEVICE, dtype=dtype)
-    grouped = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-
-    def split(qkv: Tensor) -> tuple[Tensor, ...]:
-        return qkv.transpose(1, 2).split([heads, kv_heads, kv_heads], dim=1)
-
-    def repeating(qkv: Tensor) -> Tensor:
-        q, k, v = split(qkv)
-        k, v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-
-    sides = {"triton": gradient_step(lambda qkv: ours(qkv, heads), [qkv])}
-    sides["SDPA, grouped"] = gradient_step(lambda qkv: grouped(*split(qkv)).transpose(1, 2), [qkv])
-    sides["SDPA, repeated"] = gradient_step(repeating, [qkv])
-    own = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in split(qkv)]
-    sides["SDPA, own layout"] = gradient_step(grouped, own)
-    return sides
-
-
 STUDIES = {  # shapes and sides
     "attention": (ATTENTION, attention),
     "triangle": (TRIANGLE, triangle),
-    "causal": (CAUSAL, causal),
 }
 
 
@@ -269,7 +238,7 @@ def run_study(args: argparse.Namespace) -> int:
         return 0
     args.directory.mkdir(parents=True, exist_ok=True)
     args.shapes = args.shapes or ()
-    known = STUDIES.get(args.what, (LLAMAS if args.what == "llama" else SHAPES,))[0]
+    known = STUDIES.get(args.what, (SHAPES,))[0]
     if unknown := [name for name in args.shapes if name not in known]:
         there = ", ".join(map(repr, known))
         raise ToolError(f"{args.what} has no shape {unknown[0]!r}; it has {there}")
@@ -293,7 +262,7 @@ def build_parser() -> Parser:
     add("what", choices=(*STUDIES, "rows", *STEPS, "table"))
     add("directory", type=Path)
     parser.add_count("--rounds", 15, "turns of each side")
-    precisions = "(default: all; bf16 for step and llama)"
+    precisions = "(default: all; bf16 for step)"
     add("--precisions", nargs="+", choices=PRECISIONS, help=precisions)
     shapes = "of any study but rows (default: all)"
     add("--shapes", nargs="+", metavar="SHAPE", help=shapes)

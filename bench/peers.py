@@ -8,12 +8,8 @@ begins with what our projection leaves and ends with what the next one takes, as
 import importlib
 import math
 import os
-import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import NoReturn
 
 import torch
@@ -147,101 +143,3 @@ class JoinedTriangle(nn.Module):
     def forward(self, pair: Tensor, residues: None = None) -> Tensor:
         """pair [B, N, N, c_z] without padding -> update of pair."""
         return self.operation(pair, direction=self.direction, **dict(self.named_parameters()))
-
-
-# A whole Evoformer block
-
-
-class Unmasked(nn.Module):
-    """OpenFold's block with our arguments: one class for all, so that only one of them is
-    compiled."""
-
-    def __init__(self, block: nn.Module):
-        super().__init__()
-        self.block = block
-
-    def forward(
-        self, msa: Tensor, pair: Tensor, sequences: None = None, residues: None = None
-    ) -> tuple[Tensor, Tensor]:
-        return self.block(msa, pair, msa.new_ones(msa.shape[:-1]), pair.new_ones(pair.shape[:-1]))
-
-
-def openfold_block(ours: nn.Module, config: object, clone: Path) -> nn.Module:
-    """OpenFold's own EvoformerBlock with the weights of ours: forward(msa, pair). ImportError
-    without a clone.
-
-    Its masks are ones, which it always multiplies by. Its extension for inference is not built, nor
-    called here, nor is DeepSpeed's attention, which it can call where that is installed.
-    """
-    if not (clone / "openfold" / "model" / "evoformer.py").exists():
-        raise ImportError(
-            f"no OpenFold in {clone}: "
-            "name a clone of github.com/aqlaboratory/openfold with --openfold"
-        )
-    sys.modules.setdefault("attn_core_inplace_cuda", ModuleType("attn_core_inplace_cuda"))
-    # whose own __init__ import what reads data and draws structures
-    for name in ("openfold", "openfold.model"):
-        package = sys.modules.setdefault(name, ModuleType(name))
-        package.__path__ = [str(clone / name.replace(".", "/"))]
-    dim, pair = config.msa_dim, config.pair_dim
-    theirs = importlib.import_module("openfold.model.evoformer").EvoformerBlock(
-        c_m=dim, c_z=pair,
-        c_hidden_msa_att=dim // config.num_heads_msa, no_heads_msa=config.num_heads_msa,
-        c_hidden_pair_att=pair // config.num_heads_pair, no_heads_pair=config.num_heads_pair,
-        c_hidden_opm=config.outer_product_dim, c_hidden_mul=pair,
-        transition_n=config.transition_factor, msa_dropout=0.0, pair_dropout=0.0,
-        no_column_attention=False, opm_first=False, fuse_projection_weights=False,
-        inf=1e9, eps=1e-3,
-    )  # fmt: skip
-    names = {
-        re.sub(r"\b(core|pair_stack|mha|_msa_att)\.", "", name): name
-        for name in theirs.state_dict()
-    }
-    theirs.load_state_dict({names[name]: value for name, value in ours.state_dict().items()})
-
-    return Unmasked(theirs).to(next(ours.parameters()).device)
-
-
-# Llamas with our sizes and weights
-
-
-def hugging_face(ours: nn.Module) -> nn.Module:
-    """transformers' Llama of the same sizes and weights, whose names get the prefix `model.`."""
-    from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
-
-    sizes = ours.config
-    config = LlamaConfig(
-        vocab_size=sizes.vocab_size, hidden_size=sizes.hidden_dim,
-        intermediate_size=sizes.intermediate_dim, num_hidden_layers=sizes.num_layers,
-        num_attention_heads=sizes.num_heads, num_key_value_heads=sizes.num_kv_heads,
-        max_position_embeddings=sizes.seq_len, rms_norm_eps=sizes.norm_eps,
-        tie_word_embeddings=True, use_cache=False, attn_implementation="sdpa",
-    )  # fmt: skip
-    theirs = LlamaForCausalLM(config).to(next(ours.parameters()).device).train()
-    # To find out whether sequences are packed, which they are not here, it would wait for the
-    # device in every step.
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    weights = {f"model.{name}": value for name, value in ours.state_dict().items()}
-    theirs.load_state_dict({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]})
-    return theirs
-
-
-def with_liger(model: nn.Module, **chosen: bool) -> Callable:
-    """The model's forward pass with Liger's kernels, which replace the library's only while it
-    runs."""
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
-    from transformers.models.llama import modeling_llama
-
-    library, plain = vars(modeling_llama), dict(vars(modeling_llama))
-    apply_liger_kernel_to_llama(model=model, **chosen)
-    patched = dict(library)
-    library.update(plain)
-
-    def forward(**batch: Tensor) -> object:
-        library.update(patched)
-        try:
-            return model(**batch)
-        finally:
-            library.update(plain)
-
-    return forward

@@ -9,8 +9,7 @@ from string import Formatter
 from bench.several_gpus import scaling_tables
 from bench.sizes import ALL_VERSIONS, MODES, VERSIONS, script_of
 from lab.cli import ToolError
-from lab.profile.kernels import CATEGORIES
-from lab.records import FLAG, Profile, Row, read, read_rows
+from lab.records import FLAG, Row, read_rows
 from lab.show import Column, render, side_columns
 from lab.study import (
     Ablated,
@@ -18,7 +17,6 @@ from lab.study import (
     by_side,
     costs_table,
     sets_table,
-    unit_of,
 )
 from lab.turns import speedup
 
@@ -69,20 +67,6 @@ def best_column(label: str, others: Iterable[str], ours: str) -> Column:
         return best and "{:.2f}x ({})".format(*best)
 
     return Column(label, value)
-
-
-def share_table(directory: Path) -> str:
-    """What the kernels of a step do, a row for each profile of run_pytorch_profiler.py."""
-    profiles = [read(Profile, path) for path in sorted(directory.glob("profile_tiny_*.json"))]
-    columns = [Column("share of kernel time", "script"), Column("ms", "ms_per_step", ".2f")]
-
-    def share(category: str, profile: Mapping) -> float | None:
-        return profile["categories"].get(category, {}).get("percent")
-
-    for name in CATEGORIES:
-        if any(name in profile["categories"] for profile in profiles):
-            columns.append(Column(name, partial(share, name), ".1f", " %"))
-    return render(columns, profiles)
 
 
 def versions_of(path: Path, *keys: str) -> dict[tuple, dict[str, dict]]:
@@ -183,23 +167,6 @@ def fastest_table(directory: Path, model: str) -> str:
     return render(columns, lines)
 
 
-def untuned_table(directory: Path) -> str:
-    """Milliseconds per step and peak memory of each side, and its time over V4's."""
-    lines, names = read_lines(directory / "untuned.json")
-
-    def over_v4(name: str, sides: Mapping[str, dict]) -> float | None:
-        ms, v4 = (sides.get(side, {}).get("batch_ms") for side in (name, "V4"))
-        return ms / v4 if ms and v4 else None
-
-    columns = [
-        Column("as graphs, one after the other", "name"),
-        *side_columns("{}, ms", names, "batch_ms", ".2f", ends=True),
-        *(Column(f"{name} / V4", partial(over_v4, name), ".2f", "x") for name in names[1:]),
-        *side_columns("{}, MB", names, "peak_mb", ".0f"),
-    ]
-    return render(columns, lines)
-
-
 def trunk_table(directory: Path) -> str:
     """Milliseconds per step and peak memory of each side, without and with checkpoints."""
     path = directory / "trunk.json"
@@ -237,24 +204,6 @@ def padding_table(directory: Path) -> str:
     return render(columns, lines)
 
 
-def counts_table(directory: Path) -> str:
-    """Kernels per step at each batch size."""
-    name, measured = "{script} {shape}", ("unit", "per_step")
-    lines, sizes = read_lines(directory / "counts.json", name, "{batch_size}", measured)
-    unit = unit_of(line[size] for line in lines for size in sizes)
-    counts = side_columns("batch size {}", sizes, "per_step")
-    return render([Column(f"{unit} per step", "name"), *counts], lines)
-
-
-def memory_table(directory: Path) -> str:
-    """Peak memory of TinyLlama V2 at each length."""
-    lines, lengths = read_lines(directory / "memory.json", "{side}", "{seq_len}")
-    names = {"scores": "materialised scores, MB", "flash": "flash attention, MB"}
-    columns = [Column("sequence length", lambda line: names[line["name"]])]
-    columns += side_columns("{}", lengths, "peak_mb", ".0f", ends=True)
-    return render(columns, lines)
-
-
 ABLATIONS = [script_of(model, version) for version in ALL_VERSIONS[1:] for model in FASTEST]
 OF_ABLATIONS = {
     f"ablation_{script}": partial(ablation_tables, script=script) for script in ABLATIONS
@@ -268,11 +217,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "llama": partial(model_table, model="tiny_llama"),
     "openfold": partial(model_table, model="tiny_openfold"),
     "fastest": lambda where: joined(*(fastest_table(where, model) for model in FASTEST)),
-    "untuned": untuned_table,
     "trunk": trunk_table,
-    "share": share_table,
-    "memory": memory_table,
-    "counts": counts_table,
     "scaling": scaling_tables,
 }
 

@@ -17,7 +17,6 @@ Examples:
   python bench/versions.py padding DIR    batches that are padded, and such of proteins of one size
   python bench/versions.py memory DIR     peak memory of TinyLlama against the sequence length
   python bench/versions.py memory_by_purpose DIR    what memory holds when the forward pass ends
-  python bench/versions.py counts DIR     kernels (on a CPU operator calls) by batch size
   python bench/versions.py scaling DIR    the part on one GPU; then, in the same file, that on N:
   torchrun --nproc-per-node N bench/versions.py scaling DIR
   python bench/versions.py headline DIR --only "tiny_llama, small" bf16    a part of a suite
@@ -41,7 +40,6 @@ from bench.several_gpus import join_processes, scaling
 from bench.sizes import (
     ALL_VERSIONS,
     COMPILE,
-    GPT_2,
     MODES,
     ODD,
     PRECISIONS,
@@ -53,8 +51,7 @@ from bench.sizes import (
     sized,
 )
 from bench.version_tables import ABLATIONS, FASTEST, OF_ABLATIONS, PADDED, TABLES, table
-from lab.cli import Parser, ToolError, documented_parser, program
-from lab.records import Run
+from lab.cli import Parser, documented_parser, program
 from lab.study import (
     Part,
     Sides,
@@ -66,14 +63,8 @@ from lab.study import (
     measure_study,
     new_fusions,
 )
-from lab.turns import all_measured, graph_of, in_turns, make_trainer, named, short_run
+from lab.turns import all_measured, graph_of, in_turns
 
-TINY_LLAMA = "--hidden-dim 2048 --num-layers 22 --num-heads 32 --num-kv-heads 4"  # TinyLlama 1.1B's
-TINY_LLAMA += " --intermediate-dim 5632 --seq-len 2048 --batch-size 2 --vocab-size 32000"
-UNTUNED = {  # sizes that no block was chosen for
-    "tiny_llama, GPT-2 small": sized("llama", GPT_2),
-    "tiny_llama, 1.1B": sized("llama", TINY_LLAMA),
-}
 TRUNKS = {  # sequences and residues of AlphaFold 2's training, and of its fine-tuning
     "128 x 256": sized("openfold", TRUNK),
     "512 x 384": sized("openfold", f"{TRUNK} --num-seqs 512 --seq-len 384"),
@@ -84,8 +75,6 @@ ABLATED = {  # of that of V4
     "tiny_openfold, medium": sized("openfold", ODD),
     "tiny_openfold, 8 blocks": sized("openfold", TRUNK.replace("blocks 48", "blocks 8")),
 }
-LENGTHS = (128, 256, 512, 1024, 2048)  # of the suite `memory`
-MEMORY_BATCH = 4
 # Suites: parts of studies, which return rows
 
 
@@ -157,59 +146,38 @@ def with_its_proteins(side: str) -> Iterator[None]:
         yield
 
 
-def untuned(args: argparse.Namespace) -> Iterator[Part]:
-    """V4 to V1, V3 and V2 compiled, in bf16 at other sizes: one by one, as two may not fit."""
-    for names, model, argv in in_sizes(shapes=UNTUNED):
-        sides = beside_compiled(model, argv, reversed(ALL_VERSIONS), ("V3", "V2"))
-        for name, side in sides.items():
-            yield names | {"side": name}, partial(one_side, name, side, args.rounds)
-
-
 def one_side(name: str, side: tuple[str, list[str]], rounds: int) -> dict:
     return in_turns({name: side}, rounds)[name]
 
 
 def trunk(args: argparse.Namespace) -> Iterator[Part]:
-    """48 blocks in bf16, each side alone, with and without checkpoints: versions, OpenFold's
-    blocks, and compiled ones, of which one block is compiled and serves all, as 48 would take too
-    long."""
-    import torch
-
-    from bench.peers import openfold_block
-
-    config = importlib.import_module("tiny_openfold_v1").ModelConfig(msa_dim=256, num_heads_msa=8)
-    theirs = partial(openfold_block, config=config, clone=args.openfold)
-    kinds = {version: (version, None) for version in reversed(ALL_VERSIONS)}
-    kinds["OpenFold"] = "V1", theirs
-    kinds["V2 compiled"] = "V2", torch.compile
-    kinds["OpenFold compiled"] = "V1", lambda block: torch.compile(theirs(block))
-    checkpoints = [], ["--checkpoint-blocks"]
-    for (names, model, argv), kind, more in product(in_sizes(shapes=TRUNKS), kinds, checkpoints):
-        version, change = kinds[kind]
+    """48 blocks in bf16, each side alone, with and without checkpoints: versions, and V2 compiled,
+    of which one block is compiled and serves all, as 48 would take too long."""
+    sides, checkpoints = [*reversed(ALL_VERSIONS), "V2 compiled"], ([], ["--checkpoint-blocks"])
+    for (names, model, argv), kind, more in product(in_sizes(shapes=TRUNKS), sides, checkpoints):
+        version, _, compiled = kind.partition(" ")
         side = script_of(model, version), [*argv, "--warmup-steps", "2", *more]
         names = {**names, "side": kind, "checkpointed": bool(more)}
-        yield names, partial(with_blocks, change, kind, side, args.rounds)
+        yield names, partial(trunk_of, kind, bool(compiled), side, args.rounds)
 
 
-def with_blocks(
-    change: Callable | None, name: str, side: tuple[str, list[str]], rounds: int
-) -> dict:
-    """Turns of a side alone, with what `change` makes of each of its blocks."""
+def trunk_of(name: str, compiled: bool, side: tuple[str, list[str]], rounds: int) -> dict:
+    """Turns of a side alone, with each of its blocks compiled or as they are."""
     import torch._dynamo
 
     module = importlib.import_module(side[0])
     build = module.build_model
 
-    def build_changed(*args: object) -> object:
+    def build_compiled(*args: object) -> object:
         model = build(*args)
         for number, block in enumerate(model.blocks):
-            model.blocks[number] = change(block)
+            model.blocks[number] = torch.compile(block)
         return model
 
     # or compiled blocks beyond the limit would run eagerly, and be called compiled
     limit = torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
-    with limit, mock.patch.object(module, "build_model", build_changed if change else build):
-        return one_side(name, side, rounds)
+    with limit, mock.patch.object(module, "build_model", build_compiled if compiled else build):
+        return in_turns({name: side}, rounds)[name]
 
 
 def single_fusions(script: str, args: argparse.Namespace) -> list[Part]:
@@ -230,54 +198,17 @@ def single_fusions(script: str, args: argparse.Namespace) -> list[Part]:
     return parts
 
 
-def memory(args: argparse.Namespace) -> Iterator[Part]:
-    """Peak memory of TinyLlama V2 with flash attention off and on, the other fusions on."""
-    for length in LENGTHS:
-        yield {"seq_len": length}, partial(memory_of_attention, length)
-
-
-def memory_of_attention(length: int) -> list[dict]:
-    """The row of a short run with materialised scores, and of one without."""
-    argv = ["--batch-size", str(MEMORY_BATCH), "--seq-len", str(length), "--num-steps", "3"]
-    argv += ["--warmup-steps", "2"]
-    flags = {"scores": ["--disable-flash-attention"], "flash": []}
-    runs = {name: short_run("tiny_llama_v2", [*argv, *more]) for name, more in flags.items()}
-    return as_rows({name: Run(name, Path(), run).row() for name, run in runs.items()})
-
-
-def counts(args: argparse.Namespace) -> Iterator[Part]:
-    """Kernels of a step by batch size, on a CPU operator calls, of two layers or blocks."""
-    layers = {"tiny_llama": "--num-layers", "tiny_openfold": "--num-blocks"}
-    for model, version, batch in product(layers, ("V1", "V2"), (1, 2, 4)):
-        sizes, script = f"{layers[model]} 2 --seq-len 32", script_of(model, version)
-        argv = [*sizes.split(), "--batch-size", str(batch)]
-        names = {"shape": sizes, "script": script, "argv": argv}
-        yield names, partial(kernels_of_a_step, script, argv)
-
-
-def kernels_of_a_step(script: str, argv: list[str]) -> dict:
-    module = importlib.import_module(script)
-    trainer = make_trainer(module, argv)
-    counted = module.count_kernels(trainer)
-    found = {"unit": counted["unit"], "per_step": counted["per_step"]}
-    return named(script, argv, trainer.args) | found
-
-
 # The command line
 
 SUITES: dict[str, Callable[[argparse.Namespace], Iterable[Part]]] = {
     "overview": overview,
     "headline": headline,
     **{file: partial(fastest, model) for model, file in FASTEST.items()},
-    "untuned": untuned,
     "trunk": trunk,
     **{f"ablation_{script}": partial(single_fusions, script) for script in ABLATIONS},
     "padding": padding,
-    "memory": memory,
-    "counts": counts,
     "scaling": scaling,
 }
-SETTINGS = {"memory": {"batch_size": MEMORY_BATCH}, "counts": {}}  # of those that take no turns
 KEPT = ("overview", "trunk", "scaling")  # whose earlier rows stay, and are not measured again
 
 
@@ -291,7 +222,6 @@ def build_parser() -> Parser:
     add("--only", nargs="+", default=[], metavar="NAME", help=only)
     gpus = "for whose batch scaling also measures one GPU, for strong scaling (default: 2)"
     add("--gpus", nargs="*", type=int, default=[2], metavar="N", help=gpus)
-    parser.add_path("--openfold", "CLONE", "of OpenFold, for trunk", default=Path("no clone"))
     add("--tables", nargs="+", choices=TABLES | OF_ABLATIONS, default=list(TABLES), help="of table")
     return parser
 
@@ -301,17 +231,12 @@ def run_suite(args: argparse.Namespace) -> int:
         print(table(args.directory, args.tables))
         return 0
     args.directory.mkdir(parents=True, exist_ok=True)
-    name, settings = args.suite, SETTINGS.get(args.suite, {"rounds": args.rounds})
+    name = args.suite
     if name == "scaling":
         args.processes = join_processes()
     parts = chosen(list(SUITES[args.suite](args)), args.only)
     path = args.directory / f"{name}.json"
-    try:
-        rows = measure_study(path, parts, keep=name in KEPT, **settings)
-    except (RuntimeError, MemoryError) as error:  # of a part that has no rows without memory
-        if not importlib.import_module("tiny_llama_v1").is_out_of_memory(error):
-            raise
-        raise ToolError("out of memory: --only names smaller parts", status=3) from error
+    rows = measure_study(path, parts, keep=name in KEPT, rounds=args.rounds)
     if name.startswith("ablation"):
         check_failed(rows)
     return 0

@@ -1,21 +1,15 @@
-"""The whole training step, for bench/operations.py: where its time goes, the bytes that it
-moves, and how long it is beside that of Hugging Face's Llama.
-"""
+"""The whole training step, for bench/operations.py: where its time goes, and the bytes that it
+moves."""
 
 import argparse
 import importlib
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 
-import torch
-from torch import Tensor
-
-from bench.graph_turns import DEVICE, GPU, PRECISIONS, matmul_precision, steps_in_turns
-from bench.peers import Step, absent, hugging_face, with_liger
-from bench.sizes import ALL_VERSIONS, MEDIUM, SHAPES, Shape, script_of
+from bench.sizes import ALL_VERSIONS, SHAPES, Shape, script_of
 from bench.sizes import PRECISIONS as ARGUMENTS
 from lab.profile.ceilings import measure_ceilings
 from lab.profile.kernels import kernels_of, short_name
@@ -24,8 +18,6 @@ from lab.profile.steps import profiled_steps
 from lab.study import Part, as_rows
 from lab.turns import all_measured, free_memory, graph_of, make_trainer, named
 
-LLAMAS = {name: argv for name, (model, argv) in SHAPES.items() if model == "tiny_llama"}
-LLAMAS["tiny_llama, medium, vocabulary 32000"] = [*MEDIUM.split(), "--vocab-size", "32000"]
 PROFILED = 3  # steps
 
 
@@ -99,77 +91,5 @@ def gigabytes(model: str, argv: list[str]) -> list[dict]:
     return as_rows(moved)
 
 
-# Beside Hugging Face's Llama
-
-
-def training_step(
-    forward: Callable, model: torch.nn.Module, batch: dict[str, Tensor], dtype: torch.dtype
-) -> Step:
-    """Forward under autocast, backward and optimizer, always on the same batch -> the loss."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True, capturable=GPU)
-
-    def step() -> Sequence[Tensor]:
-        with torch.autocast(DEVICE.type, dtype, enabled=dtype != torch.float32):
-            out = forward(**batch)
-        loss = out if isinstance(out, Tensor) else out.loss  # transformers gives more than the loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return (loss.detach(),)
-
-    return step
-
-
-def one_step(trainer, batch: dict[str, Tensor]) -> Sequence[Tensor]:
-    return (trainer.compute(batch),)
-
-
-def llama(args: argparse.Namespace) -> Iterator[Part]:
-    """Rows of the study: whole steps of V2 to V4, of Hugging Face's Llama, and that with Liger."""
-    for precision, (name, sizes) in itertools.product(args.precisions, LLAMAS.items()):
-        if not args.shapes or name in args.shapes:
-            names = {"shape": name, "precision": precision}
-            yield names, partial(llamas_in_turns, sizes, precision, args.rounds)
-
-
-def llamas_in_turns(sizes: list[str], precision: str, rounds: int) -> list[dict]:
-    """A row for each side; Liger's loss asks the device for a number, so that side is eager."""
-    dtype, products = PRECISIONS[precision]
-    sides = {}
-    with matmul_precision(products):
-        for version in ("V4", "V3", "V2"):
-            module = importlib.import_module(script_of("tiny_llama", version))
-            if version == "V4":  # which has an optimizer of its own
-                argv = [*sizes, *ARGUMENTS[precision], "--disable-cuda-graph"]
-                trainer = make_trainer(module, argv)
-                sides["V4"] = partial(one_step, trainer, trainer.next_batch())
-                continue
-            args = module.parse_args(sizes)
-            ours = module.build_model(args, DEVICE)
-            batch = module.make_batches(args, DEVICE, args.seed).next_batch()
-            sides[version] = training_step(ours, ours, batch, dtype)
-        for side, made_fast in libraries_llamas().items():
-            try:
-                model = hugging_face(ours)
-                sides[side] = training_step(made_fast(model), model, batch, dtype)
-                sides[side].eager = side == EAGER
-            except ImportError as error:
-                sides[side] = partial(absent, error)
-        return as_rows(steps_in_turns(sides, rounds))
-
-
-EAGER = "Liger, eager"
-
-
-def libraries_llamas() -> dict[str, Callable]:
-    """What is made of Hugging Face's Llama."""
-    return {
-        "Hugging Face": lambda model: model,
-        "Hugging Face compiled": torch.compile,
-        EAGER: with_liger,
-        "Liger but its loss": partial(with_liger, fused_linear_cross_entropy=False),
-    }
-
-
 # in bf16 if nothing else is asked for
-STEPS = {"step": whole_step, "llama": llama, "traffic": traffic}
+STEPS = {"step": whole_step, "traffic": traffic}

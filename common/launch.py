@@ -8,9 +8,9 @@ def read_blocks(text: str) -> str:
     kernels = [name for name in BLOCKS if " " not in name]
     if kernel not in kernels:
         raise wrong(f"no kernel {kernel!r}; there are {', '.join(kernels)}")
-    names = block_sizes(BLOCKS[kernel])
+    names = {"num_warps": 4, "num_stages": 3, **BLOCKS[kernel]}
     for name, _, value in (pair.partition("=") for pair in settings.split(",")):
-        if name not in {"num_stages", *names}:
+        if name not in names:
             raise wrong(f"{kernel} has no {name!r}; it has {', '.join(names)}")
         low = 16 if name.startswith("BLOCK") else 1
         if not value.isdecimal() or int(value).bit_count() != 1 or int(value) < low:
@@ -18,19 +18,13 @@ def read_blocks(text: str) -> str:
     return text
 
 
-@cache  # a launch asks for them each time
-def block_sizes(settings: str) -> dict[str, int]:
-    """Parse "NAME=number,..."."""
-    pairs = (pair.split("=") for pair in settings.split(","))
-    return {name: int(value) for name, value in pairs}
-
-
 def use_settings(args: argparse.Namespace) -> None:
     """Apply this run's process-wide settings: the block sizes of --blocks, of each the last one."""
     OVERRIDES.clear()
     for part in args.blocks.split() if args.blocks != ModelConfig.blocks else ():
         kernel, _, settings = part.partition(":")
-        OVERRIDES[kernel] = OVERRIDES.get(kernel, {}) | block_sizes(settings)
+        pairs = (pair.split("=") for pair in settings.split(","))
+        OVERRIDES.setdefault(kernel, {}).update((name, int(value)) for name, value in pairs)
 
 
 def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
@@ -39,9 +33,10 @@ def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
     if dot_precision(dtype) == "tf32":
         precisions = [" TF32", *precisions]
     lines = [f"{kernel}{on}{precision}" for on in (f" {BACKEND}", "") for precision in precisions]
-    chosen = block_sizes(next(BLOCKS[line] for line in lines if line in BLOCKS))
+    special = next(BLOCKS[line] for line in lines if line in BLOCKS)
+    chosen = {"num_warps": 4, **BLOCKS[kernel], **special}
     if INTERPRETED and "TILE" in chosen:
-        chosen = chosen | {"TILE": 1 << 16}  # its time goes by programs, not by elements
+        chosen["TILE"] = 1 << 16  # its time goes by programs, not by elements
     return chosen | OVERRIDES.get(kernel, {})
 
 
@@ -52,50 +47,51 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-if INTERPRETED:
+class Interpreted:
+    """Launch a kernel in Triton's interpreter by `[grid](TENSOR, ..., NAME=value, ...)`.
 
-    class wrap_triton:  # PyTorch's takes compiled kernels only
-        """Run a kernel by `wrap_triton(kernel)[grid](TENSOR, ..., NAME=value, ...)`.
+    A launch is an operator of the kernel's name, which counters and profilers see; PyTorch's
+    wrap_triton takes compiled kernels only. Nothing runs for FakeTensors, with which torch.compile
+    asks for shapes.
+    """
 
-        A launch is an operator of the kernel's name, which counters and profilers see. Nothing runs
-        for FakeTensors, with which torch.compile asks for shapes. Triton 3's interpreter silently
-        multiplies bfloat16 as integers: the kernel gets float32 copies, and results are rounded.
-        """
+    def __init__(self, kernel: Callable):
+        self.kernel = kernel
 
-        def __init__(self, kernel: Callable):
-            self.kernel = kernel
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+        return partial(self.launch, grid)
 
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-            return partial(self.launch, grid)
+    def launch(self, grid: tuple[int, ...], *tensors: Tensor | None, **arguments) -> None:
+        arguments |= zip(self.kernel.arg_names, tensors, strict=False)
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
+            sizes = {name: value for name, value in arguments.items() if name not in tensors}
+            told = json.dumps([grid, list(tensors), sizes])
+            interpreting_operator(self.kernel)(list(tensors.values()), told)
 
-        def launch(self, grid: tuple[int, ...], *tensors: Tensor | None, **arguments) -> None:
-            arguments |= zip(self.kernel.arg_names, tensors, strict=False)
-            tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
-            if isinstance(tensors[0], FakeTensor):
-                return
 
-            def run() -> None:
-                narrow = [tensor for tensor in tensors if tensor.dtype == torch.bfloat16]
-                copies = (torch.empty_strided(t.shape, t.stride()).copy_(t) for t in narrow)
-                wide = dict(zip(map(id, narrow), copies, strict=True))  # of the same strides
-                inputs = {name: wide.get(id(value), value) for name, value in arguments.items()}
-                self.kernel[grid](**inputs)
-                for tensor in narrow:
-                    # Unseen by autograd, which the inputs among them belong to.
-                    tensor.data.copy_(wide[id(tensor)])
+@cache
+def interpreting_operator(kernel: Callable) -> Callable:
+    """Return an operator of a kernel's name, which gets its tensors, and all else as JSON.
 
-            wrap_triton.run = run
-            self.operator(self.kernel.__name__)(tensors)
-            del wrap_triton.run  # autograd would copy a gradient that it still refers to
+    Triton 3's interpreter silently multiplies bfloat16 as integers: the kernel gets float32 copies,
+    and results are rounded.
+    """
 
-        @staticmethod
-        @cache
-        def operator(name: str) -> Callable:
-            """Return an operator of this name, which runs the launch in `wrap_triton.run`."""
-            script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)
-            name, schema = f"{script}::{name}", "(Tensor[] tensors) -> ()"
-            run = torch.library.custom_op(name, mutates_args=(), schema=schema)
-            return run(lambda tensors: wrap_triton.run())
+    def interpret(tensors: list[Tensor], told: str) -> None:
+        grid, names, sizes = json.loads(told)
+        narrow = [tensor for tensor in tensors if tensor.dtype == torch.bfloat16]
+        copies = (torch.empty_strided(t.shape, t.stride()).copy_(t) for t in narrow)
+        wide = dict(zip(map(id, narrow), copies, strict=True))  # of the same strides
+        inputs = (wide.get(id(tensor), tensor) for tensor in tensors)
+        kernel[tuple(grid)](**dict(zip(names, inputs, strict=True)), **sizes)
+        for tensor in narrow:
+            # Unseen by autograd, which the inputs among them belong to.
+            tensor.data.copy_(wide[id(tensor)])
+
+    script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)
+    name, schema = f"{script}::{kernel.__name__}", "(Tensor[] tensors, str told) -> ()"
+    return torch.library.custom_op(name, interpret, mutates_args=(), schema=schema)
 
 
 def check_not_empty(kernel: str, x: Tensor) -> None:

@@ -63,15 +63,15 @@ class SideStreams:
     update does here, and both the update and the main stream before optimizer.step wait for it.
 
     What work on a side stream reads must not change before the main stream has waited for that
-    work; `pending` holds the work, and so all that it refers to, so that it is not freed. Nor may
-    autograd add to a gradient before then: join raises RuntimeError if it did.
+    work; `pending` holds it, so that it is not freed. Nor may autograd add to a gradient before
+    then: join raises RuntimeError if it did.
     """
 
     DEPTH, BYTES = 4, 2 * 10**8
 
     def __init__(self):
         self.streams: tuple[torch.cuda.Stream, ...] = ()
-        self.pending = collections.deque()  # of events, their work, the bytes of its inputs
+        self.pending = collections.deque()  # of events, and what the work before them reads
         self.begin_step(False)
 
     def __deepcopy__(self, memo: dict) -> SideStreams:
@@ -107,19 +107,24 @@ class SideStreams:
         return self.streams[number] if self.active else None
 
     def run(self, work: Callable, *inputs: Tensor) -> object:
-        """Run work that reads these inputs on the stream of gradients, and return its result."""
+        """Run work on the stream of gradients, and return its result.
+
+        The inputs are all tensors that it reads and that are freed after the caller's work.
+        """
         if self.joined:
             return work()
         current, stream = torch.cuda.current_stream(), self.stream(0)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             result = work()
-            size = sum(tensor.nbytes for tensor in inputs)
-            self.pending.append((stream.record_event(), work, size))
-        while len(self.pending) > self.DEPTH or sum(size for *_, size in self.pending) > self.BYTES:
+            self.pending.append((stream.record_event(), inputs))
+        while len(self.pending) > self.DEPTH or self.pending_bytes() > self.BYTES:
             current.wait_event(self.pending[0][0])
             self.pending.popleft()
         return result
+
+    def pending_bytes(self) -> int:
+        return sum(tensor.nbytes for _, inputs in self.pending for tensor in inputs)
 
     def release(self, parameter: Tensor) -> None:
         """Record that this step no longer needs a parameter whose gradient has been launched."""
@@ -401,10 +406,9 @@ class FusedAdamW(torch.optim.Optimizer):
         self.buffers = {name: torch.zeros(size, device=device) for name in names}
         if dtype != torch.float32:
             self.buffers["cast"] = torch.zeros(size, device=device, dtype=dtype)
-        self.steps = torch.zeros(len(parameters), 1, device=device)
-        self.in_step = True  # all parameters have taken equally many steps
+        self.steps = torch.zeros((), device=device)  # of all parameters
         self.betas = torch.tensor(self.defaults["betas"], device=device, dtype=torch.float64)
-        self.gradients, steps = [], iter(self.steps)
+        self.gradients = []
         for group in groups:
             buffer_dtype = grad_dtype if len(group) == 1 else torch.float32
             self.gradients.append(GradientBuffer(group, buffer_dtype, self.side))
@@ -417,9 +421,8 @@ class FusedAdamW(torch.optim.Optimizer):
                 }
                 parameter.data = views.pop("weight").copy_(parameter.detach())
                 parameter.slot = Slot(self.gradients[-1], begin, end, views.get("cast"))
-                self.state[parameter] = {"step": next(steps)[0], **views}
+                self.state[parameter] = {"step": self.steps, **views}
         self.averaged = False  # over several GPUs
-        self.with_gradient: list[list[bool]] = []  # which parameters have one, in each process
         if dist.is_initialized():
             # One seed gives one set of weights on equal machines; this makes sure.
             dist.broadcast(self.buffers["weight"], 0)
@@ -427,20 +430,21 @@ class FusedAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict) -> None:
         """Copy options, moments and numbers of steps to where the kernel reads them.
 
-        Raises ValueError if they are in another order.
+        Raises ValueError if they are in another order, or have not taken equally many steps.
         """
         loaded, own = state_dict["state"], self.state_dict()["state"]
         shapes = [{i: v["exp_avg"].shape for i, v in state.items()} for state in (loaded, own)]
         if shapes[0] != shapes[1]:
             wrong = "the state is of other parameters, or in another order"
             raise ValueError(f"{wrong}, such as that of PyTorch's AdamW")
+        if len({float(values["step"]) for values in loaded.values()}) > 1:
+            raise ValueError("FusedAdamW: the parameters have not taken equally many steps")
         for name, value in state_dict["param_groups"][0].items():
             if name != "params":
                 self.param_groups[0][name] = value
         for index, values in own.items():  # they share memory with the optimizer's
             for name in ("step", "exp_avg", "exp_avg_sq"):
                 values[name].copy_(loaded[index][name])
-        self.in_step = bool((self.steps == self.steps[0]).all())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""
@@ -455,20 +459,15 @@ class FusedAdamW(torch.optim.Optimizer):
 
         Call it before a gradient scaler reads the gradients: an infinity of one process has reached
         all by then, so all skip the same steps. No backward pass may follow before step. Raises
-        RuntimeError unless all processes have gradients of the same parameters, in every step.
+        RuntimeError if a parameter that needs a gradient has none, for which others would wait.
         """
         if not dist.is_initialized():
             return
         self.side.join()
-        present = [p.grad is not None for p in self.param_groups[0]["params"]]
-        if not self.with_gradient:
-            self.with_gradient = [present] * dist.get_world_size()
-            dist.all_gather_object(self.with_gradient, present)
-        if any(present != other for other in self.with_gradient):
-            wrong = "all processes need gradients of the same parameters, in every step"
-            raise RuntimeError(f"FusedAdamW: {wrong}")
+        if any(p.grad is None and p.requires_grad for p in self.param_groups[0]["params"]):
+            raise RuntimeError("FusedAdamW: on several GPUs each parameter needs a gradient")
         for buffer in reversed(self.gradients):
-            if buffer.collect():  # of all processes or of none
+            if buffer.collect():
                 self.side.average(buffer)
         self.side.main_waits_for(2)
         self.averaged = True
@@ -477,7 +476,8 @@ class FusedAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         """Update all parameters that have a gradient.
 
-        In a graph with overlap each group is updated as soon as it can be.
+        In a graph with overlap each group is updated as soon as it can be. The steps are those of
+        the optimizer: a parameter that had no gradient in some is corrected for these, too.
         """
         if dist.is_initialized() and not self.averaged:
             raise RuntimeError("FusedAdamW: on several GPUs, call average_gradients before step")
@@ -488,26 +488,21 @@ class FusedAdamW(torch.optim.Optimizer):
             if self.side.active:
                 begun = self.side.begun if skipped is None else self.side.main.record_event()
                 torch.cuda.current_stream().wait_event(begun)
-            advance = 1 if skipped is None else 1 - skipped
-            self.steps += advance
-            parameters = self.param_groups[0]["params"]
-            for parameter in parameters:
-                if parameter.grad is None:
-                    self.state[parameter]["step"] -= advance
-                    self.in_step = False
-            corrections = dict(zip(parameters, 1 - self.betas**self.steps, strict=True))
+            self.steps += 1 if skipped is None else 1 - skipped
+            corrections = 1 - self.betas**self.steps
             for buffer in buffers:
                 self.side.wait_for(buffer)
-                single = [[p] for p in buffer.parameters if p.grad is not None]
-                for part in [buffer.parameters] if self.in_step else single:
-                    self.update(part, corrections[part[0]])
+                present = [[p] for p in buffer.parameters if p.grad is not None]
+                whole = len(present) == len(buffer.parameters)
+                for part in [buffer.parameters] if whole else present:
+                    self.update(part, corrections)
         self.side.main_waits_for(1)
         for buffer in self.gradients:
             buffer.clear()
         self.averaged = False
 
     def update(self, parameters: list[nn.Parameter], corrections: Tensor) -> None:
-        """Update neighbours in the buffers that have taken equally many steps."""
+        """Update neighbours in the buffers."""
         begin, end = parameters[0].slot.begin, parameters[-1].slot.end
         parts = {name: buffer[begin:end] for name, buffer in self.buffers.items()}
         parts["gradient"] = parameters[0].slot.buffer.elements(begin, end)

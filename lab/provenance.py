@@ -1,5 +1,5 @@
 """What a result was measured with: commit, driver, clocks, power limit, and whether the GPU
-throttled meanwhile; and what a GPU draws while a run takes steps.
+throttled meanwhile.
 
 Readings are texts as the tools say them, with their units. Of what cannot be read there is the
 reason; nothing raises because a tool is missing.
@@ -7,15 +7,11 @@ reason; nothing raises because a tool is missing.
 
 import contextlib
 import os
-import statistics
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from xml.etree import ElementTree
 
-from lab.cli import ToolError
 from lab.files import ROOT
 
 SMI = {  # readings of `nvidia-smi -q -x`, and where newer and older drivers have them
@@ -98,53 +94,3 @@ def watched() -> Iterator[dict[str, object]]:
         found["seconds"] = time.monotonic() - start
         found["temperature_after"] = read["temperature"]
         found["throttled_us"] = {name: us - before.get(name, 0) for name, us in after.items()}
-
-
-# --- power, while a run takes steps
-
-PERIOD = 0.05  # seconds between two readings
-SETTLE = 2.0  # seconds until a reading is one of this turn alone
-
-
-def reading() -> tuple[float, float]:
-    """The watts that the GPU draws now, and its clock in MHz; ToolError where they cannot be
-    read."""
-    import torch
-
-    if not torch.cuda.is_available():
-        raise ToolError("power can be read on a GPU alone, and there is none here", status=4)
-    try:
-        return torch.cuda.power_draw() / 1e3, torch.cuda.clock_rate()
-    except (ImportError, RuntimeError, AttributeError, OSError) as error:
-        needed = "nvidia-ml-py or amdsmi is needed"
-        raise ToolError(f"power cannot be read here: {error} ({needed})", status=4) from error
-
-
-def means(samples: Sequence[tuple[float, float, float]], start: float) -> tuple[float, float]:
-    """The means of (seconds, watts, MHz) readings from SETTLE seconds on: watts and MHz."""
-    settled = [values for moment, *values in samples if moment >= start + SETTLE]
-    if not settled:
-        what = "no reading came after the first seconds of a turn"
-        raise ToolError(f"{what}: raise --seconds", status=1)
-    power, clock = map(statistics.fmean, zip(*settled, strict=True))
-    return power, clock
-
-
-def take_with_readings(trainer, steps: int) -> tuple[float, float, float]:
-    """Take so many steps of a trainer; returns mean watts, mean MHz and milliseconds per step."""
-    samples: list[tuple[float, float, float]] = []
-    done = threading.Event()
-
-    def read() -> None:
-        while not done.wait(PERIOD):
-            samples.append((time.monotonic(), *reading()))
-
-    start = time.monotonic()
-    with ThreadPoolExecutor(1) as pool:
-        reader = pool.submit(read)
-        try:
-            ms = trainer.take(steps)
-        finally:
-            done.set()
-        reader.result()  # raises what a reading did
-    return *means(samples, start), ms

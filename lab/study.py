@@ -230,20 +230,20 @@ def beside_first(rows: Iterable[dict]) -> list[dict]:
     return found
 
 
-def versions_table(model: str, rows: Sequence[dict]) -> str:
-    """A row for each version; speed-ups are over the first, turn by turn where they took turns."""
-    columns = [
-        Column(model, "side"),
+def versions_columns(title: str, rows: Sequence[dict], ratios: bool = True) -> list[Column]:
+    """The columns of `beside_first`'s rows; speed-ups are over the first of these, turn by turn
+    where they took turns."""
+    over_first = Column(f"over {rows[0]['side']}", "over_first", ".2f", "x")
+    return [
+        Column(title, "side"),
         Column("samples/sec", lambda row: rate(row.get("samples_per_sec"))).or_ended(),
         Column("ms per step", "batch_ms", ".2f"),
-        Column(f"over {rows[0]['side']}", "over_first", ".2f", "x"),
-        Column("in turns", "over_first_in_turns"),
+        *([over_first, Column("in turns", "over_first_in_turns")] if ratios else []),
         Column("peak MB", "peak_mb", ".1f"),
         Column(f"{unit_of(rows)} per step", "per_step", ".10g"),
         Column("host launches", "host_launches", ".10g"),
         Column("final loss", "final_loss", ".4f"),
     ]
-    return render(columns, beside_first(rows))
 
 
 # --- ablation of fusions

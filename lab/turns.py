@@ -294,7 +294,7 @@ def warm_up(step: Callable[[], object]) -> None:
     spoils a capture, but for a step marked `unchecked`, which does so outside graphs only."""
     import torch
 
-    if not torch.cuda.is_available() or getattr(step, "eager", False):
+    if not torch.cuda.is_available():
         return
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -311,10 +311,10 @@ def warm_up(step: Callable[[], object]) -> None:
 
 
 def captured(step: Callable[[], object], repeats: int, pool: object = None) -> Callable[[], None]:
-    """So many calls as one graph with memory of this pool; as they are on a CPU, or if `eager`."""
+    """So many calls as one graph with memory of this pool; as they are on a CPU."""
     import torch
 
-    if not torch.cuda.is_available() or getattr(step, "eager", False):
+    if not torch.cuda.is_available():
         return lambda: [step() for _ in range(repeats)] and None
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     try:

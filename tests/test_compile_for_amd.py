@@ -103,7 +103,7 @@ def test_what_does_not_fit_and_what_is_never_launched_is_named(tmp_path: Path):
     script = tmp_path / "tiny_llama_v3.py"
     wrong = """
 
-BLOCKS["attention_forward hip"] = "BLOCK_M=64,BLOCK_N=128,num_warps=8,num_stages=3"
+BLOCKS["attention_forward hip"] = {"BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
 
 
 @triton.jit

@@ -156,11 +156,10 @@ def test_kernels_of_v3_stay_to_the_byte_in_v4(model: str):
 
 
 @pytest.mark.parametrize("script", TRITON)
-def test_every_kernel_has_blocks_and_every_line_of_them_is_complete(script: str):
-    """What a backend or precision gets is read off one line, and no line has a name too many."""
+def test_every_kernel_has_blocks_and_no_line_of_them_another_name(script: str):
     module = load(script)
     names = {name.removesuffix("_kernel") for name in vars(module) if name.endswith("_kernel")}
     assert names == {name for name in module.BLOCKS if " " not in name}
     for line, settings in module.BLOCKS.items():
         whole = module.BLOCKS[line.partition(" ")[0]]
-        assert module.block_sizes(settings).keys() == module.block_sizes(whole).keys(), line
+        assert settings.keys() <= {*whole, "num_warps", "num_stages"}, line

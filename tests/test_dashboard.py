@@ -14,7 +14,6 @@ import pytest
 from conftest import ROOT, call
 
 from analysis_tools import performance_dashboard as dashboard
-from lab.script import model_and_version
 from lab.study import by_side
 from lab.turns import speedup
 
@@ -23,93 +22,71 @@ HERE = {"device": "cuda", "device_name": "GPU", "torch": "2"}
 
 
 def page_in(path: Path) -> list[dict]:
-    """The panels of a page."""
+    """The tables of a page."""
     return json.loads(re.search(r"const PAGE = (.*);\n", path.read_text()).group(1))["panels"]
 
 
-def panel(panels: list[dict], chart: str, *choice: str) -> dict:
-    return next(
-        p for p in panels if p["chart"] == chart and {*choice} <= {*p["choice"], p["study"]}
-    )
-
-
-def words(panel: dict) -> list[str]:
-    """What a reader sees, one item for each piece of text."""
-    found = re.findall(r">([^<>]+)<", panel["html"])
-    return [html.unescape(text).strip() for text in found if text.strip()]
+def cells(panel: dict) -> list[list[str]]:
+    """The cells of a table, row by row."""
+    rows = re.findall("<tr>(.*?)</tr>", panel["html"])
+    return [[html.unescape(text) for text in re.findall(">([^<]*)</t", row)] for row in rows]
 
 
 def written(folder: Path, name: str, content: dict) -> Path:
+    folder.mkdir(exist_ok=True)
     (folder / name).write_text(json.dumps(content))
     return folder / name
 
 
-def side(script: str, *turns: float, **more) -> dict:
-    model, version = model_and_version(script)
-    row = {"model": model, "version": version, "batch_size": 4, "precision": "bf16"}
-    row |= {"mode": "eager", "script": script, "argv": ["--use-amp"], "turns_ms": [*turns]}
-    row |= {"batch_ms": statistics.median(turns), "peak_mb": 10 * turns[0]}
-    return {**row, "per_step": 10, "unit": "kernels", **more}
+def side(version: str, *turns: float, **more) -> dict:
+    row = {"model": "tiny_llama", "version": version, "batch_size": 4, "precision": "bf16"}
+    row |= {"script": f"tiny_llama_{version.lower()}", "turns_ms": [*turns], "side": version}
+    row |= {"batch_ms": statistics.median(turns), "peak_mb": 10 * turns[0], "per_step": 10}
+    return row | {"unit": "kernels", **more}
 
 
 def test_the_committed_results_fill_the_page(tmp_path):
     status, out, _ = call(dashboard, RESULTS, "--output", tmp_path / "page.html")
     assert (status, out.count("Written:")) == (0, 1)
-    page = (tmp_path / "page.html").read_text()
-    assert len(page) < 2e6
     panels = page_in(tmp_path / "page.html")
-    assert {p["chart"] for p in panels} == {*dashboard.CHARTS}
     rows = json.loads((RESULTS / "h100/headline_v3.json").read_text())["rows"]
     row = by_side(rows, "shape", "precision", "mode")["tiny_llama, small", "bf16", "graph"]
-    shown = words(panel(panels, "versions", "tiny_llama", "bf16", "h100/headline_v3.json"))
-    after = shown[shown.index("small, graph") :]
-    v3 = after.index("V3")
-    assert after[v3 + 1] == f"{row['V3']['batch_ms']:.2f}"
-    assert after[v3 + 2].startswith(f"{speedup(row['V1'], row['V3']):.2f}x")
+    title = "h100/headline_v3.json: tiny_llama, small, graph"
+    (panel,) = (p for p in panels if p["title"] == title and "bf16" in p["choice"])
+    shown = {name: line for name, *line in cells(panel)}
+    assert shown["V3"][1] == f"{row['V3']['batch_ms']:.2f}"
+    assert shown["V3"][2] == f"{speedup(row['V1'], row['V3']):.2f}x"
     devices = {p["choice"][1] for p in panels}
     assert {"NVIDIA H100 80GB HBM3", "2 x NVIDIA H200", "AMD EPYC"} <= devices
-    assert re.search(r'\["precision", \["bf16", .*?\], "bf16"\]', page), "it begins with bf16"
 
 
-def test_studies_as_the_tools_write_them(tmp_path):
-    slow, fast = side("tiny_llama_v1", 8, 10, 12), side("tiny_llama_v2", 4, 5, 8)
-    names = ("model", "version", "batch_size", "precision", "mode", "script", "argv")
-    gone = {**{key: slow[key] for key in names}, "status": "oom", "error": "no room"}
-    rows = [{"side": "v1", **slow, "seq_len": n} for n in (128, 256)]
-    rows += [{"side": "v1", **gone, "seq_len": 512}]
-    written(tmp_path, "suite.json", {"environment": HERE, "family": "llama", "rows": rows})
-    versions = [{"side": "V1", **slow}, {"side": "V2", **fast}]
-    study = {"environment": HERE, "rounds": 3, "argv": [], "rows": versions}
-    written(tmp_path, "versions.json", study)
+def test_a_study_has_a_table_for_each_size_and_group(tmp_path):
+    gone = side("V2", 1.0) | {"status": "oom", "error": "no room"}
+    gone = {k: v for k, v in gone.items() if k not in ("batch_ms", "turns_ms", "peak_mb")}
+    rows = [side("V1", 8, 10, 12), side("V2", 4, 5, 8), side("V1", 8, 8, 8, seq_len=512)]
+    rows += [gone | {"seq_len": 512}, side("V1", 8, 8, 8, group=2)]
+    written(tmp_path, "study.json", {"environment": HERE, "rows": rows})
     assert call(dashboard, tmp_path, "--output", tmp_path / "page.html")[::2] == (0, "")
-    panels = page_in(tmp_path / "page.html")
-    found = {p["chart"]: words(p) for p in panels if p["choice"] == ["tiny_llama", "GPU", "bf16"]}
-    time = ["ms per step", "kernels per step", "batch 4, eager", "V1", "10.00", "10", "V2", "5.00"]
-    assert found["versions"] == [*time, "2.00x (1.50x to 2.00x, too few turns to tell)", "10"]
-    (suite,) = (words(p) for p in panels if p["chart"] == "memory" and p["study"] == "suite.json")
-    sizes = [f"batch 4, length {n}, eager" for n in (128, 256, 512)]
-    assert suite == ["peak MB", "V1", sizes[0], "80", sizes[1], "80", sizes[2], "out of memory"]
+    first, second, third = page_in(tmp_path / "page.html")
+    assert first["choice"] == ["tiny_llama", "GPU", "bf16"]
+    assert cells(first)[2][:6] == ["V2", "800.0", "5.00", "2.00x",
+                                   "1.50x to 2.00x, too few turns to tell", "40.0"]  # fmt: skip
+    assert (second["title"], cells(second)[2][1]) == (
+        "study.json: batch_size 4, seq_len 512, eager", "out of memory",
+    )  # fmt: skip
+    assert (third["title"][-7:], len(cells(third))) == ("group 2", 2)
 
 
-def test_runs_have_no_ratios_sizes_do_not_mix_and_alike_runs_are_one_bar(tmp_path):
+def test_single_runs_have_no_ratios_and_one_that_failed_fails(tmp_path):
     run = json.loads((RESULTS / "cpu/tiny_llama_v2_readme.json").read_text())
-    runs = [{**run, "timing": {"batch_ms": ms}} for ms in (30.0, 10.0, 20.0)]
-    runs += [
-        {**run, "config": run["config"] | size} for size in ({"seq_len": 64}, {"num_heads": 4})
-    ]
-    runs += [{**run, "status": "failed", "error": "the loss became nan"}]
-    for number, content in enumerate(runs):
-        (tmp_path / f"{number}").mkdir()
-        written(tmp_path / f"{number}", "tiny_llama_v2_summary.json", content)
+    for name, more in (("a", {}), ("b", {"status": "failed", "error": "the loss became nan"})):
+        written(tmp_path / name, "tiny_llama_v2_summary.json", run | more)
     status, _, err = call(dashboard, tmp_path, "--output", tmp_path / "page.html")
-    assert (status, "5 failed: the loss became nan" in err) == (1, True)
-    names = [f"batch 8, length {length}, layers 8, hidden dim 512, heads {heads}"
-             for length, heads in ((64, 8), (256, 4), (256, 8))]  # fmt: skip
-    shown = words(panel(page_in(tmp_path / "page.html"), "versions", "single runs"))
-    assert [text for text in shown if text.startswith("batch")] == names
-    assert shown.count(f"{run['timing']['batch_ms']:,.2f}") == 2
-    assert not [text for text in shown if re.search(r"\dx", text)]
-    assert shown[shown.index("3 runs: 10.00 to 30.00") - 1] == "20.00"
+    assert (status, "b failed: the loss became nan" in err) == (1, True)
+    (panel,) = page_in(tmp_path / "page.html")
+    header, first, second = cells(panel)
+    assert "in turns" not in header and first[2] == f"{run['timing']['batch_ms']:.2f}"
+    assert second[1] == "failed"
 
 
 @pytest.fixture
@@ -137,29 +114,19 @@ def test_in_a_browser(browser, tmp_path):
     assert call(dashboard, RESULTS / "h100", odd, "--output", tmp_path / "page.html")[0] == 0
     browser.get((tmp_path / "page.html").as_uri())
 
-    def shown(place: str = "chart-versions") -> str:
-        return browser.find_element("id", place).text
+    def shown() -> str:
+        return browser.find_element("tag name", "main").text
 
     def choose(select: str, text: str) -> None:
         option = f"//select[@id='{select}']/option[starts-with(text(), '{text}')]"
         browser.find_element("xpath", option).click()
 
-    before = {chart: shown(f"chart-{chart}") for chart in dashboard.CHARTS}
-    assert all(before.values())
+    before = shown()
     choose("model", "tiny_openfold")
-    after = {chart: shown(f"chart-{chart}") for chart in before}
-    assert all(after[chart] and after[chart] != before[chart] for chart in before)
-    choose("precision", "TF32")
-    assert (first := shown()) not in (after["versions"], "")
-    choose("study-versions", "headline.json")
-    assert shown() != first
+    assert "tiny_openfold" in shown() != before
     for select, text in (("model", "tiny_llama"), ("precision", "fp32"), ("device", "Intel")):
         choose(select, text)
-    assert shown() != ""
-    choose("device", "NVIDIA H100 80GB HBM3")
-    phone = {"width": 400, "height": 800, "deviceScaleFactor": 2, "mobile": True}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
-    assert browser.execute_script("return document.documentElement.scrollWidth") == 400
+    assert "single runs" in shown()
     assert browser.get_log("browser") == []
     log = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     events = [event for event in log if event["method"] == "Network.requestWillBeSent"]

@@ -20,7 +20,8 @@ import pytest
 import torch
 from conftest import ROOT, call, with_mistakes
 
-from lab.explain import explaining, pattern
+from exercises.explain import explaining
+from lab.accuracy import pattern
 from lab.files import read_json
 from lab.script import import_file
 
@@ -168,7 +169,7 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from lab.explain import explained
+from exercises.explain import explained
 from lab.script import import_file
 
 for name, file in json.load(sys.stdin).items():

@@ -58,8 +58,8 @@ gc.collect()
 torch.distributed.destroy_process_group()
 """
 # Takes steps of V4's optimizer in float16 by gradients of rank + 1, in the first one an infinity
-# of rank 1 among them; writes the parameters and the scale after each. The last parameter gets no
-# gradient, the one before it two, which autograd adds up.
+# of rank 1 among them; writes parameters and scale after each. The last parameter is frozen,
+# the one before it gets two gradients, which autograd adds up.
 INFINITY = """
 import sys, torch
 import torch.distributed as dist
@@ -70,6 +70,7 @@ dist.init_process_group("gloo")
 rank, found = dist.get_rank(), []
 torch.manual_seed(rank)  # another start: rank 0's counts
 parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in ((33, 7), (5,), (64,), (3,))]
+parameters[3].requires_grad_(False)
 optimizer = module.FusedAdamW([parameters[:1], parameters[1:]], 1e-2, torch.float16)
 scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
 for step in range(3):
@@ -157,7 +158,7 @@ def test_an_infinity_in_one_process_makes_all_skip_the_step(tmp_path: Path):
             assert torch.allclose(p, own, atol=1e-6)
 
     for right, wrong, said in (
-        ("in parameters[:3]:", "in parameters[: 3 + rank]:", "need gradients of the same"),
+        ("[:3]:", "[:1] + parameters[1 + rank : 3]:", "each parameter needs a gradient"),
         ("    optimizer.average_gradients()\n", "", "call average_gradients before step"),
     ):
         with pytest.raises(AssertionError, match=said):

@@ -246,13 +246,12 @@ TRAINS = {
     "analysis_tools/compare_versions.py": "",
     "analysis_tools/find_fusions.py": "tiny_llama_v1.py",
     "analysis_tools/fusion_ablation_study.py": "",
-    "analysis_tools/measure_energy.py": "--scripts tiny_llama_v1.py",
     "analysis_tools/optimize_batch_size.py": "",
     "analysis_tools/roofline_analysis.py": "",
     "analysis_tools/validate_numerical_accuracy.py": (
         "--baseline tiny_llama_v1.py --optimized tiny_llama_v2.py"
     ),
-    "bench/versions.py": "counts .",
+    "bench/versions.py": "overview .",
     "bench/operations.py": "table .",
     "tools/compile_for_amd.py": "--help",
     "bench/find_fusions.py": "study.json",
@@ -451,7 +450,7 @@ def dashboard(path: Path) -> Answer:
 
 
 SETS, SUITE = H100 / "ablation_tiny_llama_v2.json", H100 / "suite_llama.json"
-STUDIES = ("headline_v3", "memory", "counts", "ablation_tiny_llama_v3")
+STUDIES = ("headline_v3", "trunk", "ablation_tiny_llama_v3")
 SHOWN = ("suite_llama", "headline_v3", "memory")
 READERS: dict[str, tuple[Path, Reader]] = {
     "compare_runs": (RUN, lambda path: call(compare_runs, RUN, path)),
@@ -538,7 +537,7 @@ BROKEN = {  # a file's name and text, and what every reader says of it
     "later": ('{"schema_version": 2}', "schema_version is 2, not 1"),
     "other": ('{"schema_version": 1, "config": {}}', "it has no script"),
     "empty": (json.dumps(STUDY | {"rows": []}), "without a row"),
-    "package": ("{}", "no chart shows"),
+    "package": ("{}", "no table shows"),
     "turns": (json.dumps(STUDY | {"rows": UNEQUAL}), "has 7 turns, others have 5"),
     **{
         name: (re.sub(r'"final": [^,}]+', f'"final": {value}', RUN.read_text()), "loss.final is")

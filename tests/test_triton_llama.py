@@ -139,21 +139,6 @@ def test_what_has_no_loss(module: ModuleType):
     assert next_token_loss(module, logits, labels).isnan().any()
 
 
-@pytest.mark.parametrize(("count", "dim", "shape"), [(1, 1, (1,)), (67, 129, (2, 65))])
-def test_embedding_adds_to_the_gradient_of_the_output_projection(
-    count: int, dim: int, shape: tuple[int, ...]
-):
-    """In place, so that nobody adds them up."""
-    ids = torch.randint(count, shape).to(DEVICE)
-    v4.FusedAdamW([[weight := torch.nn.Parameter(randn(count, dim))]], 1e-2, torch.float32)
-    embedded = v4.TiedEmbedding.apply(ids, weight)
-    v4.linear(embedded, weight, v4.Fusions(), embedded).square().sum().backward()
-    wide = weight.detach().double().requires_grad_()
-    (F.embedding(ids, wide) @ wide.T).square().sum().backward()
-    assert relative_difference(weight.grad, wide.grad) < 1e-5
-    assert weight.grad.data_ptr() == weight.slot.buffer.part(weight).data_ptr()
-
-
 # The model and its command line
 
 

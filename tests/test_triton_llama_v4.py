@@ -74,8 +74,8 @@ def take_step(
 
 
 def state(optimizer: torch.optim.Optimizer, given: list[nn.Parameter]) -> list[Tensor]:
-    """What a step changes: weights, moments, number of steps."""
-    own = [optimizer.state[p][name] for p in given for name in ("exp_avg", "exp_avg_sq", "step")]
+    """What a step changes of each parameter: weights and moments."""
+    own = [optimizer.state[p][name] for p in given for name in ("exp_avg", "exp_avg_sq")]
     return [t.detach().clone() for t in (*given, *own)]
 
 
@@ -100,7 +100,7 @@ def halve(optimizer: torch.optim.Optimizer, how: str) -> None:
         optimizer.load_state_dict(earlier)
 
 
-MISSING = (), (0,), (2, 3), (1, 3), ()  # gradients in five steps
+MISSING = (), (), (), (2,), (1, 2)  # gradients in five steps
 of_a_scheduler = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 
 
@@ -147,7 +147,7 @@ def test_a_scaled_gradient_is_divided_and_a_step_with_an_infinite_one_changes_no
 
 
 def test_optimizer_resumes_exactly():
-    """Also where parameters have had different numbers of steps."""
+    """The number of steps, too."""
     first = parameters()
     optimizer = fused(first, torch.bfloat16)
     for seed, missing in enumerate(MISSING):
@@ -203,6 +203,9 @@ def test_a_state_or_an_option_that_does_not_fit_is_refused():
     assert equal(state(optimizer, mine), before)
     take_step(other := torch.optim.AdamW([*given[2:], *given[:2]]), given, 0)
     optimizer.load_state_dict(other.state_dict())
+    take_step(other, given, 0, missing=(1,))
+    with pytest.raises(ValueError, match="not taken equally many steps"):
+        optimizer.load_state_dict(other.state_dict())
 
 
 def test_weights_that_are_loaded_are_used_at_once():
@@ -233,7 +236,8 @@ def test_gradients_are_found_where_the_optimizer_reads_them(precision: list[str]
         loss = model(**tokens(*SMALL))
     loss.backward()
     for name, p in model.named_parameters():
-        assert p.grad.data_ptr() == p.slot.buffer.part(p).data_ptr(), name
+        if name != "embed_tokens.weight":  # autograd adds up two
+            assert p.grad.data_ptr() == p.slot.buffer.part(p).data_ptr(), name
     narrow = torch.bfloat16 if args.use_amp and v4.NARROW_GRADIENTS else torch.float32
     assert model.layers[0].mlp.down_proj.weight.grad.dtype == narrow
 

@@ -214,23 +214,20 @@ def test_frozen_parameters_get_no_gradient_and_change_no_other():
 
 H100, MI300 = 227 * 1024, 64 * 1024  # bytes of shared memory
 DEFAULT = "--msa-dim 64 --num-heads-msa 4 --pair-dim 128 --num-heads-pair 4"
-ALL_OF_V4 = "attention triangle outer-product transition loss"
+ALL_OF_V4 = "attention triangle outer-product transition"
 WIDTHS_AND_WHAT_IS_LEFT = [  # by V3, and by V4
     ("", H100, "", ""),
     ("--matmul-precision high", H100, "", ""),
     ("--use-amp", MI300, "", ""),
-    ("--msa-dim 256 --num-heads-msa 8", H100, "", "loss"),
+    ("--msa-dim 256 --num-heads-msa 8", H100, "", ""),
     ("--msa-dim 256 --num-heads-msa 8 --use-amp", H100, "", ""),
-    ("--msa-dim 512 --num-heads-msa 8 --use-amp", H100, "", "loss"),
+    ("--msa-dim 512 --num-heads-msa 8 --use-amp", H100, "", ""),
     ("--pair-dim 256 --num-heads-pair 8 --use-amp", H100, "", ""),
-    ("--pair-dim 256 --num-heads-pair 8", H100, "triangle", "triangle outer-product loss"),
+    ("--pair-dim 256 --num-heads-pair 8", H100, "triangle", "triangle outer-product"),
     ("--pair-dim 96", H100, "triangle", ALL_OF_V4),
     ("--pair-dim 8 --num-heads-pair 1", H100, "triangle", ALL_OF_V4),
-    (
-        "--pair-dim 512 --num-heads-pair 8 --use-amp",
-        *(H100, "triangle", "triangle outer-product embedding loss"),
-    ),
-    ("--msa-dim 1024 --num-heads-msa 16", H100, "", "embedding loss"),
+    ("--pair-dim 512 --num-heads-pair 8 --use-amp", H100, "triangle", "triangle outer-product"),
+    ("--msa-dim 1024 --num-heads-msa 16", H100, "", ""),
     ("--msa-dim 130 --num-heads-msa 2", *(H100, "attention", ALL_OF_V4.replace("triangle ", ""))),
     ("--msa-dim 128 --num-heads-msa 2", 163 * 1024, *2 * ["attention triangle"]),
 ]

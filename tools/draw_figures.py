@@ -23,18 +23,14 @@ import _path
 from lab.cli import Parser, ToolError, documented_parser, program
 from lab.files import ROOT, read_json, write_text
 from lab.study import by_side
-from lab.turns import ratios
 from tools.sheet import (
     BLUE,
-    FAINT,
     GREEN,
     GREY,
     INK,
     ORANGE,
-    PINK,
     PURPLE,
     RED,
-    SKY,
     SMALL,
     TITLE,
     VERSION,
@@ -223,98 +219,6 @@ def traffic() -> Sheet:
 
 
 @figure
-def energy() -> Sheet:
-    """Joules for a sample."""
-    rows, groups = rows_of("energy"), {}
-    for shape, part in (("tiny_llama, small", rows[:4]), ("tiny_llama, medium", rows[4:8])):
-        groups[shape] = {row["version"]: row["mj_per_sample"] for row in part}
-    note = "one NVIDIA H100, bf16, as one graph; medium runs at the power limit"
-    return of_versions("Energy for a sample: millijoules", note, groups)
-
-
-LIBRARIES = {  # study: what it is, and the names of its sides in the figure
-    "attention": (
-        "Attention with pair bias, 256 residues",
-        {
-            "triton": "V3, with gate",
-            "FlexAttention, own layout": "FlexAttention, no gate",
-            "cuEquivariance, own layout": "cuEquivariance, no gate",
-            "torch.compile": "torch.compile",
-            "SDPA": "PyTorch's SDPA",
-        },
-    ),
-    "triangle": (
-        "Triangle multiplication, 256 residues",
-        {
-            "triton": "V3",
-            "cuEquivariance, bf16 parameters": "cuEquivariance, bf16",
-            "cuEquivariance": "cuEquivariance, float32",
-            "torch.compile": "torch.compile",
-            "V2": "PyTorch, as in V2",
-        },
-    ),
-}
-
-
-@figure
-def libraries() -> Sheet:
-    """Microseconds of two operations in V3 and in libraries, the fastest first."""
-    groups = {}
-    for study, (title, names) in LIBRARIES.items():
-        rows = rows_of(study, shape="N=256", precision="bf16")
-        times = {row["side"]: row["us"] for row in rows if row.get("us")}
-        groups[study] = title, sorted((times[side], names[side]) for side in names if side in times)
-    height = 116 + sum(66 + 40 * len(times) for _, times in groups.values())
-    sheet, top = Sheet("Our kernels beside libraries: microseconds", height), 76
-    for study, (title, times) in groups.items():
-        sheet.cut(top - 4, top + 36 + 40 * len(times), study)
-        sheet.text(20, top + 14, title, bold=True)
-        for y, (us, name) in zip(itertools.count(top + 36, 40), times):
-            ours = name.startswith("V3")
-            sheet.text(20, y + 16, name, bold=ours)
-            part = 410 * us / times[-1][0], BLUE if ours else FAINT
-            sheet.bar(300, y, [part], f"{us:.0f}", 33)
-        top += 66 + 40 * len(times)
-    sheet.note(height - 58, "forward and backward, bf16, one NVIDIA H100; cuEquivariance has")
-    sheet.note(height - 28, "parameters in bf16 or in float32, as most training code has them")
-    return sheet
-
-
-PURPOSES = (  # of memory_by_purpose.json: key, words, colour
-    ("weights", "weights", GREY),
-    ("moments", "AdamW's moments", PURPLE),
-    ("weight_copies", "weights in bf16", PINK),
-    ("attention", "attention", RED),
-    ("triangle", "triangles, outer product", ORANGE),
-    ("mlp", "MLP, transitions", BLUE),
-    ("other", "norms, residuals", SKY),
-    ("rest", "logits, the rest", "#c4c8cc"),
-)
-
-
-@figure
-def memory_of_a_step() -> Sheet:
-    """What memory holds when the forward pass ends, by what it is for."""
-    rows = rows_of("memory_by_purpose")
-    shapes = {row["shape"]: [r for r in rows if r["shape"] == row["shape"]] for row in rows}
-    sheet = Sheet("Memory at the end of the forward pass", 192 + 44 * len(rows) + 46 * len(shapes))
-    y = 66
-    for shape, same in shapes.items():
-        sheet.cut(y, sheet.height, shape.partition(",")[0])  # of the last one, with the legend
-        sheet.text(20, y + 18, f"{SHAPES[shape]}, bf16", bold=True)
-        highest, y = max(sum(row["parts"].values()) for row in same), y + 40
-        for row in same:
-            sheet.text(20, y + 17, row["version"])
-            parts = [(600 * row["parts"][key] / highest, color) for key, _, color in PURPOSES]
-            sheet.bar(62, y, parts, f"{sum(row['parts'].values()) / 1e9:.2f} GB", 36)
-            y += 44
-        y += 6
-    for i, (_, words, color) in enumerate(PURPOSES):
-        sheet.legend(y + 14 + 34 * (i // 3), [20 + (0, 220, 525)[i % 3]], {words: color})
-    return sheet
-
-
-@figure
 def predictions() -> Sheet:
     """The speed-up of each model with its chains fused: predicted, against compiled."""
     sheet = Sheet("Speed-up by fused chains: predicted, compiled", 560)
@@ -336,52 +240,6 @@ def predictions() -> Sheet:
         sheet.dot(600, y, color, 7)
         sheet.text(616, y, words, SMALL)
     sheet.note(540, "on the line: as predicted; whole steps as graphs, one H100")
-    return sheet
-
-
-@figure
-def two_gpus() -> Sheet:
-    """Milliseconds of a step on one GPU, and what a second one with a batch of its own adds."""
-    rows = read_json(ROOT / "results/h100x2/scaling.json")["rows"]
-    rows.sort(key=lambda row: -row["batch_size"])  # of one GPU the smaller batch
-    one, two = (
-        by_side([row for row in rows if row["processes"] == n], "name", "precision") for n in (1, 2)
-    )
-    sheet = Sheet("The same batch on each of two GPUs: ms per step", 296)
-    models = {"tiny_llama": "TinyLlama, small", "tiny_openfold": "TinyOpenFold, default"}
-    for left, (model, words) in zip((20, 415), models.items(), strict=True):
-        sheet.text(left, 90, words, bold=True)
-        alone, both = one[model, "bf16"], two[model, "bf16"]
-        scale = 190 / max(both[side]["batch_ms"] for side in ("V3", "V4"))
-        for y, side in ((112, "V3"), (160, "V4")):
-            before, ms = alone[side]["batch_ms"], both[side]["batch_ms"]
-            sheet.text(left, y + 20, "V3, DDP" if side == "V3" else "V4")
-            parts = (scale * min(before, ms), FAINT), (scale * max(0, ms - before), ORANGE)
-            sheet.bar(left + 100, y, parts, f"{ms:.2f}")
-    sheet.legend(226, (20, 170), {"on one GPU": FAINT, "added by the second": ORANGE})
-    sheet.note(270, "two NVIDIA H100, bf16, as one graph")
-    return sheet
-
-
-@figure
-def too_fast() -> Sheet:
-    """What two faulty programs say of a step, and how long its kernels really took."""
-    study = read_json(H100 / "performance_debugging.json")
-    stages = {row["stage"]: row for row in study["stages"]}
-    sheet = Sheet("Too fast to be true", 400)
-    few = f"{stages['stage6']['gradient_percent']:.1f} % of gradients"
-    for y, name, words, remark in (
-        (76, "stage5", "honest", "all gradients"),
-        (172, "stage3", "no wait at the end", "all gradients"),
-        (268, "stage6", "most of it left out", few),
-    ):
-        sheet.text(20, y + 22, words, bold=True)
-        sheet.note(y + 52, remark)
-        said, took = stages[name]["result"]["timing"]["batch_ms"], stages[name]["kernel_ms"]
-        for top, ms, color in ((y, said, BLUE), (y + 36, took, GREY)):
-            sheet.bar(260, top, [(210 * ms, color)], f"{ms:.2f} ms", 32)
-    sheet.legend(364, (20, 290), {"what the program says": BLUE, "what its kernels took": GREY})
-    sheet.cut(66, 392)
     return sheet
 
 
@@ -516,28 +374,6 @@ def roofline() -> Sheet:
 
 
 @figure
-def attention_memory() -> Sheet:
-    """Peak memory against length, with the scores in memory and without, as in START.md."""
-    study = read_json(ROOT / "results/cpu/attention_memory.json")
-    lengths = [row["length"] for row in study["rows"]]
-    sheet = Sheet("Memory of attention: quadratic and linear", 470)
-    plot = Plot(sheet, (96, 84, 520, 290), (0, lengths[-1]), (0, 420))
-    plot.axes("tokens", lengths, "MB", range(0, 401, 100))
-    sides = ("scores", "scores\nin memory", RED, 0), ("fused", "fused", BLUE, -34)
-    for name, words, color, rise in sides:
-        points = [(row["length"], row[name] / 1e6) for row in study["rows"]]
-        plot.line(*points, color=color, width=4)
-        for point in points:
-            sheet.dot(*plot.at(*point), color, 5)
-        x, y = plot.at(*points[-1])
-        words = f"{words}\n{three_digits(points[-1][1])} MB"
-        sheet.text(x + 16, y + rise, words, SMALL, color, bold=True)
-    heads = f"{study['config']['heads']} heads of {study['config']['head_dim']}"
-    sheet.note(446, f"forward and backward, {heads}, float32, on a CPU")
-    return sheet
-
-
-@figure
 def trunk() -> Sheet:
     """Time against peak memory of 48 blocks, with and without checkpoints."""
     rows = rows_of("trunk", shape="128 x 256")
@@ -567,31 +403,6 @@ def trunk() -> Sheet:
     sheet.note(474, "filled: activations kept; open: --checkpoint-blocks")
     sheet.note(508, "arrow: out of memory, which is 80 GB (dashed); bf16, one H100")
     sheet.cut(72, 436)
-    return sheet
-
-
-@figure
-def turn_ratios() -> Sheet:
-    """V1 over V2 in each turn: eager, and as one graph."""
-    rows = by_side(rows_of("headline"), "shape", "precision", "mode")
-    sheet = Sheet("The same ratio in five turns: V1 over V2", 450)
-    plot = Plot(sheet, (250, 84, 520, 250), (0.95, 1.7), (0, 3))
-    plot.axes("time of V1 / time of V2, bf16", [1 + i / 10 for i in range(8)])
-    plot.line((1, 0), (1, 3), width=2, dash="6 4")
-    for y, shape in zip(
-        (2.5, 1.5, 0.5), [s for s in SHAPES if s != "tiny_llama, medium"], strict=True
-    ):
-        x, down = plot.at(0.95, y)
-        sheet.text(x - 10, down, SHAPES[shape], SMALL, at="end")
-        for mode, color, rise in (("eager", ORANGE, 0.16), ("graph", BLUE, -0.16)):
-            sides = rows[shape, "bf16", mode]
-            for ratio in ratios(sides["V1"], sides["V2"]):
-                sheet.dot(*plot.at(ratio, y + rise), tint(color, 0.75), 6.5)
-    for x, name, color in ((20, "eager", ORANGE), (130, "one graph", BLUE)):
-        sheet.dot(x + 10, 418, color, 9)
-        sheet.text(x + 28, 418, name)
-    sheet.note(418, "one H100 on a shared host", 780, "end")
-    sheet.cut(78, 436)
     return sheet
 
 

@@ -26,14 +26,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TextIO
 
 import _path
-
-os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
-
-import pytest
-import torch  # noqa: F401 - once for all forks
 
 from lab.cli import Parser, ToolError, documented_parser, program
 from lab.files import ROOT
@@ -97,50 +91,28 @@ def copy_of_repository() -> Iterator[Path]:
             git("worktree", "remove", "--force", str(root))
 
 
-def run_pytest(root: Path, argv: list[str], output: TextIO) -> NoReturn:
-    """In a fork: run the copy's tests, without what this program has of lab and tools."""
-    os.setsid()
-    os.chdir(root)
-    for descriptor in (1, 2):
-        os.dup2(output.fileno(), descriptor)
-    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    sys.dont_write_bytecode = True
-    ours = ROOT, ROOT / "tools"  # not what lies in them: .venv may
-    sys.path[:] = [str(root), *(path for path in sys.path if Path(path) not in ours)]
-    for name in [*sys.modules]:
-        if name.partition(".")[0] in ("lab", "tools"):
-            del sys.modules[name]
-    status = 3
-    try:
-        status = int(pytest.main(argv))
-        sys.stdout.flush()
-    finally:
-        os._exit(status)
-
-
 def who_notices(root: Path, fault: Fault, whole: bool) -> list[str]:
     tests = [] if whole else ["-n", "0", "-x", *shlex.split(fault.tests)]
+    command = [sys.executable, "-B", "-m", "pytest", "-m", "", "-q", "-ra", *tests]
     try:
         fault.plant(root)
-        with tempfile.TemporaryFile("w+") as output:
-            if not (child := os.fork()):
-                run_pytest(root, ["-m", "", "-q", "-ra", *tests], output)
-            end = time.monotonic() + LIMIT
-            while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
-                time.sleep(0.1)
+        # a group of its own, of which nothing is left
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        process = subprocess.Popen(command, cwd=root, start_new_session=True, **options)
+        try:
+            text, _ = process.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            return ["all, as they do not end"]
+        finally:
             with suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)  # and whatever a test has left
-            if ended == (0, 0):
-                os.waitpid(child, 0)
-                return ["all, as they do not end"]
-            output.seek(0)
-            text, status = output.read(), os.waitstatus_to_exitcode(ended[1])
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     finally:
         subprocess.run(["git", "checkout", "--quiet", "."], cwd=root, check=True)
-    if status < 0:
-        return [f"the process, by signal {-status}"]
-    if status not in (0, 1):
-        raise ToolError(f"pytest ended with {status}: {text.strip().splitlines()[-1:]}")
+    if process.returncode < 0:
+        return [f"the process, by signal {-process.returncode}"]
+    if process.returncode not in (0, 1):
+        raise ToolError(f"pytest ended with {process.returncode}: {text.strip().splitlines()[-1:]}")
     return [name.rpartition("/")[2] for name in FAILED.findall(text)]
 
 

@@ -3,7 +3,7 @@
 
 All ```bash and ```python blocks of a Markdown file run one after the other, as a reader would type
 them: the working directory, variables and functions carry over from block to block. `python` is the
-interpreter of --python. A block fails if one of its commands fails, or if a phrase of the line
+interpreter of this tool. A block fails if one of its commands fails, or if a phrase of the line
 `Prints: ...` behind it is missing from its output. On a machine without ROCm a block that stops for
 want of a ROCm tool is skipped, not failed, and so is the rest of its section. Nothing that a block
 has started outlives it.
@@ -218,7 +218,7 @@ def make_environment(files: Path, args: argparse.Namespace) -> dict[str, str]:
     small = f'case ${{1##*/}} in\n{scripts}) set -- {program} "$@" ;;\nesac\n'
     small = small if args.shrink else ""
     for name in ("python", "python3"):
-        (shims / name).write_text(f'#!/bin/sh\n{small}exec {shlex.quote(args.python)} "$@"\n')
+        (shims / name).write_text(f'#!/bin/sh\n{small}exec {shlex.quote(sys.executable)} "$@"\n')
         (shims / name).chmod(0o755)
     if args.with_standins:
         subprocess.run([sys.executable, ROOT / "tests/standins/rocm.py", shims], check=True)
@@ -226,13 +226,6 @@ def make_environment(files: Path, args: argparse.Namespace) -> dict[str, str]:
     environment = {**os.environ, "PATH": os.pathsep.join(map(str, places)), "PYTHONUNBUFFERED": "1"}
     environment.pop("PYTHON", None)  # the wrappers would prefer it to python3
     return environment
-
-
-def seconds_by_exercise(blocks: list[Block]) -> dict[str, float]:
-    seconds: Counter[str] = Counter()
-    for block in blocks:
-        seconds[block.exercise] += block.seconds
-    return dict(seconds)
 
 
 def announce(block: Block, show: bool) -> None:
@@ -259,7 +252,7 @@ def run_blocks(args: argparse.Namespace, blocks: list[Block], session: Session) 
     left_out = {NOT_IN_CI} if args.ci else set()
     left_out |= set() if args.long else {LONG}
     if any(NEEDS_GPU in block.marks for block in blocks):
-        count = [args.python, "-c", "import torch; print(torch.cuda.device_count())"]
+        count = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
         gpus = subprocess.run(count, capture_output=True, text=True).stdout.strip()
         left_out |= {NEEDS_GPU} if gpus in ("", "0") else set()  # "": there is no PyTorch
     exercise = skipped = None
@@ -276,8 +269,7 @@ def run_blocks(args: argparse.Namespace, blocks: list[Block], session: Session) 
                 announce(block, args.show)
                 session.run(block)
         finally:
-            summary = {"sheet": str(args.sheet), "seconds": seconds_by_exercise(blocks)}
-            summary["blocks"] = [asdict(block) for block in blocks]
+            summary = {"sheet": str(args.sheet), "blocks": [asdict(block) for block in blocks]}
             write_text(session.logs / "summary.json", json.dumps(summary, indent=2) + "\n")
         report(block, session.logs)
         if block.status == SKIPPED:
@@ -328,8 +320,6 @@ def run_sheet(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             print(f"logs: {logs}", flush=True)
             raise
-    for exercise, seconds in seconds_by_exercise(blocks).items():
-        print(f"{seconds:9.1f} s  {exercise}")
     count = Counter(block.status for block in blocks)
     print(f"{len(blocks)} blocks: {', '.join(f'{n} {status}' for status, n in count.items())}")
     print(f"logs: {logs}")
@@ -347,8 +337,6 @@ def build_parser() -> Parser:
     parser.add_flag("--show", text)
     parser.add_flag("--long", "run blocks behind <!-- long: TIME -->, too")
     parser.add_flag("--keep-going", "run the blocks behind a failed one")
-    text = "runs what the commands call python (default: the interpreter of this tool)"
-    add("--python", default=sys.executable, metavar="FILE", help=text)
     text = "for tests only: other sizes than the sheet's (tools/small_runs.py), so that its "
     text += "commands run, but what they print teaches nothing"
     parser.add_flag("--shrink", text)

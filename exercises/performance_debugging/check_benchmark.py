@@ -27,9 +27,9 @@ from types import ModuleType
 
 import _path
 
+from exercises.explain import explained
 from exercises.performance_debugging.benchmarks import examine
 from lab.cli import ToolError, documented_parser, run_tool, say
-from lab.explain import explained
 from lab.files import read_json, write_text
 
 PROG = Path(__file__).name

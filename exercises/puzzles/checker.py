@@ -22,10 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exercises.explain import explained, visible_mistake
 from exercises.puzzles.areas import CPU, NOBODY, Area, drawn
 from exercises.puzzles.recorder import KINDS, Recorder
+from lab.accuracy import pattern
 from lab.cli import documented_parser, run_tool
-from lab.explain import explained, pattern, visible_mistake
 from lab.script import import_file
 
 SCOREBOARD = "--scoreboard" in sys.argv

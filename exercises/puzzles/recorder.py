@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from exercises.explain import strictly_interpreted
 from exercises.puzzles.areas import GUARD, NOBODY, SEVERAL, Area
-from lab.explain import strictly_interpreted
 
 KINDS = (
     "writes out of bounds",

@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from exercises.explain import explaining, kernels_of
 from exercises.tiny_llama_v3 import measure
 from lab.accuracy import check_close, check_gradients
 from lab.cli import ToolError, at_least, documented_parser
-from lab.explain import explaining, kernels_of
 from lab.script import import_file
 
 PROG = Path(__file__).name

@@ -33,17 +33,19 @@ import tiny_llama_v4 as v4  # before Triton: without a GPU it asks for the inter
 from lab.accuracy import InFloat64
 from tiny_llama_v4 import BACKEND, LOG2E, Tensor, nn, tl, torch, triton, wrap_triton
 
-# As V4's: BLOCK_M, BLOCK_N, BLOCK_K of the GEMMs, BLOCK_QUERY and BLOCK_KEY of the attention.
+# As V4's: of the GEMMs, then of the attention.
+NAMES = (
+    *("BLOCK_M", "BLOCK_N", "BLOCK_K"),
+    *("BLOCK_QUERY", "BLOCK_KEY", "num_warps", "num_stages"),
+)
 BLOCKS = {
-    "cuda": "BLOCK_M=16,BLOCK_N=64,BLOCK_K=128,BLOCK_QUERY=16,BLOCK_KEY=64,num_warps=4",
+    "cuda": (16, 64, 128, 16, 64, 4, 3),
     # 16 bits, with more rows than a tile of the above on each multiprocessor
-    "cuda many rows": "BLOCK_M=64,BLOCK_N=128,BLOCK_K=64,BLOCK_QUERY=64,BLOCK_KEY=64,num_warps=8",
-    "cuda float32": "BLOCK_M=16,BLOCK_N=32,BLOCK_K=32,BLOCK_QUERY=16,BLOCK_KEY=32,"
-        "num_warps=4,num_stages=2",
-    "hip": "BLOCK_M=16,BLOCK_N=32,BLOCK_K=64,BLOCK_QUERY=16,BLOCK_KEY=32,num_warps=4,num_stages=2",
-    "hip float32": "BLOCK_M=16,BLOCK_N=32,BLOCK_K=32,BLOCK_QUERY=16,BLOCK_KEY=16,"
-        "num_warps=4,num_stages=2",
-}  # fmt: skip
+    "cuda many rows": (64, 128, 64, 64, 64, 8, 3),
+    "cuda float32": (16, 32, 32, 16, 32, 4, 2),
+    "hip": (16, 32, 64, 16, 32, 4, 2),
+    "hip float32": (16, 32, 32, 16, 16, 4, 2),
+}
 
 
 @triton.jit
@@ -268,7 +270,7 @@ def transformer_block(
         kind += " float32"
     elif kind == "cuda" and batch * seq > 256:
         kind += " many rows"
-    chosen = dict(v4.block_sizes(BLOCKS[kind]))
+    chosen = dict(zip(NAMES, BLOCKS[kind], strict=True))
     if BACKEND == "cuda":
         chosen["maxnreg"] = 255  # the only program on its multiprocessor
     if launches == 1 and BACKEND != "interpreter":

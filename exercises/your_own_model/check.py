@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from exercises.explain import explaining, kernels_of
 from exercises.tiny_llama_v3 import measure
 from exercises.your_own_model import vit
 from lab.accuracy import check_gradients
 from lab.cli import ToolError, documented_parser, note, run_tool
-from lab.explain import explaining, kernels_of
 from lab.files import read_json, write_text
 from lab.script import import_file
 from lab.turns import Turns, compare_in_turns

@@ -8,7 +8,6 @@ attention, ...) in a whole training step. `trainer` is the Trainer of a version 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from lab.cli import ToolError
-from lab.files import below
 from lab.profile.ceilings import Ceilings, measure_ceilings
 from lab.profile.kernels import (
     CATEGORIES,
@@ -33,7 +31,7 @@ from lab.profile.kernels import (
     self_times,
     short_name,
 )
-from lab.records import ForwardFlops, Rooflines, Run, only_file, read
+from lab.records import ForwardFlops, Run, only_file, read
 from lab.script import interpret_without_gpu, measured_with
 from lab.show import Column, drawing, render, save_figure, side_columns
 from lab.turns import free_memory
@@ -349,21 +347,6 @@ def table(rows: Sequence[dict], name: str) -> str:
     return render(columns, rows)
 
 
-def section(label: str, directory: Path, base: Path) -> list[str]:
-    """The tables of roofline_analysis.py in a folder, and all pictures of rooflines as links from
-    the folder `base`."""
-    lines = []
-    for path in below(directory, "roofline_analysis.json"):
-        rows, name = read(Rooflines, path)["rows"], "script"
-        if "kernel" in rows[0]:  # it came from rocprof-compute
-            rows, name = rows[:TOP], "kernel"
-        lines += ["", f"{label}: `{path}`", "", table(rows, name)]
-    for path in below(directory, "*roofline*.png") + below(directory, "*Roof*.pdf"):
-        sign = "" if path.suffix == ".pdf" else "!"
-        lines += ["", f"{sign}[{label}: {path.name}](<{os.path.relpath(path, base)}>)"]
-    return lines
-
-
 # --- both
 
 
@@ -388,30 +371,13 @@ def rates(
     }
 
 
-def draw(
-    path: Path, title: str, rows: dict[str, dict], ceilings: Ceilings, bandwidths: bool = False
-) -> None:
-    """The roofline as PNG: both ceilings, and a point for each row with FLOP and time; with
-    `bandwidths` also bars, GB/s of every row."""
-    pyplot = drawing()
-    size = (15, max(6, 0.27 * len(rows))) if bandwidths else (10, 6)
-    options = {"figsize": size, "layout": "constrained", "squeeze": False}
-    figure, panels = pyplot.subplots(1, 1 + bandwidths, **options)
-    points = {label: row for label, row in rows.items() if row["achieved_tflops"]}
-    draw_roofline(panels[0, 0], points, ceilings)
-    place = {"loc": "outside right center"}  # the title is above
-    if bandwidths:
-        draw_bandwidths(panels[0, 1], rows, ceilings)
-        place = {"loc": "outside lower center", "ncols": 3}
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), **place, fontsize="small")
-    figure.suptitle(title)
-    save_figure(figure, path)
-
-
-def draw_roofline(axes, points: dict[str, dict], ceilings: Ceilings) -> None:
-    """TFLOP/s over FLOP per byte."""
+def draw(path: Path, title: str, rows: dict[str, dict], ceilings: Ceilings) -> None:
+    """The roofline as PNG, TFLOP/s over FLOP per byte: both ceilings, and a point for each row with
+    FLOP and time."""
+    figure, axes = drawing().subplots(figsize=(10, 6), layout="constrained")
     from matplotlib import ticker
 
+    points = {label: row for label, row in rows.items() if row["achieved_tflops"]}
     places = [row["flop_per_byte"] for row in points.values()]
     places += [ceilings.ridge] if ceilings.gemm_tflops else [] if places else [1.0]
     low, high = min(places) / 3, max(places) * 10
@@ -435,14 +401,6 @@ def draw_roofline(axes, points: dict[str, dict], ceilings: Ceilings) -> None:
         axis.set_major_formatter("{x:g}")
         axis.set_minor_locator(ticker.NullLocator())
     axes.grid(alpha=0.2)
-
-
-def draw_bandwidths(axes, rows: dict[str, dict], ceilings: Ceilings) -> None:
-    """GB/s of each row that moves bytes, beside the rate of a copy."""
-    known = {label: row for label, row in rows.items() if row["bytes"] and row["ms"]}
-    bars = {label: row["bytes"] / row["ms"] / 1e6 for label, row in known.items()}
-    axes.barh([*bars], [*bars.values()], color="C7")
-    axes.axvline(ceilings.copy_gb_per_s, color="black")
-    axes.invert_yaxis()
-    axes.set_xlabel(f"GB/s moved; the line is a copy, {ceilings.copy_gb_per_s:.4g} GB/s")
-    axes.grid(axis="x", alpha=0.2)
+    figure.legend(loc="outside right center", fontsize="small")
+    figure.suptitle(title)
+    save_figure(figure, path)

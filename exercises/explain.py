@@ -17,7 +17,6 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
-import torch
 from torch import Tensor
 
 from lab.cli import ToolError
@@ -348,27 +347,3 @@ def only_in_tensors(interpreter: ModuleType) -> Iterator[None]:
         mock.patch.object(builder, "create_masked_store", guarded(store, 1)),
     ):
         yield
-
-
-def pattern(found: Tensor, right: Tensor, wrong: Tensor) -> str:
-    """What wrong elements have in common and where to look, or nothing; `wrong` is a mask of
-    them."""
-    if found[wrong].isnan().all():
-        return "all of these are NaN: is there inf - inf, inf / inf or 0 / 0?"
-    if not found.any():
-        return "all is 0: does the result reach the store?"
-    factors = (found / right)[wrong & (right != 0)]
-    if (
-        len(factors) > 1
-        and factors.isfinite().all()
-        and (factors.max() - factors.min()) < 1e-3 * factors[0].abs()
-    ):
-        return f"each is {factors[0]:.4g} times what it should be: a factor, a sign or a mean?"
-    rows = wrong.reshape(len(wrong), -1).any(1) if wrong.dim() else wrong.reshape(1)
-    if len(rows) > 1 and not rows[0] and rows[1:].all():
-        return "the first row is right and no other: does row r begin at r times its length?"
-    if right.dim() == 2 and torch.allclose(
-        found, right.T.reshape(right.shape), 1e-3, equal_nan=True
-    ):
-        return "rows and columns are exchanged"
-    return ""
