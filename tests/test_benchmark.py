@@ -69,14 +69,14 @@ def test_the_trunk_has_a_row_for_each_side_with_and_without_checkpoints(tmp_path
     sizes += " --num-heads-msa 2 --num-heads-pair 2"
     monkeypatch.setattr(benchmark, "TRUNKS", {"2 x 4": Shape("tiny_openfold", words(sizes))})
     v1 = load("tiny_openfold_v1")
-    build_model, start = v1.build_model, v1.Run.start
+    build_model, start = v1.build_model, v1.Trainer.start
 
-    def start_if_checkpointed(run) -> None:
-        if not run.args.checkpoint_blocks:
+    def start_if_checkpointed(trainer) -> None:
+        if not trainer.args.checkpoint_blocks:
             raise MemoryError("no room")
-        start(run)
+        start(trainer)
 
-    monkeypatch.setattr(v1.Run, "start", start_if_checkpointed)
+    monkeypatch.setattr(v1.Trainer, "start", start_if_checkpointed)
     argv = words("--rounds 1 --only V1")
     assert benchmark.main(["trunk", str(tmp_path), *argv]) == 0
     assert v1.build_model is build_model

@@ -25,6 +25,7 @@ from exercises.performance_debugging import check_benchmark, check_step, compare
 from exercises.performance_debugging.benchmarks import examine
 from exercises.performance_debugging.benchmarks.common import Measured
 from exercises.performance_debugging.solutions import probes as solution
+from lab.profile.kernels import PHASES
 
 FOLDER = ROOT / "exercises" / "performance_debugging"
 FINAL = ROOT / "tiny_llama_v3.py"
