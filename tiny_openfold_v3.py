@@ -2938,6 +2938,7 @@ class Trainer:
 
     def capture(self) -> None:
         """Capture the step as a graph, replayed from now on; one must have run before."""
+        torch.cuda.reset_peak_memory_stats()  # a replay allocates nothing
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self.stream):
             self.loss = self.compute(self.inputs)
