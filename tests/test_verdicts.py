@@ -8,10 +8,11 @@ import math
 import re
 import statistics
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from conftest import QUICK, ROOT, TINY, assert_refused, call, forking_python, run_main, strict_json
+from conftest import QUICK, ROOT, TINY, assert_refused, call, run_main, strict_json
 
 from analysis_tools import compare_versions, regression_tester, validate_numerical_accuracy
 from lab import accuracy
@@ -162,7 +163,7 @@ def test_runs_are_compared_with_the_range_of_their_steps(tmp_path):
 
 def test_the_other_name_is_the_same_program(tmp_path):
     before, after = study(tmp_path / "a.json", 5, 6), study(tmp_path / "b.json", 7, 8)
-    tool = [forking_python(), str(ROOT / "analysis_tools" / "performance_regression_test.py")]
+    tool = [sys.executable, str(ROOT / "analysis_tools" / "performance_regression_test.py")]
     command = [*tool, "--baseline-results", before, "--current-results", after]
     done = subprocess.run(command, capture_output=True)
     assert (done.returncode, b"slower" in done.stdout) == (1, True), done
