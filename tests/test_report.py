@@ -258,6 +258,18 @@ def test_compare_fusion_prints_one_table_of_two_results(run, tmp_path: Path):
         assert side["loss"] == result["loss"]
 
 
+def test_sides_change_their_order_from_turn_to_turn(run, monkeypatch):
+    order, trainer = [], load(SCRIPT).Trainer
+    take = trainer.take
+    monkeypatch.setattr(
+        trainer, "take", lambda self, steps: order.append(self.title) or take(self, steps)
+    )
+    argv = words("--compare-fusion --num-steps 3 --warmup-steps 0 --under-profiler")
+    assert run(SCRIPT, *argv).status == 0
+    off, on = "all off: ", "as chosen: "
+    assert order == [off, on, on, off, off, on]
+
+
 # Files of profiling
 
 
