@@ -31,34 +31,19 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs signals and re
 OPENFOLD = "tiny_openfold_v2"
 BPTI = {"--msa": f"{ROOT}/examples/bpti.a3m", "--structure": f"{ROOT}/examples/bpti.cif"}
 
-BAD = {  # flags with values that are refused; 12 over 4 heads: channels cannot be turned in pairs
-    SCRIPT: {
-        "--batch-size": "0 two 1.5",
-        "--num-steps": "0 1e3",
-        "--warmup-steps": "-1",
-        "--seed": "-1 99999999999999999999999",
-        "--learning-rate": "0 nan inf fast",
-        "--matmul-precision": "low",
-        "--device": "tpu",
-        "--seq-len": "1",
-        "--hidden-dim": "0 66 12",
-        "--num-heads": "0 3",
-        "--num-kv-heads": "0 3 8",
-    },
-    OPENFOLD: {
-        "--num-seqs": "0 some",
-        "--msa-dim": "0 31",
-        "--pair-dim": "-32 33",
-        "--num-heads-msa": "5",
-        "--num-heads-pair": "3",
-    },
-}
+# Flags with values that are refused; 12 over 4 heads: channels cannot be turned in pairs.
+BAD = [(SCRIPT, flag) for flag in words("--batch-size=0,two,1.5 --num-steps=0,1e3 --seq-len=1")]
+BAD += [(SCRIPT, flag) for flag in words("--warmup-steps=-1 --seed=-1,99999999999999 --device=tpu")]
+BAD += [(SCRIPT, flag) for flag in words("--learning-rate=0,nan,inf,fast --matmul-precision=low")]
+BAD += [(SCRIPT, flag) for flag in words("--hidden-dim=0,66,12 --num-heads=3 --num-kv-heads=3,8")]
+BAD += [(OPENFOLD, flag) for flag in words("--num-seqs=some --msa-dim=31 --num-heads-pair=3")]
 
 
-@pytest.mark.parametrize(("script", "flag"), [(s, flag) for s in BAD for flag in BAD[s]])
+@pytest.mark.parametrize(("script", "flag"), BAD)
 def test_bad_values_are_named(script: str, flag: str, run):
-    for value in BAD[script][flag].split():
-        result = run(script, flag, value)
+    flag, _, values = flag.partition("=")
+    for value in values.split(","):
+        result = run(script, f"{flag}={value}")
         assert_one_error(result, 2, flag)
         assert result.summary is None
 
@@ -106,35 +91,25 @@ def test_a_graph_is_off_by_default_and_no_preset_touches_it(run, monkeypatch):
 
 # Files
 
-CONTROL = "it looks like token ids (nanoGPT's train.bin)"
-NO_TEXT = {  # what is in the file, and what is said of it
-    "missing": (None, ""),
-    "directory": (None, ""),
-    "pipe": (None, ""),
-    "short": (b"ten bytes.", ""),
-    "16 bits": (np.array([318, 50256, 7, 13, 464], "<u2").tobytes(), CONTROL),
-    "utf-16": ("text\n".encode("utf-16") * 20, CONTROL),
-}
-FILES = [("--text-file", kind) for kind in NO_TEXT]
-FILES += [(flag, kind) for flag in BPTI for kind in ("missing", "directory", "16 bits")]
+TOKENS = np.array([318, 50256, 7, 13, 464], "<u2").tobytes()  # nanoGPT's train.bin
+FILES = [(flag, content) for flag in ("--text-file", *BPTI) for content in (None, "folder", TOKENS)]
+FILES += [("--text-file", b"ten bytes."), ("--text-file", "pipe")]
 
 
-@pytest.mark.parametrize(("flag", "kind"), FILES)
-def test_a_file_that_cannot_be_read_is_named(flag: str, kind: str, run, tmp_path: Path):
+@pytest.mark.parametrize(("flag", "content"), FILES)
+def test_a_file_that_cannot_be_read_is_named(flag: str, content, run, tmp_path: Path):
     """What test_proteins.py has of formats ends here in one line."""
-    path, (content, said) = tmp_path / "train.bin", NO_TEXT[kind]
-    if kind == "directory":
-        path.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(path)
-    elif content:
+    path = tmp_path / "train.bin"
+    if isinstance(content, bytes):
         path.write_bytes(content)
+    elif content:
+        {"folder": os.mkdir, "pipe": os.mkfifo}[content](path)
     if flag == "--text-file":
         result = run(SCRIPT, *words("--seq-len 32 --vocab-size 256"), flag, str(path))
-        assert_one_error(result, 2, f"{flag} {path}", said)
+        said = "it looks like token ids (nanoGPT's train.bin)" if content == TOKENS else ""
     else:
-        result = run(OPENFOLD, *chain(*(BPTI | {flag: str(path)}).items()))
-        assert_one_error(result, 2, flag, str(path))
+        result, said = run(OPENFOLD, *chain(*(BPTI | {flag: str(path)}).items())), ""
+    assert_one_error(result, 2, flag, str(path), said)
     assert result.summary is None
 
 
