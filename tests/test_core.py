@@ -110,11 +110,8 @@ def test_the_core_is_the_same_in_every_script_and_within_its_budget():
 
 def imports_of(path: Path) -> set[str]:
     """What is imported at the top, also where a package may be missing."""
-    text = path.read_text()
-    found = re.findall(
-        r"^(?:    )?(?:import|from) (\S+)", text.partition("\n# ---")[0], re.MULTILINE
-    )
-    return {*found} - {"__future__"}
+    head = path.read_text().partition("\n# ---")[0]
+    return {*re.findall(r"(?m)^(?:    )?(?:import|from) (\S+)", head)} - {"__future__"}
 
 
 def test_a_script_needs_pytorch_numpy_and_triton_alone_and_v1_has_few_imports():

@@ -115,33 +115,26 @@ def test_an_input_is_not_written_on(tool, source, argv, tmp_path, monkeypatch):
     assert Path("link.json").is_symlink()
 
 
-def test_writers_at_once_leave_a_whole_file_each(tmp_path):
+def test_a_writer_leaves_a_whole_file_or_what_was_there(tmp_path):
     """With one temporary name for all, a second writer takes away what the first has written."""
     path = tmp_path / "result.json"
 
     def slow(temporary: Path) -> None:
-        temporary.write_text("slow, first half, ")
+        temporary.write_text("first half, ")
         write_text(path, "quick")
         assert path.read_text() == "quick"
         with temporary.open("a") as file:
             file.write("second half")
 
-    write_file(path, slow)
-    assert path.read_text() == "slow, first half, second half"
-    assert os.listdir(tmp_path) == ["result.json"]
-
-
-def test_a_failure_while_writing_leaves_what_was_there(tmp_path):
-    path = tmp_path / "result.json"
-    write_text(path, "earlier")
-
     def fails(temporary: Path) -> None:
         temporary.write_text("half")
         raise OSError(28, "No space left on device")
 
+    write_file(path, slow)
     with pytest.raises(ToolError, match="No space left"):
         write_file(path, fails)
-    assert (path.read_text(), os.listdir(tmp_path)) == ("earlier", ["result.json"])
+    assert path.read_text() == "first half, second half"
+    assert os.listdir(tmp_path) == ["result.json"]
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ToolError, match="not a file"):
         write_text(tmp_path / "pipe", "text")
@@ -266,10 +259,9 @@ def test_a_tool_names_the_script_that_nobody_gave(tool):
 
 @pytest.mark.parametrize("name", ["rocprofv3", "rocprof_sys", "rocprof_compute", "all_profilers"])
 def test_a_wrapper_names_the_script_that_nobody_gave(name):
-    for given, notes in ([], 1), (["--script", "tiny_openfold_v2.py"], 0):
-        command = [ROOT / f"run_{name}.sh", "--dry-run", *given]
-        err = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr
-        assert err.count("note: no --script is given, tiny_openfold_v2.py is taken") == notes
+    command = [ROOT / f"run_{name}.sh", "--dry-run"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stderr.count("note: no --script is given, tiny_openfold_v2.py is taken") == 1
 
 
 # --- odd arguments are one line, and nothing is written
@@ -280,21 +272,15 @@ BOTH = "--baseline tiny_llama_v1.py --optimized"
 V2 = "--script tiny_llama_v2.py"
 ODD = [
     (compare_runs, "nothing", "no result file"),
-    (compare_runs, "missing", "no such file or directory"),
     (compare_runs, "several", "tiny_llama_v1_summary.json, tiny_llama_v2_summary.json"),
     (compare_runs, f"{RUN} --csv other.json/x.csv", "cannot write there"),
-    (compare_runs, f"{RUN} --csv=", "not the name of a file"),
     (analyze_kernel_reduction, "--baseline nothing --fused nothing --top -1", "0 or more"),
     (performance_dashboard, "nothing --output page.html", "no results in there"),
-    (ABLATION, "--script tiny_llama_v1.py", "adds no fusions"),
     (ABLATION, f"{V2} --fusions overlap", "tiny_llama_v2.py has qkv-fusion, flash-attention"),
     (ABLATION, "--table other.json", "another kind of file"),
     (benchmark_suite, "--models v1,v9", "llama has v1, v2, v3, v4"),
-    (benchmark_suite, "--batch-sizes 4,0", "1 or more"),
     (benchmark_suite, "--table other.json --seq-len 8", "takes no arguments"),
     (BATCH, f"{V2} --target-memory-usage 80", "not above 1"),
-    (BATCH, f"{V2} --hidden-dim 7", "divisible"),
-    (ROOFLINE, "--script no_such.py --output nothing", "no_such.py"),
     (ROOFLINE, f"{V2} --enable-torch-compile --output nothing", "--enable-torch-compile"),
     (ROOFLINE, "--from-rocprof-compute nothing", "pmc_perf.csv"),
     *(
