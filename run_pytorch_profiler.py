@@ -41,7 +41,9 @@ from lab.cli import Parser, ToolError, program
 from lab.files import read_json, write_text
 from lab.profile.kernels import (
     CATEGORIES,
+    GRAPH_PHASES,
     NO_KERNELS,
+    PHASES,
     Communication,
     Kernel,
     KernelStatistics,
@@ -57,7 +59,6 @@ from lab.profile.kernels import (
     statistics_of,
     write_statistics,
 )
-from lab.profile.steps import GRAPH_PHASES, PHASES
 from lab.script import load_script, script_arguments, tool_parser
 from lab.show import Column, render, write_csv
 

@@ -46,11 +46,6 @@ LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 both_types = pytest.mark.parametrize("dtype", LIMITS, ids=["float32", "bfloat16"])
 
 
-def forking_python() -> str:
-    """The interpreter; for tests that are still to name it themselves."""
-    return sys.executable
-
-
 def words(text: str) -> list[str]:
     """A command line as main() takes it."""
     return text.split()
@@ -311,7 +306,7 @@ def arguments(script: str, directory: Path, *argv: str) -> list[str]:
     return [*TINY[model_of(script)], "--device", "cpu", "--profile-dir", str(directory), *argv]
 
 
-def command_line(script: str, directory: Path, *argv: str, fresh: bool = False) -> list[str]:
+def command_line(script: str, directory: Path, *argv: str) -> list[str]:
     """The same run as a process of its own."""
     return [sys.executable, "-B", str(ROOT / f"{script}.py"), *arguments(script, directory, *argv)]
 

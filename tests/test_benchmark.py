@@ -36,15 +36,15 @@ def test_headline_compares_all_versions_turn_by_turn(tmp_path, monkeypatch):
     for version in benchmark.VERSIONS:
         script = benchmark.importlib.import_module(benchmark.script_of("tiny_llama", version))
 
-        def take(run, steps: int, version: str = version):
-            taken = sum(turn.label == run.label for turn in run.turns)
-            ms = {"V1": 30.0, "V2": 20.0, "V3": 10.0}[version] * (1 + taken**2)
-            run.turns.append(SimpleNamespace(label=run.label, step_ms=ms, peak=0))
-            if run.label == "step":
-                order.append(version)
-            return run.turns[-1]
+        def take(trainer, steps: int, label: str = "step", version: str = version) -> float:
+            turn = len(trainer.turns_ms)  # 0 is the trial
+            ms = {"V1": 30.0, "V2": 20.0, "V3": 10.0}[version] * (1 + (turn - 1) ** 2)
+            if label == "step":
+                trainer.turns_ms.append(ms)
+                order.extend([version] * (turn > 0))
+            return ms
 
-        monkeypatch.setattr(script.Run, "take", take)
+        monkeypatch.setattr(script.Trainer, "take", take)
     shapes = {"tiny_llama, small": Shape("tiny_llama", SMALL)}
     monkeypatch.setattr(benchmark, "SHAPES", shapes)
     argv = words("--rounds 3 --only fp32 eager")
@@ -69,14 +69,14 @@ def test_the_trunk_has_a_row_for_each_side_with_and_without_checkpoints(tmp_path
     sizes += " --num-heads-msa 2 --num-heads-pair 2"
     monkeypatch.setattr(benchmark, "TRUNKS", {"2 x 4": Shape("tiny_openfold", words(sizes))})
     v1 = load("tiny_openfold_v1")
-    build_model, start = v1.build_model, v1.Run.start
+    build_model, start = v1.build_model, v1.Trainer.start
 
-    def start_if_checkpointed(run) -> None:
-        if not run.args.checkpoint_blocks:
+    def start_if_checkpointed(trainer) -> None:
+        if not trainer.args.checkpoint_blocks:
             raise MemoryError("no room")
-        start(run)
+        start(trainer)
 
-    monkeypatch.setattr(v1.Run, "start", start_if_checkpointed)
+    monkeypatch.setattr(v1.Trainer, "start", start_if_checkpointed)
     argv = words("--rounds 1 --only V1")
     assert benchmark.main(["trunk", str(tmp_path), *argv]) == 0
     assert v1.build_model is build_model

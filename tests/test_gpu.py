@@ -283,25 +283,25 @@ def test_ctrl_c_in_a_graph_run_keeps_its_steps(tmp_path: Path):
     argv = [*TINY["llama"], *GRAPH, "--num-steps", "1000000", "--profile-dir", str(tmp_path)]
     command = [sys.executable, str(ROOT / "tiny_llama_v2.py"), *argv]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    for line in process.stdout:
+    for line in process.stderr:
         if line.startswith("step "):
             break
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
+    errors = process.stderr.read()  # communicate() would lose what was read ahead
+    assert process.wait(timeout=60) == 130
     assert "interrupted" in errors
     assert "Traceback" not in errors
     summary = summary_in(tmp_path)
     assert summary["timing"]["steps"] + 5 == len(summary["loss"]["curve"]) > 10
 
 
-# What V4's graph follows, and what it computes when a loop is not that of the harness
+# What V4's graph follows, and what it computes when a loop is not that of the core
 
 
 def trainer_after_a_step(script: str, *argv: str):
     """Model, optimizer and data of a tiny run."""
     args = parse(script, "--device", "cuda", "--deterministic", *argv)
-    trainer = load(script).Trainer(args, load(script).prepare(args))
+    trainer = load(script).Trainer(args).build()
     trainer.step()
     return trainer
 

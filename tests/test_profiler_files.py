@@ -386,3 +386,23 @@ def test_events_that_lack_something_are_counted(capsys):
     first, second = capsys.readouterr().err.splitlines()
     assert "x.json: without a valid start and end, left out: 2 of 3 kernels" in first
     assert "x.json: other events left out, which lack a name, a place or a time: 1" in second
+
+
+def test_communication_is_told_apart_from_what_hides_it():
+    """Two steps of 60 us; an all-reduce from 10 to 50 us of each, until 30 beside a GEMM, then
+    alone.
+
+    What comes before the first step is not part of them.
+    """
+    nccl = {"cat": "kernel", "name": "ncclDevKernel_Generic(ncclArgs)"}
+    events = [nccl | {"ts": -90.0, "dur": 80.0}]
+    for start in (0.0, 60.0):
+        for index, name in enumerate(PHASES):
+            mark = {"cat": "user_annotation", "name": name}
+            events.append({**mark, "ts": start + 15 * index, "dur": 15.0})
+        events.append({"cat": "kernel", "name": "Cijk_Ailk", "ts": start + 5, "dur": 25.0})
+        events.append(nccl | {"ts": start + 10, "dur": 40.0})
+    found = kernels.communication_of([{"ph": "X", **event} for event in events], PHASES)
+    assert (found.step_ms, found.ms, found.exposed_ms) == pytest.approx((0.060, 0.040, 0.020))
+    alone = [event for event in events if "nccl" not in event["name"]]
+    assert kernels.communication_of(alone, PHASES) is None

@@ -15,10 +15,11 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial, reduce
+from collections.abc import Iterator
+from functools import reduce
 from operator import getitem
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from conftest import ROOT, assert_refused, call, captured, read_rows, run_main
@@ -44,10 +45,9 @@ from exercises.performance_debugging import check_step, compare_stages
 from exercises.tiny_llama_v3 import add_relu, check_custom_kernel, measure
 from lab.cli import ToolError, run_tool
 from lab.files import write_file, write_text
-from lab.records import read_study
 from lab.script import DEFAULT_SCRIPT, MODES
 from lab.show import Column, render, write_csv
-from lab.study import SEARCH, measure_study, next_size
+from lab.study import measure_study
 
 RESULTS = ROOT / "results"
 H100, RUN = RESULTS / "h100", RESULTS / "cpu/tiny_llama_v2_readme.json"
@@ -150,31 +150,27 @@ def test_a_failure_while_writing_leaves_what_was_there(tmp_path):
 # --- tables and the terminal
 
 
-def test_a_name_is_no_formula_and_breaks_no_table(tmp_path):
-    path = tmp_path / "table.csv"
-    names = ("=1+1", "+x", "-x", "@x", "x=1", "")
-    write_csv(path, [{"name": text, "value": -1.5} for text in names])
-    found = read_rows(path)
-    assert [row["name"] for row in found] == ["'=1+1", "'+x", "'-x", "'@x", "x=1", ""]
-    assert {row["value"] for row in found} == {"-1.5"}
-    table = render([Column("a", str)], ["two\nlines\r\nor\u2028three"])
-    assert len(table.splitlines()) == 3
-
-
-def test_a_table_is_markdown_or_csv():
+def test_a_table_is_markdown_or_csv_and_a_name_is_no_formula(tmp_path):
     columns = [
         Column("side", "name"),
         Column("ms", "ms", ".2f"),
         Column("gain", "gain", ".1f", "x"),
     ]
-    rows = [{"name": "a|b", "ms": 1.005, "gain": 2}, {"name": "c", "ms": None, "gain": "none"}]
+    rows = [{"name": "a|b", "ms": 1.005, "gain": 2}, {"name": "two\nlines\u2028", "gain": "none"}]
     assert render(columns, rows).splitlines() == [
-        "| side |   ms | gain |",
-        "| ---- | ---: | ---: |",
-        "| a\\|b | 1.00 | 2.0x |",
-        "| c    |    - | none |",
+        "| side      |   ms | gain |",
+        "| --------- | ---: | ---: |",
+        "| a\\|b      | 1.00 | 2.0x |",
+        "| two lines |    - | none |",
     ]
-    assert render(columns, rows, "csv").splitlines() == ["side,ms,gain", "a|b,1.005,2", "c,,none"]
+    assert render(columns, rows[:1], "csv").splitlines() == ["side,ms,gain", "a|b,1.005,2"]
+    path = tmp_path / "table.csv"
+    write_csv(
+        path, [{"name": text, "value": -1.5} for text in ("=1+1", "+x", "-x", "@x", "x=1", "")]
+    )
+    found = read_rows(path)
+    assert [row["name"] for row in found] == ["'=1+1", "'+x", "'-x", "'@x", "x=1", ""]
+    assert {row["value"] for row in found} == {"-1.5"}
 
 
 def test_a_pipe_that_is_closed_is_no_error_and_a_full_device_is_one_line():
@@ -191,14 +187,22 @@ def test_a_pipe_that_is_closed_is_no_error_and_a_full_device_is_one_line():
 
 # --- what is missing, and odd ways to start
 
-PROGRAMS = [
-    *sorted((ROOT / "analysis_tools").glob("[!_]*.py")),
-    *sorted(ROOT.glob("run_*.py")),
-    *(ROOT / name for name in ("bench/versions.py", "tools/tables.py", "tools/run_sheet.py")),
-    ROOT / "exercises/performance_debugging/check_step.py",
-    ROOT / "exercises/performance_debugging/compare_stages.py",
-    ROOT / "exercises/tiny_openfold_v2/gemms_of_a_trace.py",
-]
+HELPS = [*ROOT.glob("run_*.py"), *ROOT.glob("analysis_tools/[!_]*.py")]
+HELPS += [ROOT / name for name in ("bench/versions.py", "tools/tables.py", "tools/run_sheet.py")]
+TRAINS = f"""\
+run_pytorch_profiler.py
+run_deepspeed_flops.py
+analysis_tools/benchmark_suite.py
+analysis_tools/compare_versions.py
+analysis_tools/find_fusions.py tiny_llama_v1.py
+analysis_tools/fusion_ablation_study.py
+analysis_tools/optimize_batch_size.py
+analysis_tools/roofline_analysis.py
+analysis_tools/validate_numerical_accuracy.py --baseline tiny_llama_v1.py --optimized x.py
+bench/versions.py overview .
+exercises/performance_debugging/check_step.py {ROOT}/tiny_llama_v1.py
+exercises/tiny_llama_v3/add_relu.py
+tools/compile_for_amd.py --help""".splitlines()
 # Runs command lines, one after the other, where there is nothing but the standard library.
 RUNS = """
 import contextlib, io, json, runpy, sys
@@ -233,43 +237,17 @@ def run_without_packages(commands: list[list[str]], cwd: Path) -> list[tuple]:
 
 
 def test_help_needs_no_package_and_no_docstring(tmp_path):
-    found = run_without_packages([[str(path), "--help"] for path in PROGRAMS], tmp_path)
-    assert len(found) == len(PROGRAMS)
+    found = run_without_packages([[str(path), "--help"] for path in HELPS], tmp_path)
+    assert len(found) == len(HELPS) > 15
     for program, status, out, err in found:
         assert (status, err, "usage" in out.lower()) == (0, "", True), program
 
 
-TRAINS = {
-    "run_pytorch_profiler.py": "",
-    "run_deepspeed_flops.py": "",
-    "analysis_tools/benchmark_suite.py": "",
-    "analysis_tools/compare_versions.py": "",
-    "analysis_tools/find_fusions.py": "tiny_llama_v1.py",
-    "analysis_tools/fusion_ablation_study.py": "",
-    "analysis_tools/optimize_batch_size.py": "",
-    "analysis_tools/roofline_analysis.py": "",
-    "analysis_tools/validate_numerical_accuracy.py": (
-        "--baseline tiny_llama_v1.py --optimized tiny_llama_v2.py"
-    ),
-    "bench/versions.py": "overview .",
-    "bench/operations.py": "table .",
-    "tools/compile_for_amd.py": "--help",
-    "bench/find_fusions.py": "study.json",
-    "exercises/performance_debugging/check_step.py": f"{ROOT}/tiny_llama_v1.py",
-    **{
-        path.relative_to(ROOT).as_posix(): ""
-        for path in sorted(ROOT.glob("exercises/*/*.py"))
-        if path not in PROGRAMS and path.read_text().startswith("#!")  # else it is no program
-    },
-}
-
-
 def test_a_package_that_is_missing_is_one_line(tmp_path):
-    commands = [[str(ROOT / program), *argv.split()] for program, argv in TRAINS.items()]
+    commands = [f"{ROOT}/{line}".split() for line in TRAINS]
     for program, status, out, err in run_without_packages(commands, tmp_path):
-        assert (status, out) == (4, ""), (program, err)
         *notes, line = err.splitlines()
-        assert " error: " in line
+        assert (status, out, " error: " in line) == (4, "", True), (program, err)
         assert any(package in line for package in ("torch", "numpy", "matplotlib"))
         assert all(": note: " in note for note in notes)
 
@@ -303,58 +281,40 @@ V2 = "--script tiny_llama_v2.py"
 ODD = [
     (compare_runs, "nothing", "no result file"),
     (compare_runs, "missing", "no such file or directory"),
-    (compare_runs, "a" * 300, "File name too long"),
     (compare_runs, "several", "tiny_llama_v1_summary.json, tiny_llama_v2_summary.json"),
-    (compare_runs, f"{RUN} --csv nothing", "cannot write there"),
     (compare_runs, f"{RUN} --csv other.json/x.csv", "cannot write there"),
     (compare_runs, f"{RUN} --csv=", "not the name of a file"),
     (analyze_kernel_reduction, "--baseline nothing --fused nothing --top -1", "0 or more"),
-    (performance_dashboard, f"{RUN} --output page.txt", "must end in .html"),
     (performance_dashboard, "nothing --output page.html", "no results in there"),
     (ABLATION, "--script tiny_llama_v1.py", "adds no fusions"),
     (ABLATION, f"{V2} --fusions overlap", "tiny_llama_v2.py has qkv-fusion, flash-attention"),
-    (ABLATION, f"{V2} --enable-qkv-fusion", "not allowed with argument"),
     (ABLATION, "--table other.json", "another kind of file"),
-    (ABLATION, "--table missing.json", "No such file"),
     (benchmark_suite, "--models v1,v9", "llama has v1, v2, v3, v4"),
-    (benchmark_suite, "--metrics speed", "throughput, memory, accuracy"),
     (benchmark_suite, "--batch-sizes 4,0", "1 or more"),
     (benchmark_suite, "--table other.json --seq-len 8", "takes no arguments"),
     (BATCH, f"{V2} --target-memory-usage 80", "not above 1"),
-    (BATCH, f"{V2} --batch-size 4", "is what is looked for"),
     (BATCH, f"{V2} --hidden-dim 7", "divisible"),
     (ROOFLINE, "--script no_such.py --output nothing", "no_such.py"),
-    (ROOFLINE, "--script tiny_llama_v1.py --scripts tiny_llama_v2.py", "--script"),
     (ROOFLINE, f"{V2} --enable-torch-compile --output nothing", "--enable-torch-compile"),
-    (ROOFLINE, f"{V2} --verify-accuracy --output nothing", "--verify-accuracy"),
-    (ROOFLINE, "--from-rocprof-compute no_such_folder", "no_such_folder"),
     (ROOFLINE, "--from-rocprof-compute nothing", "pmc_perf.csv"),
-    (ROOFLINE, "--from-rocprof-compute nothing --batch-size 2", "--batch-size"),
     *(
         (tool, f"--profile-dir nothing --script {argv}", argv.split()[-1])
         for tool in (run_pytorch_profiler, run_deepspeed_flops)
         for argv in (
-            "no_such_script.py",
             "tools/sync_common.py",
-            str(ROOT / "tests"),
             *(f"tiny_llama_v2.py --{mode.replace('_', '-')}" for mode in MODES),
             "tiny_llama_v2.py --no-such-flag",
         )
     ),
-    (check_step, "no.py", "no.py: no such file"),
     (check_step, f"{ROOT}/lab/cli.py", "neither a stage nor a version of TinyLlama"),
     (compare_stages, "nothing", "no results of stages"),
-    (compare_stages, "other.json", "it has no stages"),
     (add_relu, "--block 3", "must be a power of two"),
     (check_custom_kernel, "none.py", "none.py: no such module"),
     (measure, "other.json", "no file of these programs"),
     (versions, "table missing", "missing: no result files"),
     (VALIDATE, f"{BOTH} tiny_openfold_v1.py", "different models"),
-    (VALIDATE, f"{BOTH} ../version2/tiny_llama_v2.py", "no such file"),
     (VALIDATE, f"{BOTH} tiny_llama_v2.py --tolerance nan", "--tolerance: must be above 0"),
     (VALIDATE, f"{BOTH} tiny_llama_v2.py --verify-accuracy", "--verify-accuracy does not fit here"),
-    (VALIDATE, f"{BOTH} tiny_llama_v2.py --num-blocks 1", "unrecognized arguments: --num-blocks"),
-    (versions, "headline . --only fp8", "'fp8'; there are 'tiny_llama, small'"),
 ]
 
 
@@ -381,105 +341,52 @@ VALUES = (None, True, 0, -1, 7, 1.5, 1e308, float("nan"), "", "x", "=1", "a\nb")
 VALUES += ([], [1], ["x"], [[]], {}, {"x": 1})
 # It is a file of something else now, or some of its rows are.
 REFUSED = ("cannot be compared", "is a run of", "folder: ")
-Answer = tuple[int, str, str]
-Reader = Callable[[Path], Answer]
+SETS, SUITE = H100 / "ablation_tiny_llama_v2.json", H100 / "suite_llama.json"
+PROFILE = H100 / "profile_tiny_llama_v1.json"
+READERS = [  # a file, who reads it, and how: itself, or a folder that has it by its usual name
+    (RUN, compare_runs, f"{RUN} FILE"),
+    (RESULTS / "cpu/exercises.json", compare_runs, "FILE/baseline"),
+    (RUN, compare_versions, "--v2 FOLDER --family llama"),
+    (RUN, plot_runs, "memory x=FILE"),
+    (RUN, regression_tester, f"--baseline-results {RUN} --current-results FILE"),
+    (SUITE, regression_tester, f"--baseline-results {SUITE} --current-results FILE"),
+    (SETS, fusion_ablation_study, "--table FILE"),
+    (SUITE, benchmark_suite, "--table FILE"),
+    (PROFILE, analyze_kernel_reduction, f"--baseline FOLDER --fused {H100}/profiles/tiny_llama_v2"),
+    (RUN, report_generator, "--baseline FOLDER --fused FOLDER"),
+    (H100 / "flops_tiny_llama_v2.json", report_generator, "--baseline FOLDER --fused FOLDER"),
+    (STAGES, compare_stages, "FILE"),
+    *(
+        (H100 / f"{name}.json" if name else RUN, performance_dashboard, "FILE --output FILE.html")
+        for name in ("", "suite_llama", "headline_v3", "memory")
+    ),
+    *(
+        (H100 / f"{name}.json", versions, "table FOLDER")
+        for name in ("headline_v3", "trunk", "ablation_tiny_llama_v3")
+    ),
+    (H100 / "energy.json", None, ""),
+]
+FOUND_BY = {
+    RUN.name: "tiny_llama_v2_summary.json",
+    PROFILE.name: "tiny_llama_v1_profile.json",
+    "flops_tiny_llama_v2.json": "tiny_llama_v2_flops.json",
+}
 
 
-def search(path: Path) -> Answer:
-    """How optimize_batch_size.py reads a search, which it refuses as a whole if it was made on
-    another device."""
-
-    def body() -> int:
-        rows = read_study(path, *SEARCH)["rows"]
-        next_size(rows, 1e5, 1024)
-        found = [optimize_batch_size.beside_memory(row, 1e5) for row in rows]
-        print(optimize_batch_size.table(found, 0.8))
-        if fitting := [row for row in found if row["part"]]:
-            for target in optimize_batch_size.TARGETS:
-                print(optimize_batch_size.answer(fitting, target))
-        return 0
-
-    return captured(lambda argv: run_tool("optimize_batch_size.py", body), [])
-
-
-def unfinished(path: Path) -> Answer:
-    """How every study goes on from what an interrupted one has left."""
-    partial_file = path.with_suffix(".partial.json")
-    shutil.copy(path, partial_file)
-    measure = lambda: bool(measure_study(path, []))  # noqa: E731
-    status, out, err = captured(lambda argv: run_tool("study", measure), [])
-    return status, out, err.replace(".partial.json", ".json")
-
-
-def in_folder(path: Path, name: str) -> Path:
-    """The file under the name that a tool looks for, in a folder of its own."""
+def read(tool: ModuleType | None, argv: str, path: Path) -> tuple[int, str, str]:
+    """Have a tool read a file, or without one what an interrupted study has left for the next."""
+    if tool is None:
+        shutil.copy(path, path.with_suffix(".partial.json"))
+        goes_on = lambda: bool(measure_study(path, []))  # noqa: E731
+        status, out, err = captured(lambda argv: run_tool("study", goes_on), [])
+        return status, out, err.replace(".partial.json", ".json")
     folder = path.parent / "folder"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    return shutil.copy(path, folder / name).parent
-
-
-def profile(path: Path) -> Answer:
-    folder = in_folder(path, "tiny_llama_v1_profile.json")
-    profiles = H100 / "profiles"
-    shutil.copy(profiles / "tiny_llama_v1/tiny_llama_v1_kernels.csv", folder)
-    argv = "--baseline", folder, "--fused", profiles / "tiny_llama_v2"
-    return call(analyze_kernel_reduction, *argv)
-
-
-def report(name: str, path: Path) -> Answer:
-    folder = in_folder(path, name)
-    return call(report_generator, "--baseline", folder, "--fused", folder)
-
-
-def of_versions(path: Path) -> Answer:
-    folder = in_folder(path, "tiny_llama_v2_summary.json")
-    return call(compare_versions, "--v2", folder, "--family", "llama")
-
-
-def regression(source: Path, path: Path) -> Answer:
-    return call(regression_tester, "--baseline-results", source, "--current-results", path)
-
-
-def tables(name: str, path: Path) -> Answer:
-    return call(versions, "table", in_folder(path, name))
-
-
-def dashboard(path: Path) -> Answer:
-    return call(performance_dashboard, path, "--output", path.with_suffix(".html"))
-
-
-SETS, SUITE = H100 / "ablation_tiny_llama_v2.json", H100 / "suite_llama.json"
-STUDIES = ("headline_v3", "trunk", "ablation_tiny_llama_v3")
-SHOWN = ("suite_llama", "headline_v3", "memory")
-READERS: dict[str, tuple[Path, Reader]] = {
-    "compare_runs": (RUN, lambda path: call(compare_runs, RUN, path)),
-    "compare_runs, several": (
-        RESULTS / "cpu/exercises.json",
-        lambda path: call(compare_runs, path / "baseline"),
-    ),
-    "compare_versions": (RUN, of_versions),
-    "plot_runs": (RUN, lambda path: call(plot_runs, "memory", f"x={path}")),
-    "regression_tester, run": (RUN, partial(regression, RUN)),
-    "regression_tester, study": (SUITE, partial(regression, SUITE)),
-    "fusion_ablation_study": (SETS, partial(call, fusion_ablation_study, "--table")),
-    "benchmark_suite": (SUITE, partial(call, benchmark_suite, "--table")),
-    "optimize_batch_size": (H100 / "batch_size_tiny_llama_v4.json", search),
-    "unfinished study": (H100 / "energy.json", unfinished),
-    "analyze_kernel_reduction": (H100 / "profile_tiny_llama_v1.json", profile),
-    "report_generator, run": (RUN, partial(report, RUN.name.replace("readme", "summary"))),
-    "report_generator, FLOPs": (
-        H100 / "flops_tiny_llama_v2.json",
-        partial(report, "tiny_llama_v2_flops.json"),
-    ),
-    "compare_stages": (STAGES, partial(call, compare_stages)),
-    "dashboard, run": (RUN, dashboard),
-    **{f"dashboard, {name}": (H100 / f"{name}.json", dashboard) for name in SHOWN},
-    **{
-        f"benchmark, {name}": (H100 / f"{name}.json", partial(tables, f"{name}.json"))
-        for name in STUDIES
-    },
-}
+    shutil.copy(path, folder / FOUND_BY.get(path.name, path.name))
+    if path.name == PROFILE.name:
+        shutil.copy(H100 / "profiles/tiny_llama_v1/tiny_llama_v1_kernels.csv", folder)
+    return call(tool, *argv.replace("FILE", str(path)).replace("FOLDER", str(folder)).split())
 
 
 def places(value: object, path: tuple = ()) -> Iterator[tuple]:
@@ -502,10 +409,10 @@ def mutated(content: dict, place: tuple, rng: random.Random) -> dict:
     return content
 
 
-@pytest.mark.parametrize("name", READERS)
-def test_a_damaged_file_is_read_or_named(name: str, tmp_path: Path):
-    source, read = READERS[name]
-    content, rng, wrong = json.loads(source.read_text()), random.Random(name), []
+@pytest.mark.parametrize(("source", "tool", "argv"), READERS)
+def test_a_damaged_file_is_read_or_named(source: Path, tool, argv: str, tmp_path: Path):
+    content, wrong = json.loads(source.read_text()), []
+    rng = random.Random(f"{source.name} {getattr(tool, '__name__', None)}")
     everywhere = list(places(content))
     path = tmp_path / source.name
     for _ in range(MUTATIONS):
@@ -514,7 +421,7 @@ def test_a_damaged_file_is_read_or_named(name: str, tmp_path: Path):
         path.write_text(json.dumps(damaged))
         what = ".".join(map(str, place))
         try:
-            status, _, err = read(path)
+            status, _, err = read(tool, argv, path)
         except Exception as error:
             wrong.append(f"{what}: {type(error).__name__}: {error}")
             continue
@@ -552,7 +459,8 @@ def test_a_broken_file_is_one_line(name: str, tmp_path: Path):
     text, said = BROKEN[name]
     path = tmp_path / f"{name}_summary.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    assert_refused(dashboard(path), str(path), said)
+    page = call(performance_dashboard, path, "--output", path.with_suffix(".html"))
+    assert_refused(page, str(path), said)
     if name not in OF_STUDIES:
         assert_refused(call(compare_runs, path), str(path), said)
     assert [*tmp_path.iterdir()] == [path]

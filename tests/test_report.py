@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    MODELS,
     QUICK,
     ROOT,
     SCRIPT,
@@ -36,30 +35,23 @@ from conftest import (
 from lab import records
 from lab.turns import ratios, verdict
 
-both_models = pytest.mark.parametrize("script", [f"tiny_{model}_v2" for model in MODELS])
 QUICK_SCRIPTS = tuple(script for script in SCRIPTS if script not in TRITON)
-STEPS, WARMUP = 6, 2
-NUMBER = r"(-?\d+(?:\.\d+)?(?:e[-+]\d+)?)"
+STEPS = words("--num-steps 6 --warmup-steps 2 --log-interval 2")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """One run of each script that nothing else is asked of; Triton's interpreter takes too long."""
-    steps = ["--num-steps", str(STEPS), "--warmup-steps", str(WARMUP), "--log-interval", "2"]
-    return {
-        script: run_main(script, tmp_path_factory.mktemp(script), *steps)
-        for script in QUICK_SCRIPTS
-    }
+    return {s: run_main(s, tmp_path_factory.mktemp(s), *STEPS) for s in QUICK_SCRIPTS}
 
 
 @pytest.fixture
 def plain(runs: dict[str, Run]) -> Run:
-    """That run of the script whose harness is tested."""
+    """That run of the script whose core is tested."""
     return runs[SCRIPT]
 
 
 # Lines that other people search for
-
 
 LINES = """\
 Average training speed: {timing[samples_per_sec]:.1f} samples/sec
@@ -87,16 +79,17 @@ def test_lines_have_the_numbers_of_the_result(plain: Run):
 
 
 def test_numbers_agree_with_each_other(plain: Run):
-    timing, loss, flops = (plain.summary[group] for group in ("timing", "loss", "flops"))
-    assert timing["steps"] == STEPS
+    timing, loss, flops, kernels = (
+        plain.summary[group] for group in ("timing", "loss", "flops", "kernels")
+    )
+    assert timing["steps"] == 6
     assert timing["samples_per_sec"] == pytest.approx(1e3 * 2 / timing["batch_ms"])
     assert timing["turns_ms"] == [timing["batch_ms"]], "a plain run is one turn"
     phases = [timing[f"{phase}_ms"] for phase in ("data", "forward", "backward", "optimizer")]
     assert min(phases) > 0
     assert sum(phases) <= timing["batch_ms"] * 1.001, "phases are parts of the whole loop"
-    assert len(loss["curve"]) == loss["warmup_steps"] + STEPS == WARMUP + STEPS
+    assert len(loss["curve"]) == loss["warmup_steps"] + 6 == 8
     assert (loss["initial"], loss["final"]) == (loss["curve"][0], loss["curve"][-1])
-    kernels = plain.summary["kernels"]
     saved = 100 * (1 - kernels["per_step"] / kernels["all_off"])
     assert kernels["reduction_percent"] == pytest.approx(saved)
     assert flops["achieved_tflops"] == pytest.approx(flops["gflop"] / timing["batch_ms"])
@@ -112,58 +105,44 @@ def test_times_of_known_steps():
     assert (found["samples_per_sec"], found["forward_ms"], found["steps"]) == (2000.0, 1.0, 20)
 
 
-PROGRESS = rf"(warm-up step|step) (\d+)/(\d+)  loss {NUMBER}  {NUMBER} samples/s"
-
-
 def test_progress_is_apart_from_the_report(plain: Run):
     """On stderr, with the loss of the step; what takes long is said before it begins."""
     first, *between, last = plain.progress.splitlines()
-    shown = [re.fullmatch(PROGRESS, line).groups() for line in between]
-    assert [(kind, int(step), int(of)) for kind, step, of, *_ in shown] == [
-        ("step", step, STEPS) for step in (2, 4, 6)
-    ]
+    shown = [re.match(r"step (\d)/6  loss (\S+)  \S+ samples/s", line).groups() for line in between]
+    assert [int(step) for step, _ in shown] == [2, 4, 6]
     losses = [plain.summary["loss"]["curve"][i] for i in (3, 5, 7)]
-    assert [float(loss) for *_, loss, _ in shown] == pytest.approx(losses, abs=6e-5)
+    assert [float(loss) for _, loss in shown] == pytest.approx(losses, abs=6e-5)
     assert first == "taking the first step"
     assert last == "counting kernels, memory and operations"
 
 
 def test_progress_on_a_terminal_is_one_line_that_is_rewritten(plain: Run, tmp_path: Path):
-    steps = ["--num-steps", str(STEPS), "--warmup-steps", str(WARMUP), "--log-interval", "2"]
-    command = shlex.join(command_line(SCRIPT, tmp_path, *steps))
+    command = shlex.join(command_line(SCRIPT, tmp_path, *STEPS))
     terminal = ["script", "--quiet", "--return", "--command", command, "/dev/null"]
     written = subprocess.run(terminal, capture_output=True, check=True).stdout.decode()
     _, rewritten, *rest = written.replace("\r\n", "\n").split("\n")
     *shown, stays = rewritten.split("\033[K\r")
-    begins = [line.partition("  ")[0] for line in [*plain.progress.splitlines(), ""]]
-    assert [line.partition("  ")[0] for line in shown] == begins
+    begin, *_, counting, nothing = shown
+    assert (begin, nothing) == ("taking the first step", "")
+    assert counting == "counting kernels, memory and operations"
     assert max(map(len, shown)) < 80, "a longer one would go on in the next line"
-    report = plain.stdout.partition("\n")[2].split("\n")
-    assert [line.partition(":")[0] for line in [stays, *rest]] == [
-        line.partition(":")[0] for line in report
-    ], "and no rest of lines before"
+    labels = [line.partition(":")[0] for line in plain.stdout.split("\n")]
+    assert [line.partition(":")[0] for line in [stays, *rest]] == labels[1:], "no rest of a line"
 
 
 # What is counted
 
 
-@both_models
-def test_operator_calls_do_not_depend_on_the_batch_size(script: str, runs: dict[str, Run], run):
-    """TINY's batches have two samples."""
-    one, two = run(script, *QUICK, "--batch-size", "1").summary, runs[script].summary
-    found = one["kernels"]
-    assert found == two["kernels"]
+def test_operator_calls_do_not_depend_on_the_batch_size(runs: dict[str, Run], run):
+    """Where nothing is fused, no reduction is claimed."""
+    found = runs[SCRIPT].summary["kernels"]
+    assert run(SCRIPT, *QUICK, "--batch-size", "1").summary["kernels"] == found
     assert found["unit"] == "operator calls"
     assert found["per_step"] < 0.9 * found["all_off"], "fusions need fewer"
-    v1 = runs[script.replace("v2", "v1")].summary["kernels"]
-    assert found["all_off"] == v1["per_step"], "V2 with everything off is V1"
-
-
-def test_where_nothing_is_fused_no_reduction_is_claimed(run, runs: dict[str, Run]):
-    for _, text, _, summary in (run(SCRIPT, *QUICK, "--disable-all-fusion"), runs["tiny_llama_v1"]):
-        assert re.search(r"^Kernels per step: \d+;", text, re.MULTILINE)
-        assert "Kernel reduction" not in text and "all fusions off" not in text
-        assert summary["kernels"].keys() == {"unit", "per_step"}
+    off = run(SCRIPT, *QUICK, "--disable-all-fusion")
+    for plain in (off, runs["tiny_llama_v1"]):
+        assert plain.summary["kernels"] == {"unit": found["unit"], "per_step": found["all_off"]}
+        assert "Kernel reduction" not in plain.stdout and "all fusions off" not in plain.stdout
 
 
 def test_flops_of_llama_are_those_of_its_matrix_products(run):
@@ -192,22 +171,15 @@ def test_peak_memory_of_one_big_weight_is_known(run):
 # The result file
 
 
-def test_result_file_has_what_readers_look_for(plain: Run):
-    run = records.load_run(plain.directory)  # checks the types
-    assert None not in {**records.settings(run.result), **run.row()}.values()
-    found, known = records.beside(run, run), {**records.MEASURED, "speedup": ()}
-    on_a_gpu = {"graph_ms", "compilation_ms", "host_launches"}
-    assert {key for key in known if found[key] is None} == on_a_gpu
-
-
 @pytest.mark.parametrize("script", QUICK_SCRIPTS)
-def test_result_file_names_the_script_its_sizes_and_its_fusions(script: str, runs: dict[str, Run]):
-    summary = runs[script].summary
-    assert (summary["script"], summary["status"]) == (script, "ok")
-    assert summary["config"] == asdict(build(script).config)
-    assert summary["fusions"] == {attribute: True for _, attribute, _ in load(script).FUSIONS}
-    left = [path.name for path in runs[script].directory.iterdir()]
-    assert left == [f"{script}_summary.json"], "and nothing else"
+def test_result_file_has_what_readers_look_for(script: str, runs: dict[str, Run]):
+    run, known = records.load_run(runs[script].directory), {**records.MEASURED, "speedup": ()}
+    assert (run.result["script"], run.result["status"]) == (script, "ok")
+    assert run.result["config"] == asdict(build(script).config)
+    assert run.result["fusions"] == {name: True for _, name, _ in load(script).FUSIONS}
+    on_a_gpu, found = {"graph_ms", "compilation_ms", "host_launches"}, records.beside(run, run)
+    assert {key for key in known if found[key] is None} == on_a_gpu
+    assert [*runs[script].directory.iterdir()] == [run.path], "and nothing else"
 
 
 def test_train_returns_what_it_writes_and_leaves_its_arguments_alone(tmp_path: Path, capsys):
@@ -218,27 +190,17 @@ def test_train_returns_what_it_writes_and_leaves_its_arguments_alone(tmp_path: P
     result = load(SCRIPT).train(args)
     assert summary_in(tmp_path) == json.loads(json.dumps(result))
     assert vars(args) == before
-    text = capsys.readouterr().out
-    assert "armup" not in text and "warm-up" not in text
     assert "warmup_first_step_ms" not in result["timing"]
     assert len(result["loss"]["curve"]) == 2
 
 
-# Under a profiler
-
-
 # None: --under-profiler, and who asks for it knows; the others are set by rocprofv3 and
 # rocprof-compute, rocprof-sys, nsys and ncu
-@pytest.mark.parametrize(
-    "variable",
-    [
-        None,
-        "ROCP_TOOL_LIBRARIES",
-        "ROCPROFSYS_MODE",
-        "NSYS_PROFILING_SESSION_ID",
-        "NV_NSIGHT_INJECTION_TRANSPORT_TYPE",
-    ],
-)
+PROFILERS = (None, "ROCP_TOOL_LIBRARIES", "ROCPROFSYS_MODE", "NSYS_PROFILING_SESSION_ID")
+PROFILERS += ("NV_NSIGHT_INJECTION_TRANSPORT_TYPE",)
+
+
+@pytest.mark.parametrize("variable", PROFILERS)
 def test_under_a_profiler_nothing_runs_but_training_steps(variable: str | None, run, monkeypatch):
     monkeypatch.setattr(torch.profiler, "profile", None)  # would be a traceback
     if variable:
@@ -256,28 +218,21 @@ def test_under_a_profiler_nothing_runs_but_training_steps(variable: str | None, 
 # --compare-fusion
 
 
-def table_of(text: str) -> dict[str, list[str]]:
-    """The rows of the one table; no report is printed with it."""
-    assert "Average training speed" not in text
-    lines = text.partition("all off   as chosen    ratio\n")[2].splitlines()
-    rows = [re.split(r"\s{2,}", line.strip()) for line in lines]
-    return {label: cells for label, *cells in rows if cells}
-
-
 def test_compare_fusion_prints_one_table_of_two_results(run, tmp_path: Path):
-    """Each is that of the run it would be alone; what it takes beside the other one is in turns. At
-    a length at which the scores that flash attention does not keep are most of the memory."""
-    argv = words("--num-steps 12 --warmup-steps 1 --seq-len 256 --num-heads 8")
+    """Each is that of the run it would be alone; what it takes beside the other one is in turns."""
+    argv = words("--num-steps 12 --warmup-steps 1")
     alone = [run(SCRIPT, *argv, *off).summary for off in (["--disable-all-fusion"], [])]
     status, text, errors, fused = run(SCRIPT, *argv, "--compare-fusion")
     assert (status, errors) == (0, "")
     assert text.count("tiny_llama_v2 on ") == 2, "a headline for each side"
+    assert "Average training speed" not in text, "no report is printed with it"
     baseline = summary_in(tmp_path / "profiles" / "baseline")
-    rows, times = table_of(text), ratios(baseline["timing"], fused["timing"])
+    times = ratios(baseline["timing"], fused["timing"])
     assert len(times) == 10
-    assert rows["batch time, ms"][2] == f"{np.median(times):.2f}x"
     said = f"{min(times):.2f}x to {max(times):.2f}x ({verdict(times)})"
     assert text.endswith(f"\nBatch time ratio in 10 turns: {said}\n")
+    table = text.partition("all off   as chosen    ratio\n")[2].splitlines()
+    rows = {label: cells for label, *cells in (re.split(r"\s{2,}", line) for line in table)}
     for label, group, key, digits in (
         ("batch time, ms", "timing", "batch_ms", 2),
         ("peak memory, MB", "memory", "peak_mb", 1),
@@ -285,18 +240,27 @@ def test_compare_fusion_prints_one_table_of_two_results(run, tmp_path: Path):
         ("final loss", "loss", "final", 4),
     ):
         off, on = (result[group][key] for result in (baseline, fused))
-        assert rows[label][:2] == [f"{off:.{digits}f}", f"{on:.{digits}f}"], label
-        if key in ("peak_mb", "per_step"):
-            assert rows[label][2] == f"{off / on:.2f}x", "as with times: how many times less"
+        ratio = np.median(times) if key == "batch_ms" else off / on
+        shown = [f"{off:.{digits}f}", f"{on:.{digits}f}", *[f"{ratio:.2f}x"] * (group != "loss")]
+        assert rows[label] == shown, "how many times less"
     assert baseline["kernels"]["per_step"] == fused["kernels"]["all_off"]
-    assert fused["loss"]["curve"] == pytest.approx(baseline["loss"]["curve"], rel=1e-3)
-    assert alone[0]["memory"]["peak_mb"] > 1.5 * alone[1]["memory"]["peak_mb"]
     for side, result, on in zip((baseline, fused), alone, (False, True), strict=True):
         assert set(side["fusions"].values()) == {on}
-        peak = result["memory"]["peak_mb"]
-        assert side["memory"]["peak_mb"] == pytest.approx(peak, rel=1e-6)
+        assert side["memory"]["peak_mb"] == pytest.approx(result["memory"]["peak_mb"], rel=1e-6)
         assert side["kernels"]["per_step"] == result["kernels"]["per_step"]
         assert side["loss"] == result["loss"]
+
+
+def test_sides_change_their_order_from_turn_to_turn(run, monkeypatch):
+    order, trainer = [], load(SCRIPT).Trainer
+    take = trainer.take
+    monkeypatch.setattr(
+        trainer, "take", lambda self, steps: order.append(self.title) or take(self, steps)
+    )
+    argv = words("--compare-fusion --num-steps 3 --warmup-steps 0 --under-profiler")
+    assert run(SCRIPT, *argv).status == 0
+    off, on = "all off: ", "as chosen: "
+    assert order == [off, on, on, off, off, on]
 
 
 # Files of profiling
@@ -306,20 +270,14 @@ def test_profiling_writes_tables_a_trace_and_a_timeline_that_reaches_the_peak(ru
     result = run(SCRIPT, *QUICK, "--enable-pytorch-profiler", "--enable-memory-profiling")
     assert result.status == 0, result.stderr
     names = ("memory_timeline.csv", "operators_by_cpu_time.txt", "summary.json", "trace.json.gz")
-    paths = sorted(result.directory.iterdir())
-    assert [path.name for path in paths] == [f"{SCRIPT}_{name}" for name in names]
-    table = paths[1].read_text()
-    assert "aten::mm" in table
-    assert any(line.startswith("Self CPU total:") for line in table.splitlines())
-    with gzip.open(paths[3], "rt") as file:
-        events = json.load(file)["traceEvents"]
-    assert any(event.get("name") == "aten::mm" for event in events)
+    timeline, table, _, trace = sorted(result.directory.iterdir())
+    assert {path.name for path in result.directory.iterdir()} == {f"{SCRIPT}_{n}" for n in names}
+    assert "aten::mm" in table.read_text() and "\nSelf CPU total:" in table.read_text()
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     ranges = [event["name"] for event in events if event.get("cat") == "user_annotation"]
-    modules = ("layers.1", "layers.1.self_attn.o_proj", "layers.0.mlp")
-    for name in ("data", "forward", "backward", "optimizer", *modules):
+    for name in ("data", "forward", "backward", "optimizer", "layers.1.self_attn.o_proj"):
         assert ranges.count(name) == 3, f"{name} is in each of the three steps"
-    with paths[0].open() as file:
-        header, *rows = csv.reader(file)
+    header, *rows = csv.reader(timeline.read_text().splitlines())
     times, used = ([float(row[column]) for row in rows] for column in (0, 1))
     assert (header, times[0], times) == (["time_us", "bytes"], 0, sorted(times))
     assert len(rows) > 100 and min(used) > 0
@@ -338,10 +296,9 @@ def test_help_has_groups_defaults_and_examples_that_can_be_given(script: str, ru
     spaces = " ".join(text.split())
     for flag, default in (("num-steps", "50"), ("learning-rate", "0.0003")):
         assert re.search(rf"--{flag} [^-]*\(default: {default}\)", spaces), flag
-    assert f"pytorch_profiles_v{script[-1]}" in spaces
     for flag in [*(flag for flag, _, _ in load(script).FUSIONS), "torch-compile", "cuda-graph"]:
         assert f"--enable-{flag}" in text and f"--disable-{flag}" in text
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.chdir(ROOT)
     commands = re.findall(rf"python {script}\.py(.*)", text.partition("\nexamples:\n")[2])
     assert len(commands) >= 3
@@ -357,7 +314,6 @@ packages = lambda: {name.partition(".")[0] for name in sys.modules}
 settings = lambda: (
     torch.get_num_threads(), torch.get_float32_matmul_precision(), dict(os.environ),
     torch.are_deterministic_algorithms_enabled(), bytes(torch.get_rng_state().numpy()),
-    str(numpy.random.get_state()), torch.cuda.is_initialized(),
 )
 before, known = settings(), packages() | {*sys.stdlib_module_names, *sys.argv}
 for name in sys.argv[1:]:

@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -270,16 +269,16 @@ def steady(monkeypatch):
     for version in (1, 2):
         script = load(f"tiny_llama_v{version}")
 
-        def take(run, steps: int) -> SimpleNamespace:
-            given = {name: getattr(run.args, name.replace("-", "_"), False) for name in GAINS}
+        def take(trainer, steps: int, label: str = "step") -> float:
+            given = {name: getattr(trainer.args, name.replace("-", "_"), False) for name in GAINS}
             gain = math.prod(GAINS[name] for name, on in given.items() if on)
-            taken = sum(turn.label == "step" for turn in run.turns)
-            ms = 20.0 / gain * (1 + taken / 10)
-            run.turns.append(SimpleNamespace(label=run.label, step_ms=ms, peak=0))
-            return run.turns[-1]
+            turn = len(trainer.turns_ms)  # 0 is the trial
+            ms = 20.0 / gain * (1 + (turn - 1) / 10)
+            trainer.turns_ms += [ms] * (label == "step")
+            return ms
 
-        monkeypatch.setattr(script.Run, "take", take)
-        monkeypatch.setattr(script, "memory_of_a_step", lambda trainer: 1e7)
+        monkeypatch.setattr(script.Trainer, "take", take)
+        monkeypatch.setattr(script, "memory_of_a_step", lambda trainer: [(0.0, 1e7)])
 
 
 def test_an_ablation_has_the_effect_of_each_fusion(steady, monkeypatch, tmp_path):

@@ -182,7 +182,7 @@ def check_values(script: str, argv: str, found: dict[str, Tensor]) -> None:
     sides = []
     for exact in (True, False):
         args = v1.parse_args([*argv.split(), "--device", DEVICE.type])
-        trainer = v1.Trainer(args, v1.prepare(args))
+        trainer = v1.Trainer(args).build()
         trainer.model.load_state_dict(random_state(trainer.model.state_dict()))
         sides.append(values_of(v1, trainer, exact))
     exact, rounded = sides

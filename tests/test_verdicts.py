@@ -7,11 +7,10 @@ import json
 import math
 import re
 import statistics
-import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import QUICK, ROOT, TINY, assert_refused, call, forking_python, run_main, strict_json
+from conftest import QUICK, ROOT, TINY, assert_refused, call, run_main, strict_json
 
 from analysis_tools import compare_versions, regression_tester, validate_numerical_accuracy
 from lab import accuracy
@@ -151,21 +150,11 @@ def test_runs_are_compared_with_the_range_of_their_steps(tmp_path):
     for change, words in (
         ({"config": result["config"] | {"seq_len": 64}}, "seq_len differs: 256 and 64"),
         ({"training": result["training"] | {"use_amp": True}}, "precision differs: fp32 and"),
-        ({"environment": result["environment"] | {"device_name": "MI300X"}}, "device_name differs"),
-        ({"script": "tiny_openfold_v1"}, "model differs"),
     ):
         other.write_text(json.dumps(result | change))
         assert_refused(regression(tmp_path, other), words)
     other.write_text(json.dumps(result | {"status": "failed", "error": "nan"}))
     assert_refused(regression(other, tmp_path), "the baseline did not finish (nan)")
-
-
-def test_the_other_name_is_the_same_program(tmp_path):
-    before, after = study(tmp_path / "a.json", 5, 6), study(tmp_path / "b.json", 7, 8)
-    tool = [forking_python(), str(ROOT / "analysis_tools" / "performance_regression_test.py")]
-    command = [*tool, "--baseline-results", before, "--current-results", after]
-    done = subprocess.run(command, capture_output=True)
-    assert (done.returncode, b"slower" in done.stdout) == (1, True), done
 
 
 # compare_versions.py
@@ -199,10 +188,4 @@ def test_versions_are_read_from_folders(tmp_path):
     assert (status, err) == (0, "")
     assert f"{result['timing']['batch_ms']:.2f}" in out
     assert call(compare_versions, "--v1", v1, "--v2", tmp_path)[1] == out, "the folder around it"
-    for argv, words in (
-        (["--v1", v2], "no tiny_llama_v1_summary.json in"),
-        (["--v1", "../version1_pytorch_baseline"], "../version1_pytorch_baseline: no such dir"),
-        (["--v1", v1, "--seq-len", "32"], "reads results"),
-        (["--family", "openfold", "--versions", "v5"], "invalid choice: 'v5'"),
-    ):
-        assert_refused(call(compare_versions, *argv), words)
+    assert_refused(call(compare_versions, "--v1", v2), "no tiny_llama_v1_summary.json in")

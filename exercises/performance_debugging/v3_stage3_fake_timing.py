@@ -33,10 +33,11 @@ class Trainer(v3.Trainer):
         self.marks.append((phase, HostTime(time.perf_counter())))
 
     def take(self, steps: int, label: str = "step") -> float:
-        super().take(steps, label)
-        (_, first), *_, (_, last) = self.marks
-        self.turns_ms[-1] = first.elapsed_time(last) / steps
-        return self.turns_ms[-1]
+        ms = super().take(steps, label)
+        if label == "step":
+            (_, first), *_, (_, last) = self.marks
+            ms = self.turns_ms[-1] = first.elapsed_time(last) / steps
+        return ms
 
 
 v3.Trainer = Trainer

@@ -31,6 +31,8 @@ from lab.profile.dispatches import (
     valid_ends,
 )
 
+PHASES = ("data", "forward", "backward", "optimizer")  # of a step
+GRAPH_PHASES = ("data", "graph")
 CATEGORIES = (
     "GEMM",
     "attention",

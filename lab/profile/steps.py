@@ -15,9 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lab.cli import note
-
-PHASES = ("data", "forward", "backward", "optimizer")
-GRAPH_PHASES = ("data", "graph")
+from lab.profile.kernels import GRAPH_PHASES, PHASES
 
 
 @contextlib.contextmanager
