@@ -246,13 +246,6 @@ def test_what_differs_from_the_query_is_counted():
     )
 
 
-def test_other_chains_of_a_complex_are_not_taken_in_silence():
-    query = QUERY + QUERY[5:17]
-    text = chain_of(query, list(range(22)), list(range(1, 23)))
-    text += chain_of(query, list(range(22, 34)), list(range(1, 13)), chain="B", shift=40)
-    assert "chain A" in check(text, query, list(range(22)))
-
-
 WHOLE = list(range(22))
 PDB = chain_of(QUERY, WHOLE, list(range(1, 23)))
 
@@ -288,34 +281,6 @@ def test_missing_c_beta_is_not_observed_but_for_glycine():
     check(without(PDB, r"^.{13}CB  LEU.*\n"), QUERY, [i for i in WHOLE if QUERY[i] != "L"])
 
 
-@pytest.mark.parametrize("marks", ["AB", "  ", "12"])
-def test_of_alternate_locations_the_highest_occupancy_is_taken(marks: str):
-    line = next(line for line in PDB.splitlines() if line[13:15] == "CB")
-    low, high = (
-        f"{line[:16]}{mark}{line[17:30]}{x:8.3f}{line[38:54]}  {occupancy}\n"
-        for mark, x, occupancy in zip(marks, (50.0, 60.0), ("0.20", "0.80"), strict=True)
-    )
-    for text in (low + high, high + low):
-        coords, _, _ = proteins.read_structure(PDB.replace(line + "\n", text), QUERY)
-        assert coords[0, 0] == 60.0
-
-
-def located(text: str, mark: str, occupancy: str) -> str:
-    return without(text, r"^(.{16}).(.{37}).{6}", rf"\g<1>{mark}\g<2>  {occupancy}")
-
-
-def test_locations_of_two_residues_and_of_a_stretch_are_one_chain():
-    one, other = residue("A", 5, 4), residue("S", 5, 4, shift=9)
-    both = located(one, "A", "0.60") + located(other, "B", "0.40")
-    for query in (QUERY, QUERY.replace("A", "S", 1)):  # either residue is that of the file
-        assert check(PDB.replace(one, both), query, WHOLE) == ""
-    numbers = [i + 1 for i in WHOLE[4:9]]
-    stretch = chain_of(QUERY, WHOLE[4:9], numbers)
-    other = located(chain_of(QUERY, WHOLE[4:9], numbers, shift=9), "B", "0.40")
-    text = PDB.replace(stretch, located(stretch, "A", "0.60") + other)
-    assert check(text, QUERY, WHOLE) == ""
-
-
 def test_states_and_modified_residues_are_their_amino_acids():
     letters = "HHHHH CCC DD KK MM T".replace(" ", "")
     names = words("HSD HIE HIP HISE NHIE CYX CYS2 CSO ASH ASPP LYN MLY MSE NMET TPO")
@@ -336,13 +301,6 @@ def test_of_two_copies_under_one_chain_the_first_is_read():
     renumbered = chain_of(QUERY, WHOLE, list(range(1, 23)))
     renumbered += chain_of(QUERY, WHOLE, list(range(23, 45)), shift=50)
     assert "22 of its residues are not in the query" in check(renumbered, QUERY, WHOLE)
-
-
-def test_two_molecules_that_cannot_be_one_chain_are_refused():
-    with pytest.raises(proteins.InputError, match=r"residues 14 and 15 .* 5. Angstrom apart"):
-        proteins.read_structure(copy(WHOLE[:14], WHOLE[14:]), QUERY)
-    other = chain_of(QUERY, WHOLE, [i + 1 for i in WHOLE], chain="B")
-    assert check(copy(WHOLE[:14], WHOLE[14:]) + other, QUERY, WHOLE) == ""
 
 
 def test_the_first_model_is_read_without_what_is_no_protein():
@@ -394,16 +352,6 @@ def files(folder: Path, structure: str, msa: str = A3M) -> list[str]:
 
 
 UNRESOLVED = without(cif(QUERY, WHOLE), r"^(.* 4 4 A) .*", r"\g<1> ? ? ?")
-
-
-def test_a_run_says_how_many_residues_have_coordinates(tmp_path: Path):
-    argv = words("--num-steps 1 --warmup-steps 0 --under-profiler --num-seqs 2 --seq-len 22")
-    result = run_main(OPENFOLD, tmp_path, *argv, *files(tmp_path, UNRESOLVED))
-    assert result.status == 0
-    path = tmp_path / "x.structure"
-    assert f"note: {path}: chain A: 1 of 22 residues have no coordinates\n" in result.stderr
-    assert "\nResidues with coordinates: 21 of 22\n" in result.stdout
-    assert result.summary["data"] == {"residues": 22, "observed": 21}
 
 
 def test_a_prepared_protein_is_that_of_its_files(tmp_path: Path):

@@ -203,13 +203,6 @@ def test_flops_are_those_of_torch_and_of_the_harness(tmp_path: Path, script: str
         flops_by_hand(dict(zip(names, found["modules"], strict=True)))
 
 
-@pytest.mark.gpu
-def test_on_a_gpu_flops_of_v4_need_no_flag_against_its_graph(tmp_path: Path, no_deepspeed):
-    argv = ["--script", "tiny_llama_v4.py", "--num-layers", "1", "--seq-len", "32"]
-    assert flops_tool.main([*argv, "--profile-dir", str(tmp_path)]) == 0
-    assert flops_tool.main([*argv, "--enable-cuda-graph", "--profile-dir", str(tmp_path)]) == 2
-
-
 def test_what_hides_flops_is_said_and_too_large_a_run_is_status_3(
     tmp_path: Path, monkeypatch, no_deepspeed
 ):

@@ -18,14 +18,10 @@ from analysis_tools import benchmark_suite, fusion_ablation_study, optimize_batc
 from lab import study
 from lab.cli import ToolError
 from lab.turns import (
-    GRAPH,
     Turns,
     all_measured,
     compare_in_turns,
-    graph_of,
     in_turns,
-    on_gpu,
-    speedup,
     spread,
 )
 
@@ -89,21 +85,6 @@ def test_each_turn_has_the_settings_of_its_own_side(monkeypatch):
     in_turns(sides, 2)
     assert set(seen["small"]) == {(16, "high")}
     assert set(seen["large"]) == {(32, "highest")}
-
-
-@pytest.mark.parametrize(
-    "argv", [["--device", "cpu"], ["--device=cpu"], [], ["--disable-cuda-graph"]]
-)
-def test_a_step_is_a_graph_on_a_gpu_only(argv, monkeypatch):
-    assert GRAPH not in graph_of(argv) or torch.cuda.is_available()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert on_gpu(argv) == ("cpu" not in " ".join(argv))
-    assert graph_of(argv) == ([GRAPH] if argv == [] else argv)
-
-
-def test_speedup_is_the_median_over_the_turns():
-    first, second = {"turns_ms": [10.0, 60.0, 20.0]}, {"turns_ms": [5.0, 10.0, 20.0]}
-    assert speedup(first, second) == 2.0
 
 
 def test_functions_take_turns_in_changing_order():
