@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,6 @@ from conftest import (
 
 from bench.version_tables import PADDED
 from bench.versions import with_its_proteins
-from exercises.tiny_llama_v4 import one_launch
 from lab.turns import free_memory
 
 pytestmark = pytest.mark.gpu
@@ -303,25 +301,3 @@ def test_a_weight_used_twice_beside_the_chain_is_an_error_and_right_without():
     )
     for name, value in eager.items():
         assert relative_difference(graph[name], value) < 1e-3, name
-
-
-def test_two_layers_at_a_time_wait_for_nobody_else_and_may_be_captured():
-    """Each is one launch whose programs wait for each other: without a cooperative launch two
-    can hang."""
-    args = parse(V4, "--device", "cuda", "--hidden-dim", "256", "--batch-size", "8")
-    layer = one_launch.first_layer(one_launch.v4, args, torch.bfloat16)
-    inputs = [torch.randn(8, 32, 256, device="cuda") for _ in range(2)]
-    one_layer = partial(one_launch.in_launches, 1, layer)
-    expected = [one_layer(x) for x in inputs]
-    torch.cuda.synchronize()
-    streams, found = [torch.cuda.Stream() for _ in inputs], [None, None]
-    for _ in range(50):
-        for number, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                found[number] = one_layer(inputs[number])
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
-        found.append(one_layer(inputs[0]))
-    graph.replay()
-    for value, right in zip(found, [*expected, expected[0]], strict=True):
-        assert torch.equal(value, right)

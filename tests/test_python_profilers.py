@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -37,14 +35,6 @@ from lab.profile.traffic import Traffic, bytes_behind
 BOTH_TOOLS = pytest.mark.parametrize(
     "tool", [profiler_tool, flops_tool], ids=lambda tool: tool.PROG
 )
-
-
-FRESH = sys.executable
-
-
-@pytest.fixture(autouse=True)
-def forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the tools start in a process of its own is forked."""
 
 
 def run_tool(tool, directory: Path, *argv: str) -> Run:
@@ -120,16 +110,6 @@ def test_files_of_an_earlier_run_are_not_taken_for_those_of_this_one(tmp_path: P
     monkeypatch.setattr(profiler_tool, "run_script", lambda command: 0)
     result = run_tool(profiler_tool, tmp_path, *tiny("tiny_llama_v2", *QUICK))
     assert_one_error(result, 1, "summary.json", "did not write")
-
-
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 7), (signal.SIGTERM, 143)])
-def test_what_a_signal_means_is_for_the_script_to_decide(number: int, status: int):
-    """A terminal sends Ctrl-C to both processes; the script's answer to it is its status."""
-    code = f"import os, signal, time; os.kill(os.getppid(), {int(number)}); "
-    code += f"time.sleep(0.2 if {status} == 7 else 60)"
-    before = signal.getsignal(number)
-    assert profiler_tool.run_script([FRESH, "-c", f"{code}; raise SystemExit(7)"]) == status
-    assert signal.getsignal(number) == before
 
 
 # --- both

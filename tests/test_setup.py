@@ -334,15 +334,6 @@ def test_this_machine_can_run_the_scripts(site):
     site.validate("test_environment", "cpu").has("MISSING", "current directory")
 
 
-def test_the_profiler_works_on_this_machine(site):
-    command = [sys.executable, VALIDATION / "test_profiling_tools.py", "--track", "tpu"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert_refused(result, 2, "tools.py: error", "tpu")
-    rows = site.validate("test_profiling_tools", "cpu").has("-", *ROCM_TOOLS, ROCTX).rows
-    assert re.fullmatch(r"sees [1-9]\d* events, 0 GPU kernels", rows["torch.profiler"]["found"])
-    site.validate("test_rocm_installation", "cpu").has("-", "ROCm")
-
-
 @pytest.mark.parametrize(
     ("build", "track", "reason"), [*BAD_TORCH, (NO_TORCH, "nvidia", "missing")]
 )
@@ -400,19 +391,10 @@ CHOOSING = "HIP_VISIBLE_DEVICES=0,7 ROCR_VISIBLE_DEVICES=GPU-4b2c1a9f ROCR_VISIB
 TOOL, TOOLS = "bin/rocprof-compute", "pip install -r"
 ROCM_ROWS = [
     ("rm dev/kfd", "kfd", "MISSING", "sudo modprobe amdgpu"),
-    ("rm dev/kfd; mkdir dev/kfd", "kfd", "MISSING", "sudo usermod -a -G render,video $USER"),
     ("sed -i '2i exit 1' bin/amd-smi", SMI, "MISSING", ""),
-    ("sed -i '2i exit 1' bin/amd-smi; cp bin/rocpd bin/rocm-smi", SMI, "ok", "rocm-smi"),
     ("sed -i '2i echo Permission denied; exit 1' bin/rocminfo", "rocminfo", "MISSING", "denied"),
-    ("sed -i s/gfx90a/gfx/ bin/rocminfo", "rocminfo", "MISSING", "lists no GPU"),
-    ("sed -i '2i kill -SEGV $$' bin/rocminfo", "rocminfo", "MISSING", "signal 11"),
-    ("echo '#!/no/such/interpreter' > bin/rocminfo", "rocminfo", "MISSING", "cannot be started"),
-    ("mv bin/rocprof-sys-run bin/omnitrace-run", "rocprof-sys-run", "ok", "omnitrace-run"),
-    ("rm bin/rocpd; echo 6.4.1-83 > rocm/.info/version", "rocpd", "-", "ROCm 7"),
     (RENAMED.format(1100), "rocprof-compute", "-", "gfx1100"),
-    (RENAMED.format(950), "rocprof-compute", "MISSING", ""),
     (f"echo pandas > {NEEDS}; sed -i '2i exit 1' {TOOL}", "rocprof-compute", "MISSING", TOOLS),
-    ("mv bin/rocprofv3 rocm/bin", "rocprofv3", "MISSING", 'export PATH="'),
     ("rm bin/rocprofv3", "rocprofv3", "MISSING", "sudo apt install rocprofiler-"),
     *((setting, "*_VISIBLE_DEVICES", "MISSING", "unset ") for setting in words(HIDING)),
     *((setting, "*_VISIBLE_DEVICES", "ok", "") for setting in words(CHOOSING)),

@@ -115,15 +115,6 @@ def test_a_comparison_says_how_wide_its_turns_lie_apart(after, said):
     assert spread(turns.ratios("after")).count(",") == (not agree)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("step", [lambda x: x.sum().item(), lambda x: None], ids=["waits", "host"])
-def test_a_function_that_cannot_be_a_graph_is_named(step):
-    x = torch.ones(9, device="cuda")
-    with pytest.raises(ToolError, match="b cannot be captured as a graph"):
-        compare_in_turns({"a": lambda: x + 1, "b": lambda: step(x)})
-    assert compare_in_turns({"a": lambda: x + 1}, ms=0.1).ms["a"][0] > 0
-
-
 def counting(done: list[int], fails_at: int = -1) -> Iterable[tuple[dict, Callable[[], dict]]]:
     """Parts of a study that note that they were measured."""
 
