@@ -255,6 +255,40 @@ def test_coordinates_that_are_no_numbers_are_not_observed():
         check(text, QUERY, there)
 
 
+def test_what_is_told_by_an_occupancy():
+    """An atom at the origin is real if it has one; that of two at one place is not, and nothing is
+    said by files that have none."""
+    for occupancy, observed in (("0.00", False), ("1.00", True)):
+        origin = r"\g<1>" + "   0.000" * 3 + f"  {occupancy}"
+        text = without(PDB, r"^(.{13}CB .{6}   4 .{3}).{30}", origin)
+        assert proteins.read_structure(text, QUERY)[1][3] == observed
+    check(PDB.replace("  1.00 20.00", "  0.00 20.00"), QUERY, WHOLE)
+    text = without(PDB, r"^(.{13}CB .{6}   [45] .{3}).{24}", r"\g<1>" + "   0.000" * 3)
+    check(text, QUERY, [i for i in WHOLE if i not in (3, 4)])
+
+
+@pytest.mark.parametrize("marks", ["AB", "  ", "12"])
+def test_of_alternate_locations_the_highest_occupancy_is_taken(marks: str):
+    line = next(line for line in PDB.splitlines() if line[13:15] == "CB")
+    low, high = (
+        f"{line[:16]}{mark}{line[17:30]}{x:8.3f}{line[38:54]}  {occupancy}\n"
+        for mark, x, occupancy in zip(marks, (50.0, 60.0), ("0.20", "0.80"), strict=True)
+    )
+    for text in (low + high, high + low):
+        coords, _, _ = proteins.read_structure(PDB.replace(line + "\n", text), QUERY)
+        assert coords[0, 0] == 60.0
+
+
+def test_the_first_model_is_read_without_what_is_no_protein():
+    water = residue("HOH", 23, 22).replace("ATOM  ", "HETATM")
+    ligand = residue("E", 24, 23).replace("ATOM  ", "HETATM")
+    model = f"{PDB}TER\n{water}{ligand}ENDMDL\n"
+    second = chain_of(QUERY, WHOLE, WHOLE, shift=9)
+    text = f"MODEL        1\n{model}MODEL        2\n{second}ENDMDL\n"
+    note = check(text, QUERY + "E", WHOLE)
+    assert note == "chain A: 1 of 23 residues have no coordinates"
+
+
 def copy(first: list[int], second: list[int], shift: float = 50.0) -> str:
     """Two copies of the protein in one chain, without a TER between them."""
     numbers = [i + 1 for i in first], [i + 1 for i in second]
