@@ -607,13 +607,17 @@ class SideStreams:
         self.released: set[Tensor] = set()  # parameters that this step no longer needs
         # of a buffer: its tensor and version, and the events that an update waits for
         self.ready: dict[GradientBuffer, tuple[Tensor, int, list[torch.cuda.Event]]] = {}
+        self.return_workspaces()
         if self.active:
-            # GEMMs on two streams need two workspaces; eager steps give theirs back.
-            torch._C._cuda_clearCublasWorkspaces()
             self.main = torch.cuda.current_stream()
             self.begun = self.main.record_event()
             # a graph may only wait for streams that belong to it, also where one gets no work
             self.stream(0).wait_event(self.begun)
+
+    def return_workspaces(self) -> None:
+        """Give memory back that GEMMs keep for each stream and thread; two streams need more."""
+        if self.active:
+            torch._C._cuda_clearCublasWorkspaces()
 
     def stream(self, number: int) -> torch.cuda.Stream | None:
         """Return the stream of gradients (0), of updates (1), of averages (2); None: the main one.
@@ -2497,7 +2501,7 @@ class Projection(torch.autograd.Function):
         ctx.save_for_backward(x, cast)
         ctx.parameters = weight, bias
         if residual is None:
-            return F.linear(x, cast, bias)
+            return F.linear(x, cast, cached_cast(bias, cast.dtype))
         return project_residual(x, cast, bias, residual.contiguous())
 
     @staticmethod
@@ -2756,13 +2760,13 @@ def head_logits(
 
 @triton.jit
 def head_loss_kernel(
-    LOGITS, TARGETS, COUNTED, SCALES, LOSSES, N, ROWS_OF_SAMPLE, PAIRS: tl.constexpr,
-    BINS: tl.constexpr, BLOCK_BINS: tl.constexpr, BLOCK_M: tl.constexpr,
+    LOGITS, TARGETS, COUNTED, COUNTS, LOSSES, N, ROWS_OF_SAMPLE, factor: tl.constexpr,
+    PAIRS: tl.constexpr, BINS: tl.constexpr, BLOCK_BINS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Add up the cross-entropies of rows that count, times SCALES [B]: LOSSES [B, tiles].
+    """Add up factor / max(count, 1) * cross-entropy over the rows that count: LOSSES [B, tiles].
 
-    LOGITS is [B, rows, BINS], TARGETS and COUNTED are [B, rows]. A program owns BLOCK_M rows of a
-    sample.
+    LOGITS is [B, rows, BINS], TARGETS and COUNTED are [B, rows], COUNTS [B] the number of rows that
+    count. A program owns BLOCK_M rows of a sample.
     """
     tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -2774,19 +2778,22 @@ def head_loss_kernel(
     highest = tl.max(logits, 1)
     error = tl.log(tl.sum(tl.exp(logits - highest[:, None]), 1)) + highest
     error -= tl.sum(tl.where(is_target, logits, 0.0), 1)
-    loss = tl.sum(tl.where(counted, error, 0.0), 0) * tl.load(SCALES + b)
-    tl.store(LOSSES + b * tl.num_programs(0) + tile, loss)
+    scale = factor / tl.maximum(tl.load(COUNTS + b), 1)
+    tl.store(
+        LOSSES + b * tl.num_programs(0) + tile, tl.sum(tl.where(counted, error, 0.0), 0) * scale
+    )
 
 
 @triton.jit
 def head_loss_backward_kernel(
-    LOGITS, TARGETS, COUNTED, SCALES, GRAD, GRAD_LOGITS, N, ROWS_OF_SAMPLE, PAIRS: tl.constexpr,
-    BINS: tl.constexpr, BLOCK_BINS: tl.constexpr, BLOCK_M: tl.constexpr,
+    LOGITS, TARGETS, COUNTED, COUNTS, GRAD, GRAD_LOGITS, N, ROWS_OF_SAMPLE, factor: tl.constexpr,
+    PAIRS: tl.constexpr, BINS: tl.constexpr, BLOCK_BINS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Compute dlogits = scale_b * dloss * (softmax(logits) - onehot), or 0 where nothing counts.
+    """Compute dlogits = factor / max(count, 1) * dloss * (softmax(logits) - onehot).
 
-    GRAD [] is dloss, GRAD_LOGITS is [B, rows, BINS]. With PAIRS it is twice as much: the logits of
-    a pair are those of its mirror image, too. A program owns BLOCK_M rows of a sample.
+    It is 0 in rows that do not count. GRAD [] is dloss, GRAD_LOGITS is [B, rows, BINS]. With PAIRS
+    it is twice as much: the logits of a pair are those of its mirror image, too. A program owns
+    BLOCK_M rows of a sample.
     """
     tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row, label = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_BINS)
@@ -2797,7 +2804,7 @@ def head_loss_backward_kernel(
     grad = tl.exp(logits - tl.max(logits, 1)[:, None])
     grad /= tl.sum(grad, 1)[:, None]
     grad -= (label[None, :] == target[:, None]).to(tl.float32)
-    grad *= tl.load(GRAD).to(tl.float32) * tl.load(SCALES + b)
+    grad *= tl.load(GRAD).to(tl.float32) * (factor / tl.maximum(tl.load(COUNTS + b), 1))
     if PAIRS:
         grad *= 2
     grad = tl.where(counted[:, None], grad, 0.0)
@@ -2809,23 +2816,25 @@ def head_loss_backward_kernel(
 class HeadLoss(torch.autograd.Function):
     """Average cross-entropies over what counts of each protein, then over the batch -> scalar.
 
-    logits [B, S, N, bins], targets and counted [B, S, N]; with `pairs` S is N, and the logits are
-    those of a pair plus those of its mirror image.
+    The result is `weight` times as much. logits [B, S, N, bins], targets and counted [B, S, N];
+    with `pairs` S is N, and the logits are those of a pair plus those of its mirror image.
     """
 
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor, counted: Tensor, pairs: bool) -> Tensor:
+    def forward(
+        ctx, logits: Tensor, targets: Tensor, counted: Tensor, pairs: bool, weight: float
+    ) -> Tensor:
         logits, targets, counted = (t.contiguous() for t in (logits, targets, counted))
         samples, depth, length, bins = logits.shape
-        scales = 1 / (samples * counted.flatten(1).sum(1).clamp(min=1))
+        counts = counted.flatten(1).sum(1)
         options = {"N": length, "ROWS_OF_SAMPLE": depth * length, "PAIRS": pairs, "BINS": bins}
-        options["BLOCK_BINS"] = triton.next_power_of_2(bins)
+        options |= {"BLOCK_BINS": triton.next_power_of_2(bins), "factor": weight / samples}
         options |= blocks("head_loss")
         grid = triton.cdiv(depth * length, options["BLOCK_M"]), samples
-        losses = scales.new_empty(math.prod(grid), 1)
+        losses = logits.new_empty(math.prod(grid), 1, dtype=torch.float32)
         launch = wrap_triton(head_loss_kernel)[grid]
-        launch(logits, targets, counted, scales, losses, **options)
-        ctx.save_for_backward(logits, targets, counted, scales)
+        launch(logits, targets, counted, counts, losses, **options)
+        ctx.save_for_backward(logits, targets, counted, counts)
         ctx.grid, ctx.options = grid, options
         return sum_parts(losses)[0]
 
@@ -2834,7 +2843,7 @@ class HeadLoss(torch.autograd.Function):
         grad_logits = torch.empty_like(ctx.saved_tensors[0])
         launch = wrap_triton(head_loss_backward_kernel)[ctx.grid]
         launch(*ctx.saved_tensors, grad, grad_logits, **ctx.options)
-        return grad_logits, None, None, None
+        return grad_logits, None, None, None, None
 
 
 # --- model
@@ -2890,22 +2899,50 @@ class InputEmbedder(nn.Module):
         return self.linear_msa_m(alignment) + self.linear_tf_m(query)[:, None], pair
 
 
-def embed(parts: Sequence[tuple[nn.Linear, Tensor]]) -> Tensor:
-    """Add up projections of one-hot vectors -> [..., C], given where each has its one [...].
+class EmbeddingFunction(torch.autograd.Function):
+    """Add up projections of one-hot vectors -> [..., C].
 
-    The weights side by side are one matrix, with all biases in its next column. One product with
-    vectors of several ones replaces a product, and a sum, for each of them.
+    ones [..., columns] are the vectors side by side and, in the next column, a one for the biases,
+    padded with zeros. The parameters are weight and bias of each projection in turn. One product
+    replaces a product, and a sum, for each of them.
     """
+
+    @staticmethod
+    def forward(ctx, ones: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(ones)
+        ctx.parameters = parameters
+        bias = torch.stack(parameters[1::2], 1).sum(1, keepdim=True)
+        weight = torch.cat([*parameters[::2], bias], 1).to(ones.dtype)
+        return F.linear(ones, F.pad(weight, (0, ones.shape[-1] - weight.shape[1])))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (ones,), grad = ctx.saved_tensors, grad.flatten(0, -2)
+        widths = [weight.shape[1] for weight in ctx.parameters[::2]]
+
+        def compute(*outs: Tensor) -> None:
+            columns = torch.empty(grad.shape[1], ones.shape[-1], device=grad.device)
+            matmul_out(grad, ones.flatten(0, -2), columns, direct=True)
+            *parts, rest = columns.split([*widths, columns.shape[1] - sum(widths)], 1)
+            for part, weight, bias in zip(parts, outs[::2], outs[1::2], strict=True):
+                weight.view_as(part).copy_(part)
+                bias.copy_(rest[:, 0])
+
+        groups = [[parameter] for parameter in ctx.parameters]
+        return None, *parameter_gradients(ctx, groups, compute, grad, ones)
+
+
+def embed(parts: Sequence[tuple[nn.Linear, Tensor]]) -> Tensor:
+    """Embed by several projections, given where the vector of each has its one [...]."""
     linears, places = zip(*parts, strict=True)
-    bias = torch.stack([linear.bias for linear in linears], 1).sum(1, keepdim=True)
-    weight = torch.cat([*(linear.weight for linear in linears), bias], 1)
+    parameters = parameters_of(*linears)
     ends = [*itertools.accumulate(linear.in_features for linear in linears)]
-    weight = F.pad(weight, (0, -weight.shape[1] % 8))  # a GEMM reads 16 bytes at a time
     places = [place + first for place, first in zip(places, (0, *ends), strict=False)]
     places = torch.broadcast_tensors(*places, torch.full_like(places[0], ends[-1]))
-    shape = *places[0].shape, weight.shape[1]
-    ones = weight.new_zeros(shape, dtype=gemm_dtype(weight))
-    return F.linear(ones.scatter_(-1, torch.stack(places, -1), 1.0), weight)
+    width = triton.cdiv(ends[-1] + 1, 8) * 8  # a GEMM reads 16 bytes at a time
+    shape, dtype = (*places[0].shape, width), gemm_dtype(parameters[0])
+    ones = torch.zeros(shape, device=places[0].device, dtype=dtype)
+    return EmbeddingFunction.apply(ones.scatter_(-1, torch.stack(places, -1), 1.0), *parameters)
 
 
 def parameters_of(*modules: nn.Module) -> list[nn.Parameter]:
@@ -3381,12 +3418,11 @@ class TinyOpenFold(nn.Module):
         if self.fusions.loss_fusion:
             distogram = Projection.apply(pair, None, *parameters_of(self.distogram.linear))
             masked_msa = Projection.apply(msa, None, *parameters_of(self.masked_msa.linear))
-            distogram = HeadLoss.apply(distogram, bins, known, True)
-            masked_msa = HeadLoss.apply(masked_msa, true_tokens, masked, False)
-        else:
-            distogram = head_loss(self.distogram(pair), bins, known)
-            masked_msa = head_loss(self.masked_msa(msa), true_tokens, masked)
-        return 0.3 * distogram + 2.0 * masked_msa
+            self.side.return_workspaces()  # the backward pass, in another thread, has its own
+            distogram = HeadLoss.apply(distogram, bins, known, True, 0.3)
+            return distogram + HeadLoss.apply(masked_msa, true_tokens, masked, False, 2.0)
+        distogram = head_loss(self.distogram(pair), bins, known)
+        return 0.3 * distogram + 2.0 * head_loss(self.masked_msa(msa), true_tokens, masked)
 
 
 def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
