@@ -442,19 +442,12 @@ def interpreting_operator(kernel: Callable) -> Callable:
     return torch.library.custom_op(name, interpret, mutates_args=(), schema=schema)
 
 
-def check_not_empty(kernel: str, x: Tensor) -> None:
-    """Raise ValueError for an empty batch, for which there is nothing to launch."""
-    if not x.numel():
-        raise ValueError(f"{kernel} needs at least one row, not {[*x.shape]}")
-
-
 def row_launch(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, dict[str, int]]:
     """Return how many rows x [..., C] has, how many programs share them, and their block sizes.
 
     A block has the rows that fit into TILE elements. A longer row is one block with more warps if
     it must be `whole`, else several blocks.
     """
-    check_not_empty(kernel, x)
     chosen, dim = blocks(kernel), x.shape[-1]
     tile, width = chosen.pop("TILE"), triton.next_power_of_2(dim)
     if whole and width > tile:
@@ -1483,7 +1476,6 @@ def attention_sizes(qkvg: Tensor, columns: bool) -> tuple[int, int, int, int, in
 
 def attention_options(kernel: str, qkvg: Tensor, columns: bool) -> dict[str, int | float | str]:
     """Return what an attention kernel is told; no block is longer than the rows."""
-    check_not_empty(kernel, qkvg)
     _, rows, length, heads, dim = attention_sizes(qkvg, columns)
     chosen, longest = blocks(kernel, qkvg.dtype), max(16, triton.next_power_of_2(length))
     sizes = {
@@ -1940,7 +1932,6 @@ def multiply_triangles(kernel: Callable, *tensors: Tensor, incoming: bool) -> bo
 
 def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> tuple[int, dict[str, int | str]]:
     """Return how many programs a kernel of the triangle multiplication has, and its settings."""
-    check_not_empty(kernel, x)
     chosen, dim, rows = blocks(kernel, weight.dtype), x.shape[-1], x.numel() // x.shape[-1]
     chosen["BLOCK_C"] = min(chosen["BLOCK_C"], dim)
     # Where channels are few more warps leave too little for each: one kernel spills on an MI300.
@@ -3581,23 +3572,20 @@ def synthetic_proteins(count: int, depth: int, length: int, seed: int) -> list[P
 
 def prepared_protein(path: Path) -> Protein:
     """Read a protein that examples/proteins.py has prepared."""
-    if not path.is_file():
-        fail(f"--msa {path}: no such file, nor a folder with .npz")
     try:
         with np.load(path, allow_pickle=False) as file:
             tokens, coords, observed = (file[name] for name in ("tokens", "coords", "observed"))
-    except Exception:  # damage has many names
+            depth, length = tokens.shape
+    except Exception as error:  # damage has many names
         hint = "an alignment needs --structure with it"
-        fail(f"--msa {path}: not a .npz that examples/proteins.py prepared; {hint}")
-    length = tokens.shape[-1] if tokens.ndim == 2 else 0
-    whole = tokens.dtype.kind in "iu" and len(tokens) and length > 1
+        fail(f"--msa {path}: not a .npz that examples/proteins.py prepared ({error}); {hint}")
+    whole = tokens.dtype.kind in "iu" and depth and length > 1
     if not whole or tokens.min() < 0 or tokens.max() > GAP or GAP in tokens[0]:
         must = f"whole numbers [depth, length], 0 to {GAP}, and below in the query"
         fail(f"--msa {path}: tokens must be {must}")
     if observed.dtype != bool or observed.shape != (length,) or not observed.any():
         fail(f"--msa {path}: observed must be bool [{length}], not all False")
-    floats = coords.dtype.kind == "f" and coords.shape == (length, 3)
-    if not floats or not np.isfinite(coords[observed]).all():
+    if coords.shape != (length, 3) or not np.isfinite(coords[observed]).all():
         fail(f"--msa {path}: coords must be floats [{length}, 3], finite where observed")
     missing = length - int(observed.sum())
     note = f"{path}: {missing} of {length} residues have no coordinates" if missing else ""
