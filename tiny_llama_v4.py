@@ -316,19 +316,12 @@ def interpreting_operator(kernel: Callable) -> Callable:
     return torch.library.custom_op(name, interpret, mutates_args=(), schema=schema)
 
 
-def check_not_empty(kernel: str, x: Tensor) -> None:
-    """Raise ValueError for an empty batch, for which there is nothing to launch."""
-    if not x.numel():
-        raise ValueError(f"{kernel} needs at least one row, not {[*x.shape]}")
-
-
 def row_launch(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, dict[str, int]]:
     """Return how many rows x [..., C] has, how many programs share them, and their block sizes.
 
     A block has the rows that fit into TILE elements. A longer row is one block with more warps if
     it must be `whole`, else several blocks.
     """
-    check_not_empty(kernel, x)
     chosen, dim = blocks(kernel), x.shape[-1]
     tile, width = chosen.pop("TILE"), triton.next_power_of_2(dim)
     if whole and width > tile:
@@ -1137,13 +1130,17 @@ class SideStreams:
         self.released: set[Tensor] = set()  # parameters that this step no longer needs
         # of a buffer: its tensor and version, and the events that an update waits for
         self.ready: dict[GradientBuffer, tuple[Tensor, int, list[torch.cuda.Event]]] = {}
+        self.return_workspaces()
         if self.active:
-            # GEMMs on two streams need two workspaces; eager steps give theirs back.
-            torch._C._cuda_clearCublasWorkspaces()
             self.main = torch.cuda.current_stream()
             self.begun = self.main.record_event()
             # a graph may only wait for streams that belong to it, also where one gets no work
             self.stream(0).wait_event(self.begun)
+
+    def return_workspaces(self) -> None:
+        """Give memory back that GEMMs keep for each stream and thread; two streams need more."""
+        if self.active:
+            torch._C._cuda_clearCublasWorkspaces()
 
     def stream(self, number: int) -> torch.cuda.Stream | None:
         """Return the stream of gradients (0), of updates (1), of averages (2); None: the main one.
