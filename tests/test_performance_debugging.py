@@ -83,7 +83,7 @@ def test_slow_stages_learn_what_the_final_version_learns(v3, train, final: dict,
 def test_stage_3_does_not_wait_for_the_device(v3: ModuleType, train, monkeypatch, tmp_path):
     """A device whose losses come 0.2 s later: V3's time contains it, that of stage 3 does not."""
 
-    def show(trainer, losses: torch.Tensor, *_: object) -> None:
+    def show(trainer, losses: object, *_: object) -> None:
         if losses[-1] != v3.NOT_YET:
             time.sleep(0.2)
 
