@@ -192,7 +192,9 @@ def writer(instruction: Instruction, op: Operand, kind: str, written: Read | Non
         join = lambda value, kind: np.concatenate(words_of(value, kind), axis=1)  # noqa: E731
         return lambda waves, value: waves.put_scalar(op.index, join(value, kind))
     change = result_change(modifiers, kind)
-    high = instruction.mnemonic == "v_fma_mixhi_f16" or instruction.numbers("op_sel", [0])[3:] == [1]
+    high = instruction.mnemonic == "v_fma_mixhi_f16" or instruction.numbers("op_sel", [0])[3:] == [
+        1
+    ]
     if DTYPES[kind].itemsize == 2 and (high or instruction.mnemonic in KEEP_HALF):
         half, dtype = int(high), DTYPES[kind]
 

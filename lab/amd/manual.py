@@ -187,6 +187,7 @@ s_ashr_i64             D.i64 = S0.i64 >> (S1.i32 & 63); SCC = D != 0
 s_bfe_u32              D.u32 = field(S0.u32, S1.u32 & 31, S1.u32 >> 16 & 127); SCC = D != 0
 s_bfe_i32              D.i32 = field(S0.i32, S1.i32 & 31, S1.i32 >> 16 & 127); SCC = D != 0
 s_bfe_u64              D.u64 = field(S0.u64, S1.u32 & 63, S1.u32 >> 16 & 127); SCC = D != 0
+s_bfe_i64              D.i64 = field(S0.i64, S1.i32 & 63, S1.i32 >> 16 & 127); SCC = D != 0
 s_bfm_b32              D.u32 = ones(S0.u32 & 31) << (S1.u32 & 31)
 s_brev_b32             D.u32 = reversed_bits(S0.u32)
 s_bcnt1_i32_b32        D.i32 = popcount(S0.u32); SCC = D != 0

@@ -144,7 +144,9 @@ class Lds:
         waves, repeated for each byte."""
         if (outside := active & (address + size * count > self.size)).any():
             at = int(address[outside][0])
-            raise Fault(f"{verb} {size * count} bytes from byte {at} of {self.size} in LDS", outside)
+            raise Fault(
+                f"{verb} {size * count} bytes from byte {at} of {self.size} in LDS", outside
+            )
         if (odd := active & (address % size != 0)).any():
             raise Fault(f"{verb} {size} bytes of LDS at {int(address[odd][0])}, misaligned", odd)
         first = (self.base + address)[active] // size
@@ -202,9 +204,7 @@ class Lds:
             if bad.any():
                 self.fault(f"race: {what} since the last barrier", address, active, bad)
 
-    def fault(
-        self, text: str, address: np.ndarray, active: np.ndarray, bad: np.ndarray
-    ) -> None:
+    def fault(self, text: str, address: np.ndarray, active: np.ndarray, bad: np.ndarray) -> None:
         lanes = np.zeros_like(active)
         lanes[active] = bad
         if bad.any():

@@ -39,6 +39,12 @@ class View:
         storage = storages[self.storage].untyped_storage()
         return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
 
+    def of_bytes(self, storage: Tensor) -> Tensor:
+        """The same places of a storage that has an element for each byte."""
+        size = self.dtype.itemsize
+        strides = (*(size * step for step in self.stride), 1)
+        return storage.as_strided((*self.size, size), strides, size * self.offset)
+
 
 @dataclass
 class Recorded:
@@ -50,6 +56,10 @@ class Recorded:
     arguments: dict[str, object]  # tensors as View
     before: list[Tensor]
     after: list[Tensor]
+
+    def key(self) -> str:
+        """Equal for launches that differ in the tensors' values only."""
+        return repr((self.kernel, self.file, self.grid, self.arguments))
 
     def with_tensors(self, storages: list[Tensor]) -> dict[str, object]:
         """The arguments with tensors on these storages."""
