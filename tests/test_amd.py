@@ -164,7 +164,8 @@ def test_mfma_has_the_layout_of_amds_calculator(name: str):
 
 def test_packed_float32_takes_halves_of_registers_and_signs():
     state = run(
-        "v_pk_fma_f32 v[0:1], v[2:3], v[4:5], v[6:7] op_sel:[0,1,0] op_sel_hi:[1,0,1] neg_hi:[1,0,0]",
+        "v_pk_fma_f32 v[0:1], v[2:3], v[4:5], v[6:7] op_sel:[0,1,0] op_sel_hi:[1,0,1] "
+        "neg_hi:[1,0,0]",
         v2=2.0, v3=3.0, v4=5.0, v5=7.0, v6=11.0, v7=13.0,
     )  # fmt: skip
     assert lane0(state, 0, np.float32) == 2 * 7 + 11

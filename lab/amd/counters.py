@@ -20,8 +20,10 @@ READS_OF_16 = np.concatenate(
     [half + np.r_[a : a + 4, b : b + 4] for half in (0, 32)
      for a, b in ((0, 20), (4, 16), (8, 28), (12, 24))]
 )  # fmt: skip
-FLOAT = re.compile(r"v_(?:pk_)?(?:(add|sub|subrev|mul|fma|fmac|fmamk|fmaak|mac|mad)|(rcp|rsq|sqrt|exp"
-                   r"|log|sin|cos)(?:_iflag)?)_f(16|32|64)$")  # fmt: skip
+FLOAT = re.compile(
+    r"v_(?:pk_)?(?:(add|sub|subrev|mul|fma|fmac|fmamk|fmaak|mac|mad)"
+    r"|(rcp|rsq|sqrt|exp|log|sin|cos)(?:_iflag)?)_f(16|32|64)$"
+)
 OPERATION = {"add": "ADD", "sub": "ADD", "subrev": "ADD", "mul": "MUL"}
 FLOP = {"ADD": 1, "MUL": 1, "FMA": 2, "TRANS": 1}
 MFMA = re.compile(r"v_mfma_f(?:32|64)_(\d+)x(\d+)x(\d+)_?(x?f32|b?f16|f64)")

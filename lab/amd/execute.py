@@ -10,104 +10,87 @@ import numpy as np
 
 from lab.amd import manual, transfers
 from lab.amd.assembly import Instruction, Operand, Program, Unknown
-from lab.amd.waves import EXEC, VCC, Waves
+from lab.amd.waves import EXEC, VCC, Waves, word
 
 Read = Callable[[Waves], np.ndarray]
 Run = Callable[[Waves], None]
 LANES = np.arange(64)
-DTYPES = {kind: np.dtype(f"{kind[0]}{int(kind[1:]) // 8}") for kind in
-          ("u8", "i8", "u16", "i16", "f16", "u32", "i32", "f32", "u64", "i64", "f64")}  # fmt: skip
 # 16 bits of results that leave the other half of the register as it is; others make it 0
 KEEP_HALF = ("v_fma_f16", "v_mad_u16", "v_div_fixup_f16", "v_fma_mixlo_f16", "v_fma_mixhi_f16")
 KNOWN_MODIFIERS = {
-    "op_sel", "op_sel_hi", "neg_lo", "neg_hi", "clamp", "mul", "div", "dst_sel", "dst_unused",
-    "src0_sel", "src1_sel", "row_mask", "bank_mask", "bound_ctrl", "quad_perm", "row_shl",
-    "row_shr", "row_ror", "row_bcast", "row_newbcast", "row_mirror", "row_half_mirror",
+    "op_sel", "op_sel_hi", "dst_sel", "dst_unused", "src0_sel", "src1_sel", "row_mask", "bank_mask",
+    "bound_ctrl", "quad_perm", "row_shl", "row_shr", "row_ror", "row_bcast", "row_newbcast",
+    "row_mirror", "row_half_mirror",
 }  # fmt: skip
+
+
+def dtype_of(kind: str) -> np.dtype:
+    """Of f32, u16 and so on."""
+    return np.dtype(f"{kind[0]}{int(kind[1:]) // 8}")
 
 
 # --- reading operands
 
 
-def reader(op: Operand, kind: str, place: int = 0) -> Read:
+def reader(op: Operand, kind: str, place: int = 0, part: str = "DWORD") -> Read:
     """A function that gives an operand as an array of this type, with its sign modifiers. `place`
-    is the half of a register for 16 bits, else which register of several."""
+    is which register of several, or which half of them for 16 bits; `part` is SDWA's."""
     if kind == "mask":
-        return mask_reader(op)
-    if kind in ("u24", "i24"):
-        full = reader(op, f"{kind[0]}32", place)
+        value = op.text == "-1"
+        return lambda waves: waves.mask(op.index) if op.kind == "s" else np.full((1, 1), value)
+    if kind.endswith("24"):
+        full = reader(op, f"{kind[0]}32", place, part)
         return lambda waves: full(waves) << 8 >> 8
-    dtype = DTYPES[kind]
-    read = unsigned_reader(op, kind, dtype, place)
-    if op.absolute:
-        plain = read
-        read = lambda waves: np.abs(plain(waves))  # noqa: E731
-    if not op.negative:
+    dtype = dtype_of(kind)
+    half = place % 2 if dtype.itemsize == 2 else 0
+    if op.kind == "number":
+        bits = op.bits(kind[0], 32 if half else 8 * dtype.itemsize) >> 16 * half
+        value = np.array([[bits]], f"u{dtype.itemsize}").view(dtype)
+        read = lambda waves: value  # noqa: E731
+    elif dtype.itemsize == 2:
+        low = selected(word(op, place // 2), part, op.extended)
+        read = lambda waves: (low(waves) >> 16 * half).astype(np.uint16).view(dtype)  # noqa: E731
+    elif dtype.itemsize == 4:
+        low = selected(word(op, place), part, op.extended)
+        read = lambda waves: low(waves).view(dtype)  # noqa: E731
+    else:
+        low, high = word(op), word(op, 1)
+        read = lambda waves: (low(waves) | high(waves).astype(np.uint64) << 32).view(dtype)  # noqa: E731
+    return signed(read, op, dtype)
+
+
+def signed(read: Read, op: Operand, dtype: np.dtype) -> Read:
+    """With abs and neg; those of integers are of the bits of a float."""
+    if not (op.negative or op.absolute):
         return read
-    if kind[0] == "f":
-        return lambda waves: np.negative(read(waves))
-    sign = dtype.type(1 << 8 * dtype.itemsize - 1)  # negative numbers of a move: of floats
-    return lambda waves: read(waves) ^ sign
+    sign = dtype.type(1 << 8 * dtype.itemsize - 1) if dtype.kind == "u" else None
 
-
-def unsigned_reader(op: Operand, kind: str, dtype: np.dtype, place: int) -> Read:
-    size = dtype.itemsize
-    if op.kind == "number":
-        bits = op.bits(kind[0], 8 * size)
-        if place and size == 2:
-            bits = op.bits(kind[0], 32) >> 16
-        value = np.array([[bits]], f"u{size}").view(dtype)
-        return lambda waves: value
-    if op.kind not in "vs":
-        raise Unknown(f"operand {op.text}")
-    first = op.index if size == 2 else op.index + place
-    if size != 2 and place >= op.count:
-        raise Unknown(f"register {place} of {op.text}")
-    if op.kind == "s":
-        if size == 2:
-            return lambda waves: waves.scalars[:, first : first + 1].view(dtype)[:, place::2]
-        return lambda waves: waves.scalars[:, first : first + size // 4].view(dtype)
-    if size == 2:
-        return lambda waves: getattr(waves, kind)[first][:, place::2]
-    if size == 4:
-        return lambda waves: getattr(waves, kind)[first]
-
-    def pair(waves: Waves) -> np.ndarray:
-        low, high = waves.vectors[first], waves.vectors[first + 1]
-        return (low | high.astype(np.uint64) << 32).view(dtype)
-
-    return pair
-
-
-def mask_reader(op: Operand) -> Read:
-    if op.kind == "number":
-        value = np.full((1, 1), int(op.text, 0) != 0)
-        return lambda waves: value
-    return lambda waves: waves.mask(op.index)
-
-
-def mixed_reader(op: Operand, half: int, is_half: int) -> Read:
-    """An operand of v_fma_mix: a float32, or a float16 in half a register."""
-    read = reader(op, "f16" if is_half else "f32", half if is_half else 0)
-    return lambda waves: read(waves).astype(np.float32)
-
-
-def part_reader(op: Operand, kind: str, which: str) -> Read:
-    """An operand of SDWA: DWORD, WORD_1, BYTE_3 and so on of a register."""
-    unit, _, number = which.partition("_")
-    if unit == "DWORD" and not op.extended:
-        return reader(op, kind)
-    size = {"BYTE": 1, "WORD": 2, "DWORD": 4}[unit]
-    letter = "f" if kind == "f16" else "i" if op.extended else "u"
-    dtype, step, place = np.dtype(f"{letter}{size}"), 4 // size, int(number or 0)
-
-    def part(waves: Waves) -> np.ndarray:
-        words = waves.vectors[op.index] if op.kind == "v" else waves.scalars[:, [op.index]]
-        value = words.view(dtype)[:, place::step].astype(DTYPES[kind])
+    def changed(waves: Waves) -> np.ndarray:
+        value = read(waves)
+        if sign is not None:
+            value = value & ~sign if op.absolute else value
+            return value ^ sign if op.negative else value
         value = np.abs(value) if op.absolute else value
         return np.negative(value) if op.negative else value
 
-    return part
+    return changed
+
+
+def selected(read: Read, part: str, extended: bool) -> Read:
+    """A part of a register for SDWA: DWORD, WORD_1, BYTE_3 ..., with its sign or without."""
+    if part == "DWORD":
+        return read
+    shift, bits = field_of(part)
+    if not extended:
+        return lambda waves: read(waves) >> shift & (1 << bits) - 1
+    up, down = 32 - bits - shift, 32 - bits
+    return lambda waves: ((read(waves) << up).view(np.int32) >> down).view(np.uint32)
+
+
+def field_of(part: str) -> tuple[int, int]:
+    """Where a part of a register begins, and how many bits it has."""
+    bits = 8 if part.startswith("BYTE") else 16
+    return bits * int(part[-1]), bits
 
 
 # --- DPP: operands from other lanes
@@ -164,78 +147,42 @@ def across_lanes(instruction: Instruction, read: Read) -> tuple[Read, Read]:
 
 def words_of(value: np.ndarray, kind: str) -> list[np.ndarray]:
     """A result as the 32-bit words of the registers that take it."""
-    value = np.asarray(value).astype(DTYPES[kind], copy=False)
-    if value.itemsize == 2:
-        return [value.view(np.uint16).astype(np.uint32)]
-    if value.itemsize == 4:
-        return [value.view(np.uint32)]
-    value = value.view(np.uint64)
-    return [value.astype(np.uint32), (value >> 32).astype(np.uint32)]
-
-
-def vector_writer(op: Operand, kind: str, written: Read | None, change: Callable) -> Callable:
-    def write(waves: Waves, value: np.ndarray) -> None:
-        allowed = written and written(waves)
-        for i, words in enumerate(words_of(change(value), kind)):
-            waves.put(op.index + i, words, allowed)
-
-    return write
+    value = np.asarray(value).astype(dtype_of(kind), copy=False)
+    bits = value.view(f"u{value.itemsize}")
+    if value.itemsize < 8:
+        return [bits.astype(np.uint32, copy=False)]
+    return [bits.astype(np.uint32), (bits >> 32).astype(np.uint32)]
 
 
 def writer(instruction: Instruction, op: Operand, kind: str, written: Read | None) -> Callable:
-    """A function (waves, value) that writes a result, with clamp and the like."""
-    modifiers = instruction.modifiers
+    """A function (waves, value) that writes a result; `written` are the lanes that DPP writes."""
     if kind == "mask":
-        shape = lambda waves, value: np.broadcast_to(value, waves.exec.shape)  # noqa: E731
-        return lambda waves, value: waves.put_mask(op.index, shape(waves, value).astype(bool))
+        return lambda waves, value: waves.put_mask(op.index, value)
     if op.kind == "s":
-        join = lambda value, kind: np.concatenate(words_of(value, kind), axis=1)  # noqa: E731
-        return lambda waves, value: waves.put_scalar(op.index, join(value, kind))
-    change = result_change(modifiers, kind)
-    high = instruction.mnemonic == "v_fma_mixhi_f16" or instruction.numbers("op_sel", [0])[3:] == [
-        1
-    ]
-    if DTYPES[kind].itemsize == 2 and (high or instruction.mnemonic in KEEP_HALF):
-        half, dtype = int(high), DTYPES[kind]
-
-        def write_half(waves: Waves, value: np.ndarray) -> None:
-            waves.put_half(op.index, half, change(value).astype(dtype).view(np.uint16))
-
-        return write_half
-    if "dst_sel" in modifiers and modifiers["dst_sel"] != "DWORD":
-        return part_writer(instruction, op, kind)
-    return vector_writer(op, kind, written, change)
-
-
-def result_change(modifiers: dict[str, str], kind: str) -> Callable:
-    """What clamp, mul:2 and the like do to a result."""
-    if not {"clamp", "mul", "div"} & modifiers.keys():
-        return lambda value: value
-    if kind[0] != "f":
-        raise Unknown("clamp of integers")
-    factor = float(modifiers.get("mul", 1)) / float(modifiers.get("div", 1))
-    if "clamp" not in modifiers:
-        return lambda value: value * value.dtype.type(factor)
-    # NaN becomes 0
-    return lambda value: np.fmin(np.fmax(value * value.dtype.type(factor), 0), 1)
-
-
-def part_writer(instruction: Instruction, op: Operand, kind: str) -> Callable:
-    """A result of SDWA into a byte or a word of a register, 0 in the others or as they were."""
-    unit, _, number = instruction.modifiers["dst_sel"].partition("_")
-    bits = 8 if unit == "BYTE" else 16
-    shift, mask = bits * int(number), (1 << bits) - 1
-    unused = instruction.modifiers.get("dst_unused", "UNUSED_PAD")
-    if unused == "UNUSED_SEXT":
-        raise Unknown(unused)
+        join = lambda value: np.concatenate(words_of(value, kind), axis=1)  # noqa: E731
+        return lambda waves, value: waves.put_scalar(op.index, join(value))
+    field = target_field(instruction, kind)
 
     def write(waves: Waves, value: np.ndarray) -> None:
-        words = (words_of(value, kind)[0] & mask) << shift
-        if unused == "UNUSED_PRESERVE":
-            words = words | waves.vectors[op.index] & ~np.uint32(mask << shift)
-        waves.put(op.index, words)
+        for i, words in enumerate(words_of(value, kind)):
+            waves.put(op.index + i, words, written and written(waves), field)
 
     return write
+
+
+def target_field(instruction: Instruction, kind: str) -> tuple[int, int, bool] | None:
+    """Where a result goes that has not all of a register: the first bit, how many, and whether the
+    others stay as they are."""
+    part = instruction.modifiers.get("dst_sel", "DWORD")
+    if part != "DWORD":
+        unused = instruction.modifiers["dst_unused"]
+        if unused == "UNUSED_SEXT":
+            raise Unknown(unused)
+        return *field_of(part), unused == "UNUSED_PRESERVE"
+    high = instruction.mnemonic == "v_fma_mixhi_f16" or instruction.numbers("op_sel", [])[3:] == [1]
+    if kind.endswith("16") and (high or instruction.mnemonic in KEEP_HALF):
+        return 16 * high, 16, True
+    return None
 
 
 # --- instructions of the manual's tables
@@ -255,13 +202,10 @@ def of_table(instruction: Instruction, row: manual.Row) -> Run:
             readers.append(reader(targets["D"], kind))
             continue
         number = int(name[1])
-        op = operands[number]
         if kind == "mix":
-            read = mixed_reader(op, op_sel[number], op_sel_hi[number])
-        elif f"src{number}_sel" in modifiers:
-            read = part_reader(op, kind, modifiers[f"src{number}_sel"])
-        else:
-            read = reader(op, kind, op_sel[number] if kind.endswith("16") else 0)
+            kind = "f16" if op_sel_hi[number] else "f32"
+        half = op_sel[number] if kind.endswith("16") else 0
+        read = reader(operands[number], kind, half, modifiers.get(f"src{number}_sel", "DWORD"))
         if number == 0 and instruction.encoding == "dpp":
             read, written = across_lanes(instruction, read)
         readers.append(read)
@@ -301,7 +245,8 @@ def in_pairs(instruction: Instruction, row: manual.Row) -> Run:
         instruction.numbers("op_sel_hi", [1] * 3),
     ]
     signs = [instruction.numbers(name, [0] * 3) for name in ("neg_lo", "neg_hi")]
-    change = result_change(instruction.modifiers, kind)
+    if unknown := instruction.modifiers.keys() - {"op_sel", "op_sel_hi", "neg_lo", "neg_hi"}:
+        raise Unknown(f"modifier {unknown.pop()}")
 
     def half_of(number: int, result: int) -> Read:
         op, place = operands[number], choices[result][number]
@@ -319,11 +264,11 @@ def in_pairs(instruction: Instruction, row: manual.Row) -> Run:
 
     def run(waves: Waves) -> None:
         results = [row.function(*[read(waves) for read in half])[0] for half in readers]
-        words = [words_of(change(result), kind)[0] for result in results]
+        words = [words_of(result, kind)[0] for result in results]
         if kind.endswith("16"):
             words = [words[0] | words[1] << 16]
-        for i, word in enumerate(words):
-            waves.put(target.index + i, word)
+        for i, each in enumerate(words):
+            waves.put(target.index + i, each)
 
     return run
 
@@ -372,17 +317,6 @@ def writelane(instruction: Instruction) -> Run:
     return run
 
 
-def swap(instruction: Instruction) -> Run:
-    first, second = instruction.operands
-
-    def run(waves: Waves) -> None:
-        before = waves.vectors[first.index].copy()
-        waves.put(first.index, waves.vectors[second.index].copy())
-        waves.put(second.index, before)
-
-    return run
-
-
 def swap_rows(instruction: Instruction) -> Run:
     """v_permlane32_swap_b32, v_permlane16_swap_b32: the odd rows of 32 or 16 lanes of the first
     register and the even ones of the second change places."""
@@ -407,7 +341,7 @@ def bitop3(instruction: Instruction) -> Run:
 
     def run(waves: Waves) -> None:
         bits = [read(waves) for read in readers]
-        result = np.zeros((1, 1), DTYPES[kind])
+        result = np.zeros((1, 1), dtype_of(kind))
         for case in range(8):
             if table >> case & 1:
                 a, b, c = (x if case & 4 >> i else ~x for i, x in enumerate(bits))
@@ -432,27 +366,23 @@ def mfma(instruction: Instruction, rows: int, depth: int, kind: str) -> Run:
         raise Unknown(f"modifier {next(iter(unknown))}")
     each = rows * depth // 64
     column, group = LANES % rows, LANES // rows
-    registers = rows * rows // 64
-    row_of = [4 * (64 // rows) * (r // 4) + 4 * group + r % 4 for r in range(registers)]
-    start = [reader(added, "f32", r if added.kind == "v" else 0) for r in range(registers)]
-
+    registers = range(rows * rows // 64)
+    row_of = [4 * (64 // rows) * (r // 4) + 4 * group + r % 4 for r in registers]
+    start = [reader(added, "f32", r if added.kind == "v" else 0) for r in registers]
     stored = {"bf16": "u16", "f16": "f16"}.get(kind, "f32")
     widen = manual.bf16 if kind == "bf16" else np.float32
-    halves = 2 if kind.endswith("f16") else 1  # values in a register
+    factors = [[reader(op, stored, i) for i in range(each)] for op in factors]
 
-    def tile(waves: Waves, op: Operand) -> np.ndarray:
+    def tile(waves: Waves, reads: list[Read]) -> np.ndarray:
         values = np.empty((waves.count, rows, depth), np.float32)
-        for i in range(each):
-            register = getattr(waves, stored)[op.index + i // halves]
-            values[:, column, each * group + i] = widen(register[:, i % halves :: halves])
+        for i, read in enumerate(reads):
+            values[:, column, each * group + i] = widen(read(waves))
         return values
 
     def run(waves: Waves) -> None:
-        a, b = (tile(waves, op) for op in factors)
+        a, b = (tile(waves, reads) for reads in factors)
         product = a @ b.transpose(0, 2, 1)
-        results = [
-            read(waves) + product[:, row, column] for read, row in zip(start, row_of, strict=True)
-        ]
+        results = [start[r](waves) + product[:, row_of[r], column] for r in registers]
         for r, result in enumerate(results):
             words = result.view(np.uint32)
             np.copyto(waves.vectors[target.index + r], words, where=waves.here)
@@ -486,7 +416,6 @@ OTHERS: dict[str, Callable[[Instruction], Run]] = {
     "v_readlane_b32": readlane,
     "v_readfirstlane_b32": readlane,
     "v_writelane_b32": writelane,
-    "v_swap_b32": swap,
     "v_permlane16_swap_b32": swap_rows,
     "v_permlane32_swap_b32": swap_rows,
     "v_bitop3_b32": bitop3,

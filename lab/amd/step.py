@@ -97,7 +97,7 @@ class Stepper:
     def shown(self, instruction: Instruction) -> bool:
         place = instruction.line.rpartition(":")[2]
         low, high = self.args.lines
-        return not self.args.lines[1] or place.isdigit() and low <= int(place) <= high
+        return not high or (place.isdigit() and low <= int(place) <= high)
 
     def head(self, instruction: Instruction) -> None:
         """The line of the source where another begins."""

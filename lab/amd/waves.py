@@ -6,9 +6,11 @@ register is an array [waves, 64], a scalar one a column of `scalars`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from lab.amd.assembly import Program
+from lab.amd.assembly import Operand, Program, Unknown
 from lab.amd.memory import Fault, Lds, Memory
 
 EXEC, VCC = 126, 106  # their places among the scalar registers
@@ -27,20 +29,32 @@ def unpacked(words: np.ndarray) -> np.ndarray:
     return np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").view(bool)
 
 
+def word(op: Operand, place: int = 0) -> Callable[[Waves], np.ndarray]:
+    """A function that gives a register of an operand, or a constant, in 32 bits."""
+    index = op.index + place
+    if op.kind in "vs" and place >= op.count:
+        raise Unknown(f"register {place} of {op.text}")
+    if op.kind == "v":
+        return lambda waves: waves.vectors[index]
+    if op.kind == "s":
+        return lambda waves: waves.scalars[:, index : index + 1]
+    if op.kind != "number":
+        raise Unknown(f"operand {op.text}")
+    value = np.array([[op.bits("u", 32)]], np.uint32)
+    return lambda waves: value
+
+
 class Waves:
     """`count` = groups x waves of each; wave w belongs to group w // waves."""
 
     def __init__(self, program: Program, registers: int, groups: int, waves: int, lds: int):
         self.program, self.groups, self.waves, self.count = program, groups, waves, groups * waves
         self.vectors = np.full((registers, self.count, 64), UNSET, np.uint32)
-        # the same as other types; of 16 bits the low halves are [..., ::2], the high ones [..., 1::2]
-        kinds = ("u32", "i32", "f32", "u16", "i16", "f16", "u8", "i8")
-        for kind in kinds:
-            dtype = np.dtype(f"{kind[0]}{int(kind[1:]) // 8}")
-            setattr(self, kind, self.vectors.view(dtype))
         self.scalars = np.full((self.count, 128), UNSET, np.uint32)
         self.scc = np.zeros((self.count, 1), bool)
         self.memory: Memory | None = None
+        spilled = program.descriptor.get("private_segment_fixed_size", 0)
+        self.scratch = np.full((self.count, 64, spilled // 4), UNSET, np.uint32)
         self.lds = Lds(groups, waves, lds)
         self.pc = 0  # of the waves that are here
         self.at = np.zeros(self.count, np.int64)  # of the others
@@ -71,17 +85,26 @@ class Waves:
 
     # --- writing registers, where waves are here and lanes are at work
 
-    def put(self, index: int, words: np.ndarray, allowed: np.ndarray | None = None) -> None:
-        """Write a vector register; `allowed` are the lanes that may be written."""
+    def put(
+        self,
+        index: int,
+        words: np.ndarray,
+        allowed: np.ndarray | None = None,
+        field: tuple[int, int, bool] | None = None,
+    ) -> None:
+        """Write a vector register: the lanes that are `allowed`, and of each all bits or those from
+        `field[0]` on, `field[1]` of them; the others become 0 or stay, if field[2]."""
+        register = self.vectors[index]
+        if field:
+            first, bits, stay = field
+            mask = np.uint32(((1 << bits) - 1) << first)
+            words = words << first & mask | (register & ~mask if stay else 0)
         if allowed is not None:
-            np.copyto(self.vectors[index], words, where=self.lanes & allowed)
+            np.copyto(register, words, where=self.lanes & allowed)
         elif self.all_lanes:
-            self.vectors[index] = words
+            register[:] = words
         else:
-            np.copyto(self.vectors[index], words, where=self.lanes)
-
-    def put_half(self, index: int, half: int, words: np.ndarray) -> None:
-        np.copyto(self.u16[index][:, half::2], words, where=self.lanes)
+            np.copyto(register, words, where=self.lanes)
 
     def put_scalar(self, index: int, words: np.ndarray) -> None:
         """Write one scalar register [waves, 1], two [waves, 2] or more."""
@@ -93,7 +116,7 @@ class Waves:
 
     def put_mask(self, index: int, mask: np.ndarray) -> None:
         """Write two scalar registers with a bit for each lane, 0 for those that are not at work."""
-        self.put_scalar(index, packed(mask & self.lanes))
+        self.put_scalar(index, packed(mask.astype(bool) & self.lanes))
 
     def put_scc(self, value: np.ndarray) -> None:
         np.copyto(self.scc, value, where=self.here)
