@@ -116,7 +116,7 @@ class Executed:
     constants: str
     error: float = 0.0
     wrong: str = ""
-    counts: dict[str, int] = field(default_factory=dict)
+    dispatch: dict = field(default_factory=dict)  # with its counters
 
 
 # --- the interpreter's side, in a process of its own
@@ -181,6 +181,7 @@ def execute_launch(case: Case, launch, target: str, watch: bool) -> Executed:
     from lab.amd.assembly import Unknown
     from lab.amd.launch import Fault, Kernel, compiled_launch, kernel_of, run_grid
     from lab.amd.record import View
+    from lab.amd.tables import dispatch
 
     constants = constants_of(kernel_of(launch), launch.arguments)
     done = Executed(case, target, launch.kernel, constants)
@@ -209,7 +210,7 @@ def execute_launch(case: Case, launch, target: str, watch: bool) -> Executed:
         if not torch.equal(found[~seen], expected[~seen]):
             done.wrong = f"{launch.kernel}: writes outside of its tensors"
     if watch:
-        done.counts = counts.hardware()
+        done.dispatch = dispatch(kernel, counts)
     return done
 
 
@@ -355,7 +356,7 @@ def run(args: argparse.Namespace) -> int:
     if args.counters:
         from lab.amd.tables import write_counters
 
-        write_counters(args.counters, [(x.kernel, x.counts) for x in found if x.counts])
+        write_counters(args.counters, [x.dispatch for x in found if x.dispatch])
     if args.write and not wrong:
         content = {"schema_version": 1, "rows": rows, "registers": registers}
         write_text(RESULT, json.dumps(content, indent=1) + "\n")

@@ -122,15 +122,18 @@ def instruction(text: str, line: str) -> Instruction:
 
 def parse(text: str) -> Program:
     """The kernel in a file of assembly, up to its end."""
-    code, labels, files, line = [], {}, {}, "?"
+    code, labels, own, line = [], {}, "", "?"
     for raw in text.splitlines():
-        words = raw.partition(";")[0].replace("\t", " ").strip()
+        words, _, comment = raw.replace("\t", " ").strip().partition(";")
+        words = words.strip()
         if found := re.match(r"([.\w$]+):$", words):
             labels[found[1]] = len(code)
-        elif found := re.match(r'\.file (\d+) (?:".*" )?"(.*)"', words):
-            files[found[1]] = found[2].rpartition("/")[2]
-        elif found := re.match(r"\.loc (\d+) ([1-9]\d*) ", words):
-            line = f"{files.get(found[1], '?')}:{found[2]}"
+        elif words.startswith(".loc "):
+            # where it is, then from where that was called: the kernel's own file is wanted
+            places = [p for p in re.findall(r"([\w.]+):(\d+):\d+", comment) if p[1] != "0"]
+            own = own or (places[0][0] if places else "")
+            place = next((p for p in places if p[0] == own), places[0] if places else None)
+            line = ":".join(place) if place else line
         elif re.match(r"[a-z]", words):
             code.append(instruction(words, line))
         elif words.startswith(".amdhsa_kernel"):

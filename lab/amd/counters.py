@@ -73,8 +73,8 @@ def conflict_cycles(address: np.ndarray, active: np.ndarray, size: int, write: b
 class Watch:
     """Notes accesses of memory while waves execute, by the number of the instruction."""
 
-    def __init__(self, waves: Waves, noted: dict[int, Counter]):
-        self.waves, self.noted = waves, noted
+    def __init__(self, waves: Waves, noted: dict[int, Counter], touched: dict[str, list]):
+        self.waves, self.noted, self.touched = waves, noted, touched
 
     def note(self) -> Counter:
         return self.noted.setdefault(self.waves.pc - 1, Counter())
@@ -84,6 +84,9 @@ class Watch:
         note[f"bytes {verb}"] += size * int(active.sum())
         for line in (64, 128):
             note[f"lines of {line} {verb}"] += lines_of(address, active, size, line)
+        line = np.uint64(64 if write else 128)
+        for end in (0, size - 1):
+            self.touched[verb].append(np.unique((address[active] + np.uint64(end)) // line))
 
     def scalar(self, size: int) -> None:
         self.note()["bytes read by scalars"] += size * self.waves.number
@@ -105,9 +108,11 @@ class Counts:
         self.executed = np.zeros(len(program.code), np.int64)
         self.active = np.zeros(len(program.code), np.int64)
         self.noted: dict[int, Counter] = {}
+        # lines of 128 and 64 bytes, by number
+        self.touched: dict[str, list[np.ndarray]] = {"read": [], "written": []}
 
     def watching(self, waves: Waves) -> Watch:
-        return Watch(waves, self.noted)
+        return Watch(waves, self.noted, self.touched)
 
     def add(self, waves: Waves) -> None:
         self.waves += waves.count
@@ -126,6 +131,11 @@ class Counts:
         """What was noted under this name, such as "bytes read" or "LDS conflict cycles"."""
         return sum(note[name] for note in self.noted.values())
 
+    def different(self, verb: str) -> int:
+        """How many lines the launch has read (of 128 bytes) or written (of 64), each once."""
+        touched = self.touched[verb]
+        return len(np.unique(np.concatenate(touched))) if touched else 0
+
     def by_line(self, name: str) -> Counter:
         """The same by line of the kernel's source."""
         found = Counter()
@@ -136,11 +146,11 @@ class Counts:
     def hardware(self) -> dict[str, int]:
         """By the names of AMD's counters. An instruction of the vector unit counts as 64 lanes,
         whether they are at work or not; MFMA_MOPS are units of 512 operations."""
-        kinds, found = self.by_kind(), Counter()
+        kinds = self.by_kind()
         names = [f"{operation}_F{bits}" for operation in FLOP for bits in (16, 32, 64)]
         names += [f"MFMA_{kind}" for kind in ("F16", "BF16", "F32", "F64")]
         names += [f"MFMA_MOPS_{kind}" for kind in ("F16", "BF16", "F32", "F64")]
-        found |= dict.fromkeys((f"SQ_INSTS_VALU_{name}" for name in names), 0)
+        found = Counter({f"SQ_INSTS_VALU_{name}": 0 for name in names})
         for instruction, times in zip(self.program.code, self.executed.tolist(), strict=True):
             if instruction.kind == "MFMA":
                 kind, flop = mfma_flop(instruction)
@@ -168,6 +178,12 @@ class Counts:
             "SQ_LDS_BANK_CONFLICT": self.total("LDS conflict cycles"),
             "TCP_TCC_READ_REQ_sum": self.total("lines of 128 read"),
             "TCP_TCC_WRITE_REQ_sum": self.total("lines of 64 written"),
+            # memory at least: each line once, as if caches lost none
+            "TCC_EA0_RDREQ_sum": self.different("read"),
+            "TCC_EA0_RDREQ_32B_sum": 0,
+            "TCC_BUBBLE_sum": self.different("read"),  # of these those of 128 bytes
+            "TCC_EA0_WRREQ_sum": self.different("written"),
+            "TCC_EA0_WRREQ_64B_sum": self.different("written"),
         }
 
     def flop(self) -> int:
