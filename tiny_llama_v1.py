@@ -442,6 +442,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     check_model_arguments(args, parser)
     choose_devices(args)
     graph, mode = args.cuda_graph, args.torch_compile_mode
+    least = 12 if args.num_gpus > 1 else 2  # DDP needs 11 before a capture
     for wrong, message in (
         (args.batch_size % args.num_gpus, f"--batch-size must divide by {args.num_gpus} GPUs"),
         (not FUSIONS and (args.all_fusion or args.compare_fusion), "V1 has nothing to compare"),
@@ -449,7 +450,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         (args.amp_dtype and not args.use_amp, "--amp-dtype needs --use-amp"),
         (not 0 < args.learning_rate < math.inf, "--learning-rate must be above 0"),
         (graph and mode in OWN_GRAPHS, f"--enable-cuda-graph: mode {mode} makes its own graphs"),
-        (graph and args.warmup_steps < 2, "--enable-cuda-graph needs --warmup-steps 2 or more"),
+        (graph and args.warmup_steps < least, f"a graph needs --warmup-steps {least} or more"),
     ):
         if wrong:
             fail(message)
@@ -478,7 +479,7 @@ def choose_devices(args: argparse.Namespace) -> None:
         fail(f"{asked} GPUs wanted, PyTorch finds {gpus}", 4)
     args.device, args.num_gpus = "cuda" if gpus else "cpu", processes
     if args.warmup_steps is None:
-        args.warmup_steps = 12 if processes > 1 else 5  # DDP needs 11 before a capture
+        args.warmup_steps = 12 if processes > 1 else 5
     if args.cuda_graph is None:
         possible = args.warmup_steps > 1 and args.torch_compile_mode not in OWN_GRAPHS
         args.cuda_graph = VERSION > 3 and gpus > 0 and possible

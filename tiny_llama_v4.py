@@ -316,19 +316,12 @@ def interpreting_operator(kernel: Callable) -> Callable:
     return torch.library.custom_op(name, interpret, mutates_args=(), schema=schema)
 
 
-def check_not_empty(kernel: str, x: Tensor) -> None:
-    """Raise ValueError for an empty batch, for which there is nothing to launch."""
-    if not x.numel():
-        raise ValueError(f"{kernel} needs at least one row, not {[*x.shape]}")
-
-
 def row_launch(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, dict[str, int]]:
     """Return how many rows x [..., C] has, how many programs share them, and their block sizes.
 
     A block has the rows that fit into TILE elements. A longer row is one block with more warps if
     it must be `whole`, else several blocks.
     """
-    check_not_empty(kernel, x)
     chosen, dim = blocks(kernel), x.shape[-1]
     tile, width = chosen.pop("TILE"), triton.next_power_of_2(dim)
     if whole and width > tile:
@@ -1137,13 +1130,17 @@ class SideStreams:
         self.released: set[Tensor] = set()  # parameters that this step no longer needs
         # of a buffer: its tensor and version, and the events that an update waits for
         self.ready: dict[GradientBuffer, tuple[Tensor, int, list[torch.cuda.Event]]] = {}
+        self.return_workspaces()
         if self.active:
-            # GEMMs on two streams need two workspaces; eager steps give theirs back.
-            torch._C._cuda_clearCublasWorkspaces()
             self.main = torch.cuda.current_stream()
             self.begun = self.main.record_event()
             # a graph may only wait for streams that belong to it, also where one gets no work
             self.stream(0).wait_event(self.begun)
+
+    def return_workspaces(self) -> None:
+        """Give memory back that GEMMs keep for each stream and thread; two streams need more."""
+        if self.active:
+            torch._C._cuda_clearCublasWorkspaces()
 
     def stream(self, number: int) -> torch.cuda.Stream | None:
         """Return the stream of gradients (0), of updates (1), of averages (2); None: the main one.
@@ -2012,6 +2009,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     check_model_arguments(args, parser)
     choose_devices(args)
     graph, mode = args.cuda_graph, args.torch_compile_mode
+    least = 12 if args.num_gpus > 1 else 2  # DDP needs 11 before a capture
     for wrong, message in (
         (args.batch_size % args.num_gpus, f"--batch-size must divide by {args.num_gpus} GPUs"),
         (not FUSIONS and (args.all_fusion or args.compare_fusion), "V1 has nothing to compare"),
@@ -2019,7 +2017,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         (args.amp_dtype and not args.use_amp, "--amp-dtype needs --use-amp"),
         (not 0 < args.learning_rate < math.inf, "--learning-rate must be above 0"),
         (graph and mode in OWN_GRAPHS, f"--enable-cuda-graph: mode {mode} makes its own graphs"),
-        (graph and args.warmup_steps < 2, "--enable-cuda-graph needs --warmup-steps 2 or more"),
+        (graph and args.warmup_steps < least, f"a graph needs --warmup-steps {least} or more"),
     ):
         if wrong:
             fail(message)
@@ -2048,7 +2046,7 @@ def choose_devices(args: argparse.Namespace) -> None:
         fail(f"{asked} GPUs wanted, PyTorch finds {gpus}", 4)
     args.device, args.num_gpus = "cuda" if gpus else "cpu", processes
     if args.warmup_steps is None:
-        args.warmup_steps = 12 if processes > 1 else 5  # DDP needs 11 before a capture
+        args.warmup_steps = 12 if processes > 1 else 5
     if args.cuda_graph is None:
         possible = args.warmup_steps > 1 and args.torch_compile_mode not in OWN_GRAPHS
         args.cuda_graph = VERSION > 3 and gpus > 0 and possible

@@ -622,23 +622,20 @@ def synthetic_proteins(count: int, depth: int, length: int, seed: int) -> list[P
 
 def prepared_protein(path: Path) -> Protein:
     """Read a protein that examples/proteins.py has prepared."""
-    if not path.is_file():
-        fail(f"--msa {path}: no such file, nor a folder with .npz")
     try:
         with np.load(path, allow_pickle=False) as file:
             tokens, coords, observed = (file[name] for name in ("tokens", "coords", "observed"))
-    except Exception:  # damage has many names
+            depth, length = tokens.shape
+    except Exception as error:  # damage has many names
         hint = "an alignment needs --structure with it"
-        fail(f"--msa {path}: not a .npz that examples/proteins.py prepared; {hint}")
-    length = tokens.shape[-1] if tokens.ndim == 2 else 0
-    whole = tokens.dtype.kind in "iu" and len(tokens) and length > 1
+        fail(f"--msa {path}: not a .npz that examples/proteins.py prepared ({error}); {hint}")
+    whole = tokens.dtype.kind in "iu" and depth and length > 1
     if not whole or tokens.min() < 0 or tokens.max() > GAP or GAP in tokens[0]:
         must = f"whole numbers [depth, length], 0 to {GAP}, and below in the query"
         fail(f"--msa {path}: tokens must be {must}")
     if observed.dtype != bool or observed.shape != (length,) or not observed.any():
         fail(f"--msa {path}: observed must be bool [{length}], not all False")
-    floats = coords.dtype.kind == "f" and coords.shape == (length, 3)
-    if not floats or not np.isfinite(coords[observed]).all():
+    if coords.shape != (length, 3) or not np.isfinite(coords[observed]).all():
         fail(f"--msa {path}: coords must be floats [{length}, 3], finite where observed")
     missing = length - int(observed.sum())
     note = f"{path}: {missing} of {length} residues have no coordinates" if missing else ""
@@ -781,6 +778,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     check_model_arguments(args, parser)
     choose_devices(args)
     graph, mode = args.cuda_graph, args.torch_compile_mode
+    least = 12 if args.num_gpus > 1 else 2  # DDP needs 11 before a capture
     for wrong, message in (
         (args.batch_size % args.num_gpus, f"--batch-size must divide by {args.num_gpus} GPUs"),
         (not FUSIONS and (args.all_fusion or args.compare_fusion), "V1 has nothing to compare"),
@@ -788,7 +786,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         (args.amp_dtype and not args.use_amp, "--amp-dtype needs --use-amp"),
         (not 0 < args.learning_rate < math.inf, "--learning-rate must be above 0"),
         (graph and mode in OWN_GRAPHS, f"--enable-cuda-graph: mode {mode} makes its own graphs"),
-        (graph and args.warmup_steps < 2, "--enable-cuda-graph needs --warmup-steps 2 or more"),
+        (graph and args.warmup_steps < least, f"a graph needs --warmup-steps {least} or more"),
     ):
         if wrong:
             fail(message)
@@ -817,7 +815,7 @@ def choose_devices(args: argparse.Namespace) -> None:
         fail(f"{asked} GPUs wanted, PyTorch finds {gpus}", 4)
     args.device, args.num_gpus = "cuda" if gpus else "cpu", processes
     if args.warmup_steps is None:
-        args.warmup_steps = 12 if processes > 1 else 5  # DDP needs 11 before a capture
+        args.warmup_steps = 12 if processes > 1 else 5
     if args.cuda_graph is None:
         possible = args.warmup_steps > 1 and args.torch_compile_mode not in OWN_GRAPHS
         args.cuda_graph = VERSION > 3 and gpus > 0 and possible

@@ -378,19 +378,12 @@ def interpreting_operator(kernel: Callable) -> Callable:
     return torch.library.custom_op(name, interpret, mutates_args=(), schema=schema)
 
 
-def check_not_empty(kernel: str, x: Tensor) -> None:
-    """Raise ValueError for an empty batch, for which there is nothing to launch."""
-    if not x.numel():
-        raise ValueError(f"{kernel} needs at least one row, not {[*x.shape]}")
-
-
 def row_launch(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, dict[str, int]]:
     """Return how many rows x [..., C] has, how many programs share them, and their block sizes.
 
     A block has the rows that fit into TILE elements. A longer row is one block with more warps if
     it must be `whole`, else several blocks.
     """
-    check_not_empty(kernel, x)
     chosen, dim = blocks(kernel), x.shape[-1]
     tile, width = chosen.pop("TILE"), triton.next_power_of_2(dim)
     if whole and width > tile:
@@ -481,15 +474,6 @@ def sigmoid(x):
     """
     root = tl.rsqrt(1 + tl.exp2(-x * LOG2E))
     return root * root
-
-
-def check_shape(name: str, tensor: Tensor | None, *shape: int) -> None:
-    """Raise ValueError for another shape.
-
-    A kernel goes by the sizes of one input, and would read beyond a smaller one.
-    """
-    if tensor is not None and tensor.shape != shape:
-        raise ValueError(f"{name} must be {[*shape]}, not {[*tensor.shape]}")
 
 
 # Layer norm over the channels, and the pair bias that an attention makes of its result.
@@ -682,12 +666,7 @@ class LayerNormFunction(torch.autograd.Function):
         ending: bool = False,
     ):
         ctx.set_materialize_grads(False)  # nobody may have used the norm, or the bias
-        x, dim = x.contiguous(), x.shape[-1]
-        check_shape("the norm's weight", weight, dim)
-        check_shape("the norm's bias", bias, dim)
-        if heads is not None:
-            check_shape("pair", x, len(x), x.shape[1], x.shape[1], dim)
-            check_shape("the weight of the heads", heads, len(heads), dim)
+        x = x.contiguous()
         ctx.save_for_backward(x, weight, bias, heads)
         ctx.eps, ctx.ending = eps, ending
         out, pair_bias = layer_norm_forward(x, weight, bias, heads, eps, dtype, ending)
@@ -743,7 +722,6 @@ class BiasGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, y: Tensor, bias: Tensor) -> Tensor:
-        check_shape("bias", bias, y.shape[-1])
         ctx.dtype = bias.dtype
         return y.view_as(y)
 
@@ -1095,7 +1073,6 @@ def attention_sizes(qkvg: Tensor, columns: bool) -> tuple[int, int, int, int, in
 
 def attention_options(kernel: str, qkvg: Tensor, columns: bool) -> dict[str, int | float | str]:
     """Return what an attention kernel is told; no block is longer than the rows."""
-    check_not_empty(kernel, qkvg)
     _, rows, length, heads, dim = attention_sizes(qkvg, columns)
     chosen, longest = blocks(kernel, qkvg.dtype), max(16, triton.next_power_of_2(length))
     sizes = {
@@ -1218,10 +1195,6 @@ class GatedAttentionFunction(torch.autograd.Function):
     def forward(
         ctx, qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None, columns: bool = False
     ) -> Tensor:
-        samples, _, length, heads, dim = attention_sizes(qkvg, columns)
-        check_shape("qkvg", qkvg, *qkvg.shape[:4], 4, dim)
-        check_shape("the gate's bias", gate_bias, heads * dim)
-        check_shape("the pair bias", bias, samples, heads, length, length)
         qkvg, bias = qkvg.contiguous(), None if bias is None else bias.contiguous()
         out, log_sum_exp = attention_forward(qkvg, gate_bias, bias, columns)
         ctx.save_for_backward(qkvg, gate_bias, bias, out, log_sum_exp)
@@ -1633,7 +1606,6 @@ def triangle_backward(
 
 def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> tuple[int, dict[str, int | str]]:
     """Return how many programs a kernel of the triangle multiplication has, and its settings."""
-    check_not_empty(kernel, x)
     chosen, dim, rows = blocks(kernel, weight.dtype), x.shape[-1], x.numel() // x.shape[-1]
     chosen["BLOCK_C"] = min(chosen["BLOCK_C"], dim)
     # Where channels are few more warps leave too little for each: one kernel spills on an MI300.
@@ -1696,7 +1668,6 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
         *parameters: Tensor,
     ) -> Tensor:
         x, (*norms, weight, bias) = x.contiguous(), parameters
-        check_triangle(x, *parameters)
         inputs = x, present, *norms, weight.to(dtype), bias
         out, *saved = triangle_forward(*inputs, incoming, eps, residual)
         ctx.save_for_backward(*inputs, *saved)
@@ -1715,16 +1686,6 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
             grad_bias = grad_out.new_empty(6 * dim, dtype=torch.float32)
             triangle_weight_gradients(*read, grad_weight, grad_bias)
         return grad_x, *5 * [None], *grads, grad_weight, grad_bias
-
-
-def check_triangle(x: Tensor, *parameters: Tensor) -> None:
-    """Raise ValueError unless x is [B, N, N, C] and the parameters fit it."""
-    dim, (*norms, weight, bias) = x.shape[-1], parameters
-    check_shape("pair", x, len(x), x.shape[1], x.shape[1], dim)
-    for norm in norms:
-        check_shape("a norm's parameter", norm, dim)
-    check_shape("the projections' weight", weight, 6 * dim, dim)
-    check_shape("the projections' bias", bias, 6 * dim)
 
 
 # Outer product mean: out_ij = (1 / S) sum_s a_si (x) b_sj. Of matrices [S, N x H] the products of
@@ -1798,7 +1759,6 @@ def outer_product_backward_kernel(
 
 def outer_product_options(kernel: str, a: Tensor, factor: float) -> dict[str, int | float | str]:
     """Return what a kernel of the outer product is told."""
-    check_not_empty(kernel, a)
     chosen, (_, depth, length, dim) = blocks(kernel, a.dtype), a.shape
     chosen["BLOCK_S"] = min(chosen["BLOCK_S"], max(16, triton.next_power_of_2(depth)))
     chosen |= {"S": depth, "N": length, "H": dim, "factor": factor}
@@ -1839,7 +1799,6 @@ class OuterProductMeanFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, factor: float) -> Tensor:
-        check_shape("b", b, *a.shape)
         a, b, low = a.contiguous(), b.contiguous(), weight.to(a.dtype)
         ctx.save_for_backward(a, b, low)
         ctx.factor, ctx.parameter_dtype = factor, weight.dtype
@@ -1934,7 +1893,6 @@ class BiasReLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, bias: Tensor) -> Tensor:
-        check_shape("bias", bias, x.shape[-1])
         out = bias_relu_forward(x.contiguous(), bias)
         ctx.save_for_backward(out)
         ctx.dtype = bias.dtype
@@ -2323,11 +2281,18 @@ def cast_all(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, .
     return tuple(results)
 
 
+def check_shape(name: str, tensor: Tensor | None, *shape: int) -> None:
+    """Raise ValueError for another shape, or an empty one."""
+    if tensor is not None and (tensor.shape != shape or not tensor.numel()):
+        raise ValueError(f"{name} must be {[*shape]} and not empty, not {[*tensor.shape]}")
+
+
 class EvoformerBlock(nn.Module):
     """One block of the Evoformer stack, without dropout (AF2 SI, algorithm 6)."""
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
+        self.dims = config.msa_dim, config.pair_dim
         self.msa_att_row = MSARowAttentionWithPairBias(config, fusions)
         self.msa_att_col = MSAColumnAttention(config, fusions)
         self.msa_transition = MSATransition(config.msa_dim, config.transition_factor, fusions)
@@ -2374,7 +2339,13 @@ class EvoformerBlock(nn.Module):
         """Update msa [B, S, N, c_m] and pair [B, N, N, c_z].
 
         sequences [B, S] and residues [B, N] are False for padding, which changes nothing elsewhere.
+        What does not fit is refused here, as a kernel goes by the sizes of one input.
         """
+        (samples, depth, length, _), (msa_dim, pair_dim) = msa.shape, self.dims
+        check_shape("msa", msa, samples, depth, length, msa_dim)
+        check_shape("pair", pair, samples, length, length, pair_dim)
+        check_shape("sequences", sequences, samples, depth)
+        check_shape("residues", residues, samples, length)
         msa = msa + self.msa_att_row(msa, pair, residues)
         msa = msa + self.msa_att_col(msa, sequences)
         msa = msa + self.msa_transition(msa)
@@ -2631,23 +2602,20 @@ def synthetic_proteins(count: int, depth: int, length: int, seed: int) -> list[P
 
 def prepared_protein(path: Path) -> Protein:
     """Read a protein that examples/proteins.py has prepared."""
-    if not path.is_file():
-        fail(f"--msa {path}: no such file, nor a folder with .npz")
     try:
         with np.load(path, allow_pickle=False) as file:
             tokens, coords, observed = (file[name] for name in ("tokens", "coords", "observed"))
-    except Exception:  # damage has many names
+            depth, length = tokens.shape
+    except Exception as error:  # damage has many names
         hint = "an alignment needs --structure with it"
-        fail(f"--msa {path}: not a .npz that examples/proteins.py prepared; {hint}")
-    length = tokens.shape[-1] if tokens.ndim == 2 else 0
-    whole = tokens.dtype.kind in "iu" and len(tokens) and length > 1
+        fail(f"--msa {path}: not a .npz that examples/proteins.py prepared ({error}); {hint}")
+    whole = tokens.dtype.kind in "iu" and depth and length > 1
     if not whole or tokens.min() < 0 or tokens.max() > GAP or GAP in tokens[0]:
         must = f"whole numbers [depth, length], 0 to {GAP}, and below in the query"
         fail(f"--msa {path}: tokens must be {must}")
     if observed.dtype != bool or observed.shape != (length,) or not observed.any():
         fail(f"--msa {path}: observed must be bool [{length}], not all False")
-    floats = coords.dtype.kind == "f" and coords.shape == (length, 3)
-    if not floats or not np.isfinite(coords[observed]).all():
+    if coords.shape != (length, 3) or not np.isfinite(coords[observed]).all():
         fail(f"--msa {path}: coords must be floats [{length}, 3], finite where observed")
     missing = length - int(observed.sum())
     note = f"{path}: {missing} of {length} residues have no coordinates" if missing else ""
@@ -2790,6 +2758,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     check_model_arguments(args, parser)
     choose_devices(args)
     graph, mode = args.cuda_graph, args.torch_compile_mode
+    least = 12 if args.num_gpus > 1 else 2  # DDP needs 11 before a capture
     for wrong, message in (
         (args.batch_size % args.num_gpus, f"--batch-size must divide by {args.num_gpus} GPUs"),
         (not FUSIONS and (args.all_fusion or args.compare_fusion), "V1 has nothing to compare"),
@@ -2797,7 +2766,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         (args.amp_dtype and not args.use_amp, "--amp-dtype needs --use-amp"),
         (not 0 < args.learning_rate < math.inf, "--learning-rate must be above 0"),
         (graph and mode in OWN_GRAPHS, f"--enable-cuda-graph: mode {mode} makes its own graphs"),
-        (graph and args.warmup_steps < 2, "--enable-cuda-graph needs --warmup-steps 2 or more"),
+        (graph and args.warmup_steps < least, f"a graph needs --warmup-steps {least} or more"),
     ):
         if wrong:
             fail(message)
@@ -2826,7 +2795,7 @@ def choose_devices(args: argparse.Namespace) -> None:
         fail(f"{asked} GPUs wanted, PyTorch finds {gpus}", 4)
     args.device, args.num_gpus = "cuda" if gpus else "cpu", processes
     if args.warmup_steps is None:
-        args.warmup_steps = 12 if processes > 1 else 5  # DDP needs 11 before a capture
+        args.warmup_steps = 12 if processes > 1 else 5
     if args.cuda_graph is None:
         possible = args.warmup_steps > 1 and args.torch_compile_mode not in OWN_GRAPHS
         args.cuda_graph = VERSION > 3 and gpus > 0 and possible

@@ -432,19 +432,12 @@ def interpreting_operator(kernel: Callable) -> Callable:
     return torch.library.custom_op(name, interpret, mutates_args=(), schema=schema)
 
 
-def check_not_empty(kernel: str, x: Tensor) -> None:
-    """Raise ValueError for an empty batch, for which there is nothing to launch."""
-    if not x.numel():
-        raise ValueError(f"{kernel} needs at least one row, not {[*x.shape]}")
-
-
 def row_launch(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, dict[str, int]]:
     """Return how many rows x [..., C] has, how many programs share them, and their block sizes.
 
     A block has the rows that fit into TILE elements. A longer row is one block with more warps if
     it must be `whole`, else several blocks.
     """
-    check_not_empty(kernel, x)
     chosen, dim = blocks(kernel), x.shape[-1]
     tile, width = chosen.pop("TILE"), triton.next_power_of_2(dim)
     if whole and width > tile:
@@ -597,13 +590,17 @@ class SideStreams:
         self.released: set[Tensor] = set()  # parameters that this step no longer needs
         # of a buffer: its tensor and version, and the events that an update waits for
         self.ready: dict[GradientBuffer, tuple[Tensor, int, list[torch.cuda.Event]]] = {}
+        self.return_workspaces()
         if self.active:
-            # GEMMs on two streams need two workspaces; eager steps give theirs back.
-            torch._C._cuda_clearCublasWorkspaces()
             self.main = torch.cuda.current_stream()
             self.begun = self.main.record_event()
             # a graph may only wait for streams that belong to it, also where one gets no work
             self.stream(0).wait_event(self.begun)
+
+    def return_workspaces(self) -> None:
+        """Give memory back that GEMMs keep for each stream and thread; two streams need more."""
+        if self.active:
+            torch._C._cuda_clearCublasWorkspaces()
 
     def stream(self, number: int) -> torch.cuda.Stream | None:
         """Return the stream of gradients (0), of updates (1), of averages (2); None: the main one.
@@ -1469,7 +1466,6 @@ def attention_sizes(qkvg: Tensor, columns: bool) -> tuple[int, int, int, int, in
 
 def attention_options(kernel: str, qkvg: Tensor, columns: bool) -> dict[str, int | float | str]:
     """Return what an attention kernel is told; no block is longer than the rows."""
-    check_not_empty(kernel, qkvg)
     _, rows, length, heads, dim = attention_sizes(qkvg, columns)
     chosen, longest = blocks(kernel, qkvg.dtype), max(16, triton.next_power_of_2(length))
     sizes = {
@@ -1926,7 +1922,6 @@ def multiply_triangles(kernel: Callable, *tensors: Tensor, incoming: bool) -> bo
 
 def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> tuple[int, dict[str, int | str]]:
     """Return how many programs a kernel of the triangle multiplication has, and its settings."""
-    check_not_empty(kernel, x)
     chosen, dim, rows = blocks(kernel, weight.dtype), x.shape[-1], x.numel() // x.shape[-1]
     chosen["BLOCK_C"] = min(chosen["BLOCK_C"], dim)
     # Where channels are few more warps leave too little for each: one kernel spills on an MI300.
@@ -2487,7 +2482,7 @@ class Projection(torch.autograd.Function):
         ctx.save_for_backward(x, cast)
         ctx.parameters = weight, bias
         if residual is None:
-            return F.linear(x, cast, bias)
+            return F.linear(x, cast, cached_cast(bias, cast.dtype))
         return project_residual(x, cast, bias, residual.contiguous())
 
     @staticmethod
@@ -2746,13 +2741,13 @@ def head_logits(
 
 @triton.jit
 def head_loss_kernel(
-    LOGITS, TARGETS, COUNTED, SCALES, LOSSES, N, ROWS_OF_SAMPLE, PAIRS: tl.constexpr,
-    BINS: tl.constexpr, BLOCK_BINS: tl.constexpr, BLOCK_M: tl.constexpr,
+    LOGITS, TARGETS, COUNTED, COUNTS, LOSSES, N, ROWS_OF_SAMPLE, factor: tl.constexpr,
+    PAIRS: tl.constexpr, BINS: tl.constexpr, BLOCK_BINS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Add up the cross-entropies of rows that count, times SCALES [B]: LOSSES [B, tiles].
+    """Add up factor / max(count, 1) * cross-entropy over the rows that count: LOSSES [B, tiles].
 
-    LOGITS is [B, rows, BINS], TARGETS and COUNTED are [B, rows]. A program owns BLOCK_M rows of a
-    sample.
+    LOGITS is [B, rows, BINS], TARGETS and COUNTED are [B, rows], COUNTS [B] the number of rows that
+    count. A program owns BLOCK_M rows of a sample.
     """
     tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -2764,19 +2759,22 @@ def head_loss_kernel(
     highest = tl.max(logits, 1)
     error = tl.log(tl.sum(tl.exp(logits - highest[:, None]), 1)) + highest
     error -= tl.sum(tl.where(is_target, logits, 0.0), 1)
-    loss = tl.sum(tl.where(counted, error, 0.0), 0) * tl.load(SCALES + b)
-    tl.store(LOSSES + b * tl.num_programs(0) + tile, loss)
+    scale = factor / tl.maximum(tl.load(COUNTS + b), 1)
+    tl.store(
+        LOSSES + b * tl.num_programs(0) + tile, tl.sum(tl.where(counted, error, 0.0), 0) * scale
+    )
 
 
 @triton.jit
 def head_loss_backward_kernel(
-    LOGITS, TARGETS, COUNTED, SCALES, GRAD, GRAD_LOGITS, N, ROWS_OF_SAMPLE, PAIRS: tl.constexpr,
-    BINS: tl.constexpr, BLOCK_BINS: tl.constexpr, BLOCK_M: tl.constexpr,
+    LOGITS, TARGETS, COUNTED, COUNTS, GRAD, GRAD_LOGITS, N, ROWS_OF_SAMPLE, factor: tl.constexpr,
+    PAIRS: tl.constexpr, BINS: tl.constexpr, BLOCK_BINS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Compute dlogits = scale_b * dloss * (softmax(logits) - onehot), or 0 where nothing counts.
+    """Compute dlogits = factor / max(count, 1) * dloss * (softmax(logits) - onehot).
 
-    GRAD [] is dloss, GRAD_LOGITS is [B, rows, BINS]. With PAIRS it is twice as much: the logits of
-    a pair are those of its mirror image, too. A program owns BLOCK_M rows of a sample.
+    It is 0 in rows that do not count. GRAD [] is dloss, GRAD_LOGITS is [B, rows, BINS]. With PAIRS
+    it is twice as much: the logits of a pair are those of its mirror image, too. A program owns
+    BLOCK_M rows of a sample.
     """
     tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row, label = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_BINS)
@@ -2787,7 +2785,7 @@ def head_loss_backward_kernel(
     grad = tl.exp(logits - tl.max(logits, 1)[:, None])
     grad /= tl.sum(grad, 1)[:, None]
     grad -= (label[None, :] == target[:, None]).to(tl.float32)
-    grad *= tl.load(GRAD).to(tl.float32) * tl.load(SCALES + b)
+    grad *= tl.load(GRAD).to(tl.float32) * (factor / tl.maximum(tl.load(COUNTS + b), 1))
     if PAIRS:
         grad *= 2
     grad = tl.where(counted[:, None], grad, 0.0)
@@ -2799,23 +2797,25 @@ def head_loss_backward_kernel(
 class HeadLoss(torch.autograd.Function):
     """Average cross-entropies over what counts of each protein, then over the batch -> scalar.
 
-    logits [B, S, N, bins], targets and counted [B, S, N]; with `pairs` S is N, and the logits are
-    those of a pair plus those of its mirror image.
+    The result is `weight` times as much. logits [B, S, N, bins], targets and counted [B, S, N];
+    with `pairs` S is N, and the logits are those of a pair plus those of its mirror image.
     """
 
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor, counted: Tensor, pairs: bool) -> Tensor:
+    def forward(
+        ctx, logits: Tensor, targets: Tensor, counted: Tensor, pairs: bool, weight: float
+    ) -> Tensor:
         logits, targets, counted = (t.contiguous() for t in (logits, targets, counted))
         samples, depth, length, bins = logits.shape
-        scales = 1 / (samples * counted.flatten(1).sum(1).clamp(min=1))
+        counts = counted.flatten(1).sum(1)
         options = {"N": length, "ROWS_OF_SAMPLE": depth * length, "PAIRS": pairs, "BINS": bins}
-        options["BLOCK_BINS"] = triton.next_power_of_2(bins)
+        options |= {"BLOCK_BINS": triton.next_power_of_2(bins), "factor": weight / samples}
         options |= blocks("head_loss")
         grid = triton.cdiv(depth * length, options["BLOCK_M"]), samples
-        losses = scales.new_empty(math.prod(grid), 1)
+        losses = logits.new_empty(math.prod(grid), 1, dtype=torch.float32)
         launch = wrap_triton(head_loss_kernel)[grid]
-        launch(logits, targets, counted, scales, losses, **options)
-        ctx.save_for_backward(logits, targets, counted, scales)
+        launch(logits, targets, counted, counts, losses, **options)
+        ctx.save_for_backward(logits, targets, counted, counts)
         ctx.grid, ctx.options = grid, options
         return sum_parts(losses)[0]
 
@@ -2824,7 +2824,7 @@ class HeadLoss(torch.autograd.Function):
         grad_logits = torch.empty_like(ctx.saved_tensors[0])
         launch = wrap_triton(head_loss_backward_kernel)[ctx.grid]
         launch(*ctx.saved_tensors, grad, grad_logits, **ctx.options)
-        return grad_logits, None, None, None
+        return grad_logits, None, None, None, None
 
 
 # --- model
@@ -2880,22 +2880,50 @@ class InputEmbedder(nn.Module):
         return self.linear_msa_m(alignment) + self.linear_tf_m(query)[:, None], pair
 
 
-def embed(parts: Sequence[tuple[nn.Linear, Tensor]]) -> Tensor:
-    """Add up projections of one-hot vectors -> [..., C], given where each has its one [...].
+class EmbeddingFunction(torch.autograd.Function):
+    """Add up projections of one-hot vectors -> [..., C].
 
-    The weights side by side are one matrix, with all biases in its next column. One product with
-    vectors of several ones replaces a product, and a sum, for each of them.
+    ones [..., columns] are the vectors side by side and, in the next column, a one for the biases,
+    padded with zeros. The parameters are weight and bias of each projection in turn. One product
+    replaces a product, and a sum, for each of them.
     """
+
+    @staticmethod
+    def forward(ctx, ones: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(ones)
+        ctx.parameters = parameters
+        bias = torch.stack(parameters[1::2], 1).sum(1, keepdim=True)
+        weight = torch.cat([*parameters[::2], bias], 1).to(ones.dtype)
+        return F.linear(ones, F.pad(weight, (0, ones.shape[-1] - weight.shape[1])))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (ones,), grad = ctx.saved_tensors, grad.flatten(0, -2)
+        widths = [weight.shape[1] for weight in ctx.parameters[::2]]
+
+        def compute(*outs: Tensor) -> None:
+            columns = torch.empty(grad.shape[1], ones.shape[-1], device=grad.device)
+            matmul_out(grad, ones.flatten(0, -2), columns, direct=True)
+            *parts, rest = columns.split([*widths, columns.shape[1] - sum(widths)], 1)
+            for part, weight, bias in zip(parts, outs[::2], outs[1::2], strict=True):
+                weight.view_as(part).copy_(part)
+                bias.copy_(rest[:, 0])
+
+        groups = [[parameter] for parameter in ctx.parameters]
+        return None, *parameter_gradients(ctx, groups, compute, grad, ones)
+
+
+def embed(parts: Sequence[tuple[nn.Linear, Tensor]]) -> Tensor:
+    """Embed by several projections, given where the vector of each has its one [...]."""
     linears, places = zip(*parts, strict=True)
-    bias = torch.stack([linear.bias for linear in linears], 1).sum(1, keepdim=True)
-    weight = torch.cat([*(linear.weight for linear in linears), bias], 1)
+    parameters = parameters_of(*linears)
     ends = [*itertools.accumulate(linear.in_features for linear in linears)]
-    weight = F.pad(weight, (0, -weight.shape[1] % 8))  # a GEMM reads 16 bytes at a time
     places = [place + first for place, first in zip(places, (0, *ends), strict=False)]
     places = torch.broadcast_tensors(*places, torch.full_like(places[0], ends[-1]))
-    shape = *places[0].shape, weight.shape[1]
-    ones = weight.new_zeros(shape, dtype=gemm_dtype(weight))
-    return F.linear(ones.scatter_(-1, torch.stack(places, -1), 1.0), weight)
+    width = triton.cdiv(ends[-1] + 1, 8) * 8  # a GEMM reads 16 bytes at a time
+    shape, dtype = (*places[0].shape, width), gemm_dtype(parameters[0])
+    ones = torch.zeros(shape, device=places[0].device, dtype=dtype)
+    return EmbeddingFunction.apply(ones.scatter_(-1, torch.stack(places, -1), 1.0), *parameters)
 
 
 def parameters_of(*modules: nn.Module) -> list[nn.Parameter]:
@@ -3371,12 +3399,11 @@ class TinyOpenFold(nn.Module):
         if self.fusions.loss_fusion:
             distogram = Projection.apply(pair, None, *parameters_of(self.distogram.linear))
             masked_msa = Projection.apply(msa, None, *parameters_of(self.masked_msa.linear))
-            distogram = HeadLoss.apply(distogram, bins, known, True)
-            masked_msa = HeadLoss.apply(masked_msa, true_tokens, masked, False)
-        else:
-            distogram = head_loss(self.distogram(pair), bins, known)
-            masked_msa = head_loss(self.masked_msa(msa), true_tokens, masked)
-        return 0.3 * distogram + 2.0 * masked_msa
+            self.side.return_workspaces()  # the backward pass, in another thread, has its own
+            distogram = HeadLoss.apply(distogram, bins, known, True, 0.3)
+            return distogram + HeadLoss.apply(masked_msa, true_tokens, masked, False, 2.0)
+        distogram = head_loss(self.distogram(pair), bins, known)
+        return 0.3 * distogram + 2.0 * head_loss(self.masked_msa(msa), true_tokens, masked)
 
 
 def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
@@ -3535,23 +3562,20 @@ def synthetic_proteins(count: int, depth: int, length: int, seed: int) -> list[P
 
 def prepared_protein(path: Path) -> Protein:
     """Read a protein that examples/proteins.py has prepared."""
-    if not path.is_file():
-        fail(f"--msa {path}: no such file, nor a folder with .npz")
     try:
         with np.load(path, allow_pickle=False) as file:
             tokens, coords, observed = (file[name] for name in ("tokens", "coords", "observed"))
-    except Exception:  # damage has many names
+            depth, length = tokens.shape
+    except Exception as error:  # damage has many names
         hint = "an alignment needs --structure with it"
-        fail(f"--msa {path}: not a .npz that examples/proteins.py prepared; {hint}")
-    length = tokens.shape[-1] if tokens.ndim == 2 else 0
-    whole = tokens.dtype.kind in "iu" and len(tokens) and length > 1
+        fail(f"--msa {path}: not a .npz that examples/proteins.py prepared ({error}); {hint}")
+    whole = tokens.dtype.kind in "iu" and depth and length > 1
     if not whole or tokens.min() < 0 or tokens.max() > GAP or GAP in tokens[0]:
         must = f"whole numbers [depth, length], 0 to {GAP}, and below in the query"
         fail(f"--msa {path}: tokens must be {must}")
     if observed.dtype != bool or observed.shape != (length,) or not observed.any():
         fail(f"--msa {path}: observed must be bool [{length}], not all False")
-    floats = coords.dtype.kind == "f" and coords.shape == (length, 3)
-    if not floats or not np.isfinite(coords[observed]).all():
+    if coords.shape != (length, 3) or not np.isfinite(coords[observed]).all():
         fail(f"--msa {path}: coords must be floats [{length}, 3], finite where observed")
     missing = length - int(observed.sum())
     note = f"{path}: {missing} of {length} residues have no coordinates" if missing else ""
@@ -3694,6 +3718,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     check_model_arguments(args, parser)
     choose_devices(args)
     graph, mode = args.cuda_graph, args.torch_compile_mode
+    least = 12 if args.num_gpus > 1 else 2  # DDP needs 11 before a capture
     for wrong, message in (
         (args.batch_size % args.num_gpus, f"--batch-size must divide by {args.num_gpus} GPUs"),
         (not FUSIONS and (args.all_fusion or args.compare_fusion), "V1 has nothing to compare"),
@@ -3701,7 +3726,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         (args.amp_dtype and not args.use_amp, "--amp-dtype needs --use-amp"),
         (not 0 < args.learning_rate < math.inf, "--learning-rate must be above 0"),
         (graph and mode in OWN_GRAPHS, f"--enable-cuda-graph: mode {mode} makes its own graphs"),
-        (graph and args.warmup_steps < 2, "--enable-cuda-graph needs --warmup-steps 2 or more"),
+        (graph and args.warmup_steps < least, f"a graph needs --warmup-steps {least} or more"),
     ):
         if wrong:
             fail(message)
@@ -3730,7 +3755,7 @@ def choose_devices(args: argparse.Namespace) -> None:
         fail(f"{asked} GPUs wanted, PyTorch finds {gpus}", 4)
     args.device, args.num_gpus = "cuda" if gpus else "cpu", processes
     if args.warmup_steps is None:
-        args.warmup_steps = 12 if processes > 1 else 5  # DDP needs 11 before a capture
+        args.warmup_steps = 12 if processes > 1 else 5
     if args.cuda_graph is None:
         possible = args.warmup_steps > 1 and args.torch_compile_mode not in OWN_GRAPHS
         args.cuda_graph = VERSION > 3 and gpus > 0 and possible

@@ -72,12 +72,16 @@ def analyse_rocprof_compute(directory: Path) -> tuple:
     first = rows[: roofline.TOP]
     counted = f"FLOP and HBM bytes by the counters of {gpu}"
     print(f"{roofline.table(first, 'kernel')}\n\nAll kernels: {len(rows)}; {counted}.")
+    content = {"schema_version": 1, "source": str(directory), "rows": rows}
+    if not ceilings:
+        print("Executed, not measured: no times, and bytes as if each line were moved once.")
+        return content, "", {}, None
     gemm = f"{cell(ceilings.gemm_tflops, '.3f', ' TFLOP/s')} ({ceilings.precision})"
     print(f"Ceilings of roofline.csv: {gemm}, {ceilings.copy_gb_per_s:.1f} GB/s (HBM)")
     points = {f"{i} {short_name(row['kernel'], 40)}": row for i, row in enumerate(first, 1)}
-    content = {"schema_version": 1, "source": str(directory), "ceilings": asdict(ceilings)}
+    content["ceilings"] = asdict(ceilings)
     title = f"kernels of {directory} by rocprof-compute's counters"
-    return content | {"rows": rows}, title, points, ceilings
+    return content, title, points, ceilings
 
 
 def analyse(args: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -91,7 +95,10 @@ def analyse(args: argparse.Namespace, argv: Sequence[str]) -> int:
     files = [args.output / f"{NAME}.{end}" for end in ("csv", "json", "png")]
     write_csv(files[0], content["rows"])
     write_text(files[1], json.dumps(content, indent=1) + "\n")
-    roofline.draw(files[2], *drawn)
+    if drawn[-1]:
+        roofline.draw(files[2], *drawn)
+    else:
+        files.pop()  # without times there are no points
     print(f"Written: {', '.join(map(str, files))}")
     return 0
 

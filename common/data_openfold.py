@@ -120,23 +120,20 @@ def synthetic_proteins(count: int, depth: int, length: int, seed: int) -> list[P
 
 def prepared_protein(path: Path) -> Protein:
     """Read a protein that examples/proteins.py has prepared."""
-    if not path.is_file():
-        fail(f"--msa {path}: no such file, nor a folder with .npz")
     try:
         with np.load(path, allow_pickle=False) as file:
             tokens, coords, observed = (file[name] for name in ("tokens", "coords", "observed"))
-    except Exception:  # damage has many names
+            depth, length = tokens.shape
+    except Exception as error:  # damage has many names
         hint = "an alignment needs --structure with it"
-        fail(f"--msa {path}: not a .npz that examples/proteins.py prepared; {hint}")
-    length = tokens.shape[-1] if tokens.ndim == 2 else 0
-    whole = tokens.dtype.kind in "iu" and len(tokens) and length > 1
+        fail(f"--msa {path}: not a .npz that examples/proteins.py prepared ({error}); {hint}")
+    whole = tokens.dtype.kind in "iu" and depth and length > 1
     if not whole or tokens.min() < 0 or tokens.max() > GAP or GAP in tokens[0]:
         must = f"whole numbers [depth, length], 0 to {GAP}, and below in the query"
         fail(f"--msa {path}: tokens must be {must}")
     if observed.dtype != bool or observed.shape != (length,) or not observed.any():
         fail(f"--msa {path}: observed must be bool [{length}], not all False")
-    floats = coords.dtype.kind == "f" and coords.shape == (length, 3)
-    if not floats or not np.isfinite(coords[observed]).all():
+    if coords.shape != (length, 3) or not np.isfinite(coords[observed]).all():
         fail(f"--msa {path}: coords must be floats [{length}, 3], finite where observed")
     missing = length - int(observed.sum())
     note = f"{path}: {missing} of {length} residues have no coordinates" if missing else ""

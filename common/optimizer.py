@@ -88,13 +88,17 @@ class SideStreams:
         self.released: set[Tensor] = set()  # parameters that this step no longer needs
         # of a buffer: its tensor and version, and the events that an update waits for
         self.ready: dict[GradientBuffer, tuple[Tensor, int, list[torch.cuda.Event]]] = {}
+        self.return_workspaces()
         if self.active:
-            # GEMMs on two streams need two workspaces; eager steps give theirs back.
-            torch._C._cuda_clearCublasWorkspaces()
             self.main = torch.cuda.current_stream()
             self.begun = self.main.record_event()
             # a graph may only wait for streams that belong to it, also where one gets no work
             self.stream(0).wait_event(self.begun)
+
+    def return_workspaces(self) -> None:
+        """Give memory back that GEMMs keep for each stream and thread; two streams need more."""
+        if self.active:
+            torch._C._cuda_clearCublasWorkspaces()
 
     def stream(self, number: int) -> torch.cuda.Stream | None:
         """Return the stream of gradients (0), of updates (1), of averages (2); None: the main one.

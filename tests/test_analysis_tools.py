@@ -117,16 +117,6 @@ def test_scaling_efficiency_where_the_numbers_of_processes_differ(make):
     assert [row[column] for row in rows] == ["100.0 %", "83.3 %"]
 
 
-def test_different_models_and_equal_names_are_refused(make):
-    runs = f"a={make('llama')}", f"b={make('openfold', script='tiny_openfold_v2')}"
-    for answer in (call(compare_runs, *runs), call(plot_runs, "memory", *runs)):
-        assert_refused(answer, "is a run of tiny_llama", "of tiny_openfold", "cannot be compared")
-    paths = [make("a/run"), make("b/run")]
-    rows = table_of(call(compare_runs, *paths)[1])
-    assert [row["configuration"] for row in rows] == [*map(str, paths)]
-    assert_refused(call(compare_runs, f"n={paths[0]}", f"n={paths[1]}"), "two runs are named n")
-
-
 def test_a_sweep_is_a_row_for_each_run_whatever_its_outcome(make, tmp_path):
     """Every size and fusion is a column, also of what failed; all are kept in one file."""
     fusions = {"qkv_fusion": True, "flash_attention": False}
@@ -176,19 +166,6 @@ def test_memory_plot_and_table_show_the_same(make, tmp_path, monkeypatch):
     assert lines["flash"] == [[128, 256, 512], [60, 80, 120]]
     assert lines["scores: out of memory"][0] == [512]
     assert axes.get_title().endswith(", fp32")
-
-
-def test_any_setting_is_the_axis_and_ratios_are_over_the_first_name(make):
-    peaks = {"off": {4: 100, 1: 50}, "on": {4: 150, 1: 200}}
-    off, off_1, on, on_1 = (
-        make(f"{name}{n}", peak=mb, training={"batch_size": n})
-        for name, sizes in peaks.items()
-        for n, mb in sizes.items()
-    )
-    sides = [f"off={off}", off_1, f"on={on}", on_1]
-    status, out, _ = call(plot_runs, "memory", *sides, "--x", "batch_size")
-    rows = [(row["batch size"], row["on / off"]) for row in table_of(out)]
-    assert (status, rows) == (0, [("1", "4.00"), ("4", "1.50")])
 
 
 def test_what_is_missing_in_a_plot_is_named(make, tmp_path, monkeypatch):
@@ -305,18 +282,6 @@ def test_copies_are_no_kernels_and_counts_are_per_step(gpu_profile, rocprof_prof
     assert "two profilers may write the name" in said
 
 
-def test_on_a_cpu_operator_calls_are_those_that_the_script_counts(gpu_profile):
-    sides = []
-    for name, counted in (("off", 8), ("on", 6)):
-        kernels = {"unit": "operator calls", "per_step": counted, "remark": ""}
-        rows, more = {"aten::mm": 5 * [1000], "aten::t": 5 * [100]}, {"operators_per_step": 10}
-        sides.append(gpu_profile(name, rows, 1, unit="operators", kernels=kernels, **more))
-    status, out, err = analyze(*sides)
-    assert (status, err) == (0, "")
-    assert "Operator calls, as the script counts, per step: 8 -> 6" in out
-    assert "Kernel reduction: 25.0 % (of operator calls)" in out
-
-
 def test_without_the_steps_totals_are_compared_and_said_to_be(rocprof_profile):
     before = rocprof_profile("a", {GEMM: 40 * [50_000]})
     after = rocprof_profile("b", {GEMM: 10 * [50_000]}, steps=5)
@@ -419,18 +384,6 @@ def test_what_is_missing_is_named_with_its_reason(folders):
     missing = "Kernels by rocprofv3 (baseline, fused: nothing there); "
     assert last.startswith(f"Not in this report: {missing}")
     assert "FLOPs of modules (fused: no such package)" in last
-
-
-def test_other_sizes_are_named_and_a_failed_run_is_a_row_and_status_1(folders):
-    path = folders[1] / "pytorch" / "tiny_llama_v2_summary.json"
-    run = read_json(path) | {key: {} for key in ("timing", "memory", "kernels", "loss")}
-    run["config"]["seq_len"] = 999
-    path.write_text(json.dumps(run | {"status": "failed", "error": "the loss became nan"}))
-    status, out, err = report(folders)
-    assert (status, "fused failed: the loss became nan" in err) == (1, True)
-    assert "- note: seq_len differs: 128 for baseline; 999 for fused" in out.partition("## ")[0]
-    assert re.search(r"^\| fused +\| +failed \|", out, re.MULTILINE)
-    assert "- note: fused did not finish: the loss became nan" in out
 
 
 @pytest.mark.parametrize(

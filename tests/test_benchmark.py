@@ -285,32 +285,3 @@ def test_the_whole_step_has_its_parts_and_its_reference(tmp_path, monkeypatch, c
     assert re.search(rf"\| tiny_llama, tiny, bf16 +\| +{row['batch_ms']:.2f} \|", steps)
     assert all(f"| {name}" in categories for name in ("GEMM", "attention", "normalisation"))
     assert row["kernels"][0]["name"] in longest.splitlines()[2]
-
-
-def test_the_bytes_of_a_step_are_those_of_its_operators_and_of_the_optimizer():
-    """A kernel counts with what it reads and writes, whatever it does inside: V4's optimizer with
-    weights, gradients, two moments, three numbers; weights, also in bfloat16, and moments."""
-    v3, x = load("tiny_llama_v3"), torch.randn(8, 64, device=kernels.DEVICE)
-    model = torch.nn.Linear(16, 4, bias=False, device=kernels.DEVICE)
-    plain = torch.optim.AdamW(model.parameters(), fused=True)
-    model.weight.grad = torch.ones_like(model.weight)
-    plain.step()  # makes its moments
-
-    def compute(batch: torch.Tensor) -> None:
-        v3.swiglu_forward(batch)
-        plain.step()
-
-    def bytes_of(module, model, optimizer, compute) -> int:
-        parts = {"model": model, "optimizer": optimizer, "next_batch": lambda: x}
-        trainer = SimpleNamespace(**parts, compute=compute)
-        return whole_steps.group_bytes(trainer, module.NO_WORK).total()
-
-    assert bytes_of(v3, model, plain, compute) == 4 * (8 * 64 + 8 * 32) + 7 * 4 * 64
-    v4 = load("tiny_llama_v4")
-    layer = v4.Linear(16, 4, v4.Fusions()).to(kernels.DEVICE)
-    fused = v4.FusedAdamW([[layer.weight]], 1e-3, torch.bfloat16)
-    layer.weight.grad = torch.ones_like(layer.weight)
-    corrections = torch.ones(2, dtype=torch.float64, device=kernels.DEVICE)
-    fused.gradients[0].collect()
-    update = lambda batch: fused.update([layer.weight], corrections)  # noqa: E731
-    assert bytes_of(v4, layer, fused, update) == 64 * (7 * 4 + 2) + 3 * 8

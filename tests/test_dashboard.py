@@ -6,11 +6,9 @@ from __future__ import annotations
 import html
 import json
 import re
-import shutil
 import statistics
 from pathlib import Path
 
-import pytest
 from conftest import ROOT, call
 
 from analysis_tools import performance_dashboard as dashboard
@@ -87,48 +85,3 @@ def test_single_runs_have_no_ratios_and_one_that_failed_fails(tmp_path):
     header, first, second = cells(panel)
     assert "in turns" not in header and first[2] == f"{run['timing']['batch_ms']:.2f}"
     assert second[1] == "failed"
-
-
-@pytest.fixture
-def browser():
-    """Chromium without a window, which notes what it is asked for."""
-    webdriver = pytest.importorskip("selenium.webdriver", reason="requirements-dev.txt has it")
-    programs = [shutil.which("chromium"), shutil.which("chromedriver")]
-    if not all(programs):
-        pytest.skip("needs Chromium: apt-get install chromium chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = programs[0]
-    flags = ["headless=new", "no-sandbox", "no-first-run", "window-size=1400,1000"]
-    quiet = ("background-networking", "component-update", "sync", "gpu", "dev-shm-usage")
-    for flag in (*flags, *(f"disable-{what}" for what in quiet)):
-        options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    with webdriver.Chrome(options=options, service=webdriver.ChromeService(programs[1])) as started:
-        yield started
-
-
-def test_in_a_browser(browser, tmp_path):
-    run = json.loads((RESULTS / "cpu/tiny_llama_v2_readme.json").read_text())
-    run["environment"]["device_name"] = "Intel(R)  Xeon(R) "  # as processors name themselves
-    odd = written(tmp_path, "run.json", run)
-    assert call(dashboard, RESULTS / "h100", odd, "--output", tmp_path / "page.html")[0] == 0
-    browser.get((tmp_path / "page.html").as_uri())
-
-    def shown() -> str:
-        return browser.find_element("tag name", "main").text
-
-    def choose(select: str, text: str) -> None:
-        option = f"//select[@id='{select}']/option[starts-with(text(), '{text}')]"
-        browser.find_element("xpath", option).click()
-
-    before = shown()
-    choose("model", "tiny_openfold")
-    assert "tiny_openfold" in shown() != before
-    for select, text in (("model", "tiny_llama"), ("precision", "fp32"), ("device", "Intel")):
-        choose(select, text)
-    assert "single runs" in shown()
-    assert browser.get_log("browser") == []
-    log = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    events = [event for event in log if event["method"] == "Network.requestWillBeSent"]
-    asked = [event["params"]["request"]["url"] for event in events]
-    assert asked and all(url.startswith(("file:", "data:", "blob:")) for url in asked), asked

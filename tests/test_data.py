@@ -104,15 +104,6 @@ def test_touching_residues_mutate_together():
 # Alignment files
 
 
-def test_alignment_is_read_without_insertions():
-    rows = rows_of_example()
-    assert any(c.islower() for c in A3M.read_text().split("\n", 3)[3]), "there are insertions"
-    assert (len(rows), {len(row) for row in rows}) == (61, {58})
-    tokens = real().next_batch()["true_tokens"][0].tolist()
-    assert tokens[0] == code(rows[0])
-    assert sorted(tokens) == sorted(code(row) for row in rows)
-
-
 def test_crops_keep_alignment_and_structure_together():
     """Each sample is a window of the protein: query first, other rows without repetition, and
     the coordinates of it."""
@@ -144,14 +135,6 @@ def expected_coordinates() -> np.ndarray:
     names = ["CA" if residue.name == "GLY" else "CB" for residue in residues]
     atoms = [r.find_atom(name, "*") for r, name in zip(residues, names, strict=True)]
     return np.array([atom.pos.tolist() for atom in atoms], dtype=np.float32)
-
-
-def test_coordinates_are_those_of_the_structure():
-    batch = real().next_batch()
-    expected = expected_coordinates()
-    assert expected.shape == (58, 3)
-    assert batch["observed"].all()
-    np.testing.assert_allclose(batch["coords"][0].numpy(), expected, atol=1e-4)
 
 
 # Several proteins

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -288,24 +286,6 @@ def test_blocks_that_ci_or_a_machine_without_gpus_cannot_run(run, tmp_path: Path
     assert run(text).statuses == ["long", "ok"]
 
 
-def test_show_waits_on_a_terminal(tmp_path: Path):
-    sheet = tmp_path / "sheet.md"
-    sheet.write_text(sheet_of("touch first", "touch second"))
-    ours, terminal = pty.openpty()
-    command = [sys.executable, ROOT / "tools" / "run_sheet.py", sheet, "--show"]
-    command += ["--directory", tmp_path, "--log", tmp_path / "logs"]
-    process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal)
-    os.close(terminal)
-    for word in ("Enter", "logs:"):
-        seen = ""
-        while word not in seen:
-            assert select.select([ours], [], [], 60)[0], seen
-            seen += os.read(ours, 4096).decode()
-        assert (tmp_path / "second").exists() == (word == "logs:")
-        os.write(ours, b"\n")
-    assert process.wait(60) == 0
-
-
 def test_without_rocm_a_section_is_skipped(run, monkeypatch):
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     wrapper = f"{ROOT}/run_rocprofv3.sh --output-dir ."
@@ -330,27 +310,6 @@ def test_without_rocm_a_section_is_skipped(run, monkeypatch):
 def test_sheets_that_break_the_rules(tmp_path: Path, text: str, words: str):
     (tmp_path / "sheet.md").write_text(text)
     assert_refused(call(run_sheet, tmp_path / "sheet.md"), words, "sheet.md")
-
-
-def test_the_scratch_copy_has_what_git_has_or_would_take(tmp_path: Path, monkeypatch):
-    repository, sheet = tmp_path / "repository", tmp_path / "sheet.md"
-    repository.mkdir()
-    (repository / ".gitignore").write_text("ignored\n")
-    for name in ("changed", "deleted", "kept"):
-        (repository / name).write_text("old\n")
-    for command in (["init", "--quiet"], ["add", "."]):
-        subprocess.run(["git", *command], cwd=repository, check=True)
-    for name in ("changed", "new", "ignored"):
-        (repository / name).write_text("new\n")
-    (repository / "deleted").unlink()
-    sheet.write_text(sheet_of("pwd\nls\ncat changed", "echo no >kept"))
-    monkeypatch.setattr(run_sheet, "ROOT", repository)
-    assert call(run_sheet, sheet, "--log", tmp_path / "logs")[0] == 0
-    (log, _) = sorted((tmp_path / "logs").glob("*.log"))
-    copy, *files = log.read_text().split()
-    assert files == ["changed", "kept", "new", "new"]
-    assert not Path(copy).exists()
-    assert (repository / "kept").read_text() == "old\n"
 
 
 # Waits for Ctrl-C and leaves its record; its name is that of a version script.

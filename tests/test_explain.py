@@ -12,18 +12,13 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 from conftest import ROOT, call, with_mistakes
 
 from exercises.explain import explaining
-from lab.accuracy import pattern
-from lab.files import read_json
-from lab.script import import_file
 
 FILES = sorted((ROOT / "exercises/puzzles").glob("puzzle_*.py"))
 ADDRESS = "X is an address, not a tensor: tl.load(X + at) reads numbers"
@@ -208,18 +203,6 @@ def test_the_compiler_gets_the_same_sentences(checker, tmp_path):
     assert all(len(text.splitlines()) == 1 for text in said.values())
 
 
-def test_a_tile_that_is_too_small_for_the_compiler_is_so_in_the_interpreter(checker):
-    puzzle = checker.load(FILES[7]).PUZZLE
-    checker.use_kernels_of(puzzle, checker.solution_of(puzzle))
-    _, text, _ = checker.verdict(replace(puzzle, blocks=puzzle.blocks | {"BLOCK_K": 8}))
-    assert "tl.dot takes tiles with at least 16 elements along each axis" in text
-
-
-def test_nothing_is_said_of_a_right_result():
-    right = torch.arange(6.0).view(2, 3)
-    assert pattern(right + 1, right, torch.ones(2, 3, dtype=torch.bool)) == ""
-
-
 # --- other checkers
 
 OWN = r"""
@@ -267,23 +250,3 @@ def test_a_mistake_in_a_kernel_of_ones_own(checker, mistake, tmp_path):
 def test_an_error_of_the_tool_itself_stays_one(tmp_path):
     with pytest.raises(ZeroDivisionError), explaining(tmp_path / "module.py"):
         1 / 0  # noqa: B018
-
-
-@pytest.mark.parametrize(
-    ("code", "sentence"),
-    [
-        ("return values.eror > 1e-5", "'Values' object has no attribute 'eror'"),
-        ("return True", "it returns True; return what is wrong as one line, or nothing"),
-    ],
-)
-def test_a_mistake_in_a_probe(code, sentence, tmp_path):
-    from exercises.performance_debugging import check_benchmark
-
-    (tmp_path / "probes.py").write_text(f"def probe(claim, calls, values):\n    {code}\n")
-    probes = import_file(tmp_path / "probes.py", "probes_with_a_mistake")
-    probes.PROBES = (probes.probe,)
-    h100 = read_json(ROOT / "results/h100/sheets/performance_debugging/benchmarks.json")
-    evidence = check_benchmark.examine.Evidence.of(h100["benchmarks"][0])
-    [line] = check_benchmark.judge(evidence, probes)
-    assert line.startswith("probe: ")
-    assert sentence in line

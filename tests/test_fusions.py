@@ -12,7 +12,6 @@ import torch
 from conftest import (
     ALL_SETTINGS,
     MODELS,
-    QUICK,
     SCRIPT,
     SCRIPTS,
     TRITON,
@@ -155,14 +154,6 @@ def test_a_missing_and_an_unknown_weight_are_reported(script: str):
         assert name.rsplit(".", 2)[0] in str(error.value), "the message must name the module"
 
 
-@pytest.mark.parametrize("script", ["tiny_llama_v1", "tiny_openfold_v1"])
-def test_every_parameter_gets_a_gradient_with_initial_weights(script: str):
-    """And so of every version, in every setting: theirs are the same."""
-    model = build(script)
-    model(**batches(script).next_batch()).backward()
-    assert_every_gradient(gradients(model))
-
-
 @all_on
 def test_loss_curve_is_that_of_v1(script: str):
     steps = steps_of(script)
@@ -293,15 +284,6 @@ def test_a_choice_without_what_it_belongs_to_is_refused(needed: str, flag: str, 
     for value in values:
         assert getattr(parse(SCRIPT, needed, flag, value), name) == value
         assert_one_error(run(SCRIPT, flag, value), 2, flag, needed)
-
-
-def test_v1_has_nothing_to_enable(run):
-    script = "tiny_llama_v1"
-    assert load(script).FUSIONS == ()
-    assert run(script, "--disable-all-fusion", "--under-profiler", *QUICK).status == 0
-    for flag in ("--enable-all-fusion", "--compare-fusion"):
-        assert_one_error(run(script, flag), 2, "V1 has nothing to compare")
-    assert_one_error(run(script, "--enable-flash-attention"), 2, "--enable-flash-attention")
 
 
 # Mixed precision and torch.compile

@@ -5,21 +5,14 @@ from __future__ import annotations
 
 import copy
 import functools
-import re
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import (
     ALL_SETTINGS,
-    ROOT,
     SCRIPTS,
-    TINY,
     TRITON,
     assert_same_gradients,
     faults_that_pass,
@@ -30,15 +23,11 @@ from conftest import (
     random_state,
     relative_difference,
     run_main,
-    summary_in,
-    words,
 )
-from test_openfold import padded
 
 from bench.version_tables import PADDED
 from bench.versions import with_its_proteins
-from exercises.tiny_llama_v4 import one_launch
-from lab.turns import free_memory, in_turns
+from lab.turns import free_memory
 
 pytestmark = pytest.mark.gpu
 PRECISIONS = {
@@ -147,17 +136,6 @@ def test_no_wrong_gradient_passes_at_real_sizes(script: str, precision: str):
     assert judged > 60
 
 
-@every_fused
-def test_a_gpu_follows_the_loss_curve_of_v1_on_the_cpu(script: str, tmp_path: Path):
-    argv = [*TWENTY, "--under-profiler", "--device"]
-    v1 = f"{script[:-1]}1"
-    cpu, cuda = (
-        run_main(name, tmp_path / device, *argv, device).summary["loss"]["curve"]
-        for name, device in ((v1, "cpu"), (script, "cuda"))
-    )
-    assert cuda == pytest.approx(cpu, rel=1e-3)
-
-
 # The whole step as a graph
 
 
@@ -173,28 +151,6 @@ def test_a_graph_trains_bit_for_bit_like_the_same_steps_without(
     assert (eager.status, graph.status) == (0, 0), eager.stderr + graph.stderr
     assert len(graph.summary["loss"]["curve"]) == 23
     assert graph.summary["loss"]["curve"] == eager.summary["loss"]["curve"]
-
-
-@pytest.mark.parametrize("amp", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("sizes", ["", "--num-blocks 1 --msa-dim 256 --num-heads-msa 8"])
-@pytest.mark.parametrize("script", OPENFOLD)
-def test_padding_changes_neither_loss_nor_gradients(script: str, sizes: str, amp: bool):
-    """At real sizes, where a block of a kernel has real and padded positions."""
-    args = load(script).parse_args([*sizes.split(), "--batch-size", "2", "--device", "cuda"])
-    batch = load(script).make_batches(args, torch.device("cpu"), args.seed).next_batch()
-    sides = []
-    for inputs in (batch, padded(batch, args.num_seqs + 5, args.seq_len + 13)):
-        model = load(script).build_model(args, torch.device("cuda"))
-        model.load_state_dict(random_state(model.state_dict()))
-        with torch.autocast("cuda", torch.bfloat16, enabled=amp):
-            loss = model(**{name: value.cuda() for name, value in inputs.items()})
-        loss.backward()
-        sides.append((loss.item(), gradients(model)))
-    (expected, wanted), (found, same) = sides
-    assert found == pytest.approx(expected, rel=1e-2 if amp else 1e-4)
-    off = sum(float((same[n] - g).square().sum()) for n, g in wanted.items()) ** 0.5
-    norm = sum(float(g.square().sum()) for g in wanted.values()) ** 0.5
-    assert off / norm < (5e-2 if amp else 1e-3)
 
 
 @pytest.mark.parametrize("script", OPENFOLD)
@@ -233,66 +189,6 @@ def test_the_peak_of_a_graph_includes_its_private_pool(script: str, tmp_path: Pa
     kept = 3 * 4 * result.summary["parameters"] / 1e6
     assert own["eager"] > 3 * kept, "most of it must be of the step, which a graph has in its pool"
     assert own["graph"] > 0.9 * own["eager"]
-
-
-def test_the_peak_of_a_side_is_the_same_whatever_was_measured_before():
-    """Pools of graphs that are gone, with workspaces of cuBLAS in them, would count as memory
-    from before."""
-    argv = ["--enable-cuda-graph", "--seq-len", "64", "--num-layers", "2"]
-    sides = dict.fromkeys(("first", "second"), ("tiny_llama_v2", argv))
-    peaks = [side["peak_mb"] for _ in range(2) for side in in_turns(sides, 1).values()]
-    # The allocator leaves up to 1 MB of a free block to who takes the rest of it.
-    assert max(peaks) - min(peaks) < 4
-
-
-def test_a_graph_of_real_input(tmp_path: Path):
-    argv = words("--vocab-size 256 --enable-memory-profiling --text-file")
-    result = run_main("tiny_llama_v2", tmp_path, *GRAPH, *argv, str(ROOT / "README.md"))
-    assert result.status == 0, result.stderr
-    assert result.summary["loss"]["final"] < result.summary["loss"]["initial"]
-
-
-def test_a_loss_that_is_not_a_number_ends_a_graph_run(tmp_path: Path):
-    result = run_main("tiny_llama_v2", tmp_path, *GRAPH, *TWENTY, "--learning-rate", "1e30")
-    assert result.status == 1
-    assert "loss became" in result.stderr
-    assert result.summary["status"] == "failed"
-
-
-def test_no_memory_for_the_capture_is_out_of_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """And the process can go on: the next run works."""
-    forward = torch.nn.functional.silu
-
-    def hungry(x: torch.Tensor) -> torch.Tensor:
-        if torch.cuda.is_current_stream_capturing():
-            torch.empty(2**42, device="cuda")
-        return forward(x)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.nn.functional, "silu", hungry)
-        result = run_main("tiny_llama_v2", tmp_path / "hungry", *GRAPH, *TWENTY)
-    assert result.status == 3, result.stderr
-    assert "out of memory: lower --batch-size" in result.stderr
-    assert (result.summary["status"], len(result.summary["loss"]["curve"])) == ("oom", 2)
-    assert run_main("tiny_llama_v2", tmp_path / "next", *GRAPH, *TWENTY).status == 0
-
-
-def test_ctrl_c_in_a_graph_run_keeps_its_steps(tmp_path: Path):
-    argv = [*TINY["llama"], *GRAPH, "--num-steps", "1000000", "--profile-dir", str(tmp_path)]
-    command = [sys.executable, str(ROOT / "tiny_llama_v2.py"), *argv]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    for line in process.stderr:
-        if line.startswith("step "):
-            break
-    process.send_signal(signal.SIGINT)
-    errors = process.stderr.read()  # communicate() would lose what was read ahead
-    assert process.wait(timeout=60) == 130
-    assert "interrupted" in errors
-    assert "Traceback" not in errors
-    summary = summary_in(tmp_path)
-    assert summary["timing"]["steps"] + 5 == len(summary["loss"]["curve"]) > 10
 
 
 # What V4's graph follows, and what it computes when a loop is not that of the core
@@ -405,42 +301,3 @@ def test_a_weight_used_twice_beside_the_chain_is_an_error_and_right_without():
     )
     for name, value in eager.items():
         assert relative_difference(graph[name], value) < 1e-3, name
-
-
-def test_two_layers_at_a_time_wait_for_nobody_else_and_may_be_captured():
-    """Each is one launch whose programs wait for each other: without a cooperative launch two
-    can hang."""
-    args = parse(V4, "--device", "cuda", "--hidden-dim", "256", "--batch-size", "8")
-    layer = one_launch.first_layer(one_launch.v4, args, torch.bfloat16)
-    inputs = [torch.randn(8, 32, 256, device="cuda") for _ in range(2)]
-    one_layer = partial(one_launch.in_launches, 1, layer)
-    expected = [one_layer(x) for x in inputs]
-    torch.cuda.synchronize()
-    streams, found = [torch.cuda.Stream() for _ in inputs], [None, None]
-    for _ in range(50):
-        for number, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                found[number] = one_layer(inputs[number])
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
-        found.append(one_layer(inputs[0]))
-    graph.replay()
-    for value, right in zip(found, [*expected, expected[0]], strict=True):
-        assert torch.equal(value, right)
-
-
-@pytest.mark.parametrize("graph", [[], ["--enable-cuda-graph"]], ids=["eager", "graph"])
-def test_compare_fusion_gives_each_side_the_memory_of_a_run_alone(graph: list[str], tmp_path: Path):
-    argv = [*graph, "--device", "cuda", "--num-steps", "10"]
-    result = run_main("tiny_openfold_v2", tmp_path / "both", "--compare-fusion", *argv)
-    assert result.status == 0, result.stderr
-    assert re.search(r"Batch time ratio in 10 turns: [\d.]+x to [\d.]+x \(.+\)", result.stdout)
-    free_memory()
-    alone = run_main("tiny_openfold_v2", tmp_path / "alone", *argv).summary
-    free_memory()
-    off = run_main("tiny_openfold_v2", tmp_path / "off", "--disable-all-fusion", *argv).summary
-    baseline = summary_in(tmp_path / "both" / "baseline", "tiny_openfold_v2")
-    for side, by_itself in ((result.summary, alone), (baseline, off)):
-        expected = by_itself["memory"]["peak_mb"]
-        assert side["memory"]["peak_mb"] == pytest.approx(expected, rel=0.02)
-    assert result.summary["kernels"]["all_off"] == baseline["kernels"]["per_step"]

@@ -197,16 +197,3 @@ def test_checkpointed_blocks_run_again_one_by_one_and_change_no_bit(version: int
     (once, expected), (twice, found) = results
     assert (once, twice) == ([0, 1], [0, 1, 1, 0])
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
-
-
-def test_a_report_says_that_blocks_are_checkpointed_and_counts_the_model_without_it(run):
-    steps = ["--num-steps", "1", "--warmup-steps", "0"]
-    plain, checkpointed = (
-        run("tiny_openfold_v2", *steps, *more) for more in ([], ["--checkpoint-blocks"])
-    )
-    assert "checkpoint_blocks" not in plain.stdout
-    assert ", checkpoint_blocks True;" in checkpointed.stdout.splitlines()[0]
-    configs = plain.summary["config"], checkpointed.summary["config"]
-    assert [config["checkpoint_blocks"] for config in configs] == [False, True]
-    assert checkpointed.summary["flops"]["per_step"] == plain.summary["flops"]["per_step"]
-    assert checkpointed.summary["kernels"]["per_step"] > plain.summary["kernels"]["per_step"]

@@ -4,13 +4,8 @@ results, the tables of claims and of names name what exists. And the results the
 from __future__ import annotations
 
 import contextlib
-import csv
-import functools
-import itertools
 import json
-import math
 import re
-from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
@@ -18,14 +13,9 @@ from conftest import ROOT, captured, load, needs_compiler
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench import operations, versions
-from bench.sizes import ALL_VERSIONS
-from bench.version_tables import COMPILED, as_graphs, best_over, versions_of
 from exercises.start import add_relu, attention_memory
 from lab.cli import ToolError
-from lab.profile.kernels import complete, load_trace
-from lab.study import by_side
-from lab.turns import speedup
-from tools.tables import CELLS, TABLE
+from tools.tables import CELLS
 
 H100 = ROOT / "results/h100"
 PAGE = (ROOT / "docs/START.md").read_text()
@@ -71,240 +61,6 @@ def test_add_relu_predicts_by_bytes_then_measures(monkeypatch):
     assert "predicted by bytes: 1.67x" in printed
     assert "made 1 kernel, the results are equal" in printed
     assert "measured in 3 turns" in printed
-
-
-def test_without_a_compiler_add_relu_says_so_in_one_line(monkeypatch):
-    def refuse(*_: torch.Tensor) -> None:
-        raise RuntimeError("no C++ compiler\nmany lines more")
-
-    monkeypatch.setattr(add_relu, "one_kernel", refuse)
-    status, printed, errors = captured(add_relu.main, ["--n", "1000"])
-    assert status == 4
-    assert errors == "add_relu.py: error: torch.compile does not work here (no C++ compiler)\n"
-    assert "measured" not in printed
-
-
-# A page and a sentence of it; the numbers in braces are those of `figures`.
-SENTENCES = """
-docs/RESULTS.md | step becomes {graphs} times as fast
-README.md | {medium:.1f}x for medium TinyLlama, V1 to V3
-docs/CLAIMS.md | {llama[0]:.2f}x (medium, fp32, `headline_v3.json`) to {llama[1]:.2f}x (medium, bf16
-docs/CLAIMS.md | at a real crop: {crop_exact:.2f}x in fp32, {crop_bf16:.2f}x in bf16
-docs/RESULTS.md | V4 adds up to {v4_over_v3:.1f} times.
-README.md | V4 is {ahead} times as fast as the best compiled version of TinyLlama
-README.md | the best compiled version of TinyLlama, {ahead_openfold} times for TinyOpenFold
-docs/RESULTS.md | {ahead} times as
-docs/RESULTS.md | {ahead_openfold} times as
-docs/START.md | runs {small[V1][per_step]} kernels
-docs/START.md | the step takes {small[V1][batch_ms]:.1f} ms
-docs/START.md | leaves {small[V2][per_step]} kernels and {small[V2][batch_ms]:.1f} ms
-docs/START.md | leaves {small[V3][per_step]} kernels and {small[V3][batch_ms]:.1f} ms
-docs/START.md | from {crop[V1][batch_ms]:.1f} ms in V1 to {crop[V3][batch_ms]:.1f} at the size
-docs/START.md | That is {small[V4][batch_ms]:.1f} ms with {small[V4][per_step]} kernels
-README.md | V2 needs checkpoints, and {trunk_ratio:.1f} times as long
-docs/RESULTS.md | takes {trunk[0]:.0f} ms, V2 with them {trunk[1]:.0f}: {trunk_ratio:.1f} times as
-docs/RESULTS.md | {worst[V3]:.0f} % off in V3, {worst[V1]:.0f} % in V1,
-docs/RESULTS.md | {worst[cuEquivariance]:.0f} % in cuEquivariance and {worst[V2]:.0f} % in PyTorch's
-docs/RESULTS.md | triangle multiplication of {triangle[1]} residues
-docs/RESULTS.md | cuEquivariance wins from {triangle[1]} residues
-docs/RESULTS.md | wins by a fifth** from {flex[0]} residues on
-docs/CLAIMS.md | {least_saved} to {most_saved}
-docs/CLAIMS.md | TinyLlama V2: {fewer} % and {smaller} % (`headline.json`)
-docs/CLAIMS.md | V1, V2, V4: {used[0]} % (small), {used[1]} % (medium), bf16
-docs/CLAIMS.md | less: {occupancies} %, V1 to V4
-docs/CLAIMS.md | {qkv[0]:.0f} and {qkv[1]:.0f} µs a layer
-docs/CLAIMS.md | {fewer_kernels} % of a step's {kernels}
-docs/CLAIMS.md | with flash attention {attention_ms} %, forward
-docs/CLAIMS.md | forward {mlp_slower} % slower, {mlp_bytes} % fewer bytes
-docs/CLAIMS.md | {qkv_memory:.0f} % more memory (`exercises.json`)
-docs/CLAIMS.md | TinyOpenFold {flash_256} % at 256 residues
-docs/CLAIMS.md | {doubled[0]:.1f} times TinyLlama's, {doubled[1]:.1f} times TinyOpenFold's
-docs/CLAIMS.md | | {stages[baseline]:.0f} and {stages[stage5]:.0f}, bf16
-docs/CLAIMS.md | {stage2:.1f}x and {stage4:.2f}x
-{IMPACT} | {backward[0]:.1f} to {backward[1]:.1f} ms, the forward pass from {forward[0]:.1f} to
-{IMPACT} | to {forward[1]:.1f}, the optimizer,
-{IMPACT} | from {optimizer[0]:.2f} to {optimizer[1]:.2f}.
-{ROCM} | {gemms[0]:.1f} and {gemms[1]:.1f} % of the time
-docs/RESULTS.md | {padded_default} % longer at default sizes, {padded_crop} % at the crop
-docs/MANY_GPUS.md | {one:.2f} ms for 16 samples, {half:.2f} for 8, and {two:.2f}
-"""
-SHEETS = {
-    "{IMPACT}": "exercises/tiny_openfold_v2/exercise_1_fusion_impact.md",
-    "{ROCM}": "exercises/tiny_openfold_v2/exercise_4_rocm_profiling.md",
-}
-
-
-def content(name: str) -> dict:
-    """A file of results/h100/."""
-    return json.loads((H100 / name).read_text())
-
-
-def less(before: float, after: float) -> int:
-    """By how many per cent it fell."""
-    return round(100 * (1 - after / before))
-
-
-def span(values: Iterable[float], form: str) -> str:
-    """The first and last of the sorted values."""
-    low, *_, high = sorted(values)
-    return f"{low:{form}} to {high:{form}}"
-
-
-def occupancy(kernel: dict) -> float:
-    """The part of a multiprocessor's 64 warps that a launch fills on an H100: by registers, shared
-    memory and blocks, and by how many blocks there are for 132 multiprocessors."""
-    launch = kernel["args"]
-    warps = math.ceil(math.prod(launch["block"]) / 32)
-    registers = 256 * math.ceil(32 * launch["registers per thread"] / 256)  # of a warp
-    shared = 128 * math.ceil((launch["shared memory"] + 1024) / 128)
-    fit = min(32, 64 // warps, 4 * (16384 // registers) // warps, 228 * 1024 // shared)
-    return min(fit, math.prod(launch["grid"]) / 132) * warps / 64
-
-
-def of_versions() -> Iterator[tuple[str, object]]:
-    """Steps of the versions, as graphs and beside compiled ones."""
-    steps = as_graphs(H100)
-    gains = {key: speedup(sides["V1"], sides["V3"]) for key, sides in steps.items()}
-    yield "graphs", span(gains.values(), ".1f")
-    yield "medium", gains["tiny_llama, medium", "fp32"]
-    llama = [gain for (shape, _), gain in gains.items() if shape.startswith("tiny_llama")]
-    yield "llama", (min(llama), max(llama))
-    yield "crop_exact", gains["tiny_openfold, crop", "fp32"]
-    yield "crop_bf16", gains["tiny_openfold, crop", "bf16"]
-    yield "small", steps["tiny_llama, small", "bf16"]
-    yield "crop", steps["tiny_openfold, crop", "bf16"]
-    llama, openfold = (versions_of(H100 / f"fastest{model}.json") for model in ("", "_openfold"))
-    sides = [sides for sides in (*llama.values(), *openfold.values()) if "V4" in sides]
-    yield "v4_over_v3", max(speedup(side["V3"], side["V4"]) for side in sides)
-    for name, study in (("ahead", llama), ("ahead_openfold", openfold)):
-        best = (best_over(COMPILED, "V4", sides) for sides in study.values())
-        yield name, span((over[0] for over in best if over), ".2f")
-    trunk = by_side(content("trunk.json")["rows"], "shape", "checkpointed")
-    v4, v2 = (trunk["128 x 256", kept][v]["batch_ms"] for v, kept in (("V4", False), ("V2", True)))
-    yield from {"trunk": (v4, v2), "trunk_ratio": v2 / v4}.items()
-    sizes = by_side(content("padding.json")["rows"], "shape")
-    for name in ("default", "crop"):
-        sides = sizes[f"tiny_openfold, {name}",]
-        longer = [100 * speedup(sides[f"{v}, padded"], sides[v]) - 100 for v in ALL_VERSIONS]
-        yield f"padded_{name}", "{:.0f}, {:.0f}, {:.0f} and {:.0f}".format(*longer)
-
-
-def of_libraries() -> Iterator[tuple[str, object]]:
-    """How far each is off, and the lengths at which one takes less time than our kernel."""
-    case = {"subject": "triangle attention", "case": "outlier", "precision": "bf16"}
-    rows = [row for row in content("accuracy.json")["rows"] if case.items() <= row.items()]
-    worst = {side: found["lines"].values() for side, found in rows[0]["sides"].items()}
-    yield "worst", {s: 100 * max(error for error, _ in lines) for s, lines in worst.items()}
-    for name, study, library in (
-        ("triangle", "triangle", "cuEquivariance, bf16 parameters"),
-        ("flex", "attention", "FlexAttention, own layout"),
-    ):
-        cells = by_side(content(f"{study}.json")["rows"], "shape", "precision").items()
-        won = sorted(
-            int(shape.removeprefix("N="))
-            for (shape, precision), sides in cells
-            if precision == "bf16" and shape.startswith("N=") and "batch" not in shape
-            if sides[library].get("us") < sides["triton"].get("us")
-        )
-        yield name, (won[0], f"{won[0]} to {won[-1]}")
-
-
-def of_memory_and_bandwidth() -> Iterator[tuple[str, object]]:
-    headline = versions_of(H100 / "headline.json", "mode")
-    llama = {key: sides for key, sides in headline.items() if key[0].startswith("tiny_llama")}
-    graphs = {key[:2]: sides for key, sides in llama.items() if key[2] == "graph"}
-    saved = sorted(
-        (less(sides["V1"]["peak_mb"], sides["V2"]["peak_mb"]), *key)
-        for key, sides in graphs.items()
-    )
-    texts = [f"{n} % ({shape.partition(', ')[2]}, {precision})" for n, shape, precision in saved]
-    yield from {"least_saved": texts[0], "most_saved": texts[-1]}.items()
-    for name, what, before, after in (
-        ("fewer", "per_step", "eager", "compiled"),
-        ("smaller", "peak_mb", "graph", "compiled graph"),
-    ):
-        both = [(llama[(*key, before)]["V2"], llama[(*key, after)]["V2"]) for key in graphs]
-        yield name, span((less(one[what], two[what]) for one, two in both), "d")
-    copy = content("flops_tiny_llama_v2.json")["ceilings"]["copy_gb_per_s"]
-    traffic = by_side(content("traffic.json")["rows"], "shape", "precision")
-    last, used = versions_of(H100 / "fastest.json"), []
-    for key in (("tiny_llama, small", "bf16"), ("tiny_llama, medium", "bf16")):
-        steps = graphs[key] | {"V4": last[key]["V4"]}
-        rates = (traffic[key][v]["gb"] / steps[v]["batch_ms"] for v in ("V1", "V2", "V4"))
-        used.append(", ".join(f"{1e5 * rate / copy:.0f}" for rate in rates))
-    yield "used", used
-    shares = []
-    for run in ("v1_eager", "v2_eager", "v3_graph", "v4_graph"):
-        kernels = complete(load_trace(H100 / f"traces/tiny_llama_{run}.json.gz"), "kernel")
-        busy = sum(kernel["dur"] for kernel in kernels)
-        shares.append(sum(kernel["dur"] * occupancy(kernel) for kernel in kernels) / busy)
-    yield "occupancies", ", ".join(f"{100 * share:.0f}" for share in shares)
-
-
-def of_single_fusions() -> Iterator[tuple[str, object]]:
-    alone = by_side(content("ablation_tiny_llama_v2.json")["rows"], "precision")
-    both = [(sides["none"], sides["only qkv-fusion"]) for sides in alone.values()]
-    yield "qkv", [1e3 * (none["batch_ms"] - qkv["batch_ms"]) / 8 for none, qkv in both]
-    kernels = {side: row["per_step"] for side, row in alone["fp32",].items()}
-    names = ("qkv-fusion", "flash-attention", "swiglu-fusion")
-    yield "kernels", kernels["none"]
-    fewer = [less(kernels["none"], kernels[f"only {name}"]) for name in names]
-    yield "fewer_kernels", "{}, {} and {}".format(*fewer)
-    change = {}
-    for side in ("_all_off", ""):
-        path = H100 / f"roofline/tiny_llama_v2{side}/tiny_llama_v2_flops.csv"
-        for row in csv.DictReader(path.open()):
-            for key in ("ms", "bytes"):
-                change.setdefault((row["module"], key), []).append(float(row[key] or 0))
-    yield "attention_ms", less(*change["layers.*.self_attn", "ms"])
-    yield "mlp_slower", -less(*change["layers.*.mlp", "ms"])
-    yield "mlp_bytes", less(*change["layers.*.mlp", "bytes"])
-    runs = content("exercises.json")["runs"]
-    mb = {name: run["memory"]["peak_mb"] for name, run in runs.items() if run["memory"]}
-    yield "qkv_memory", 100 * (mb["llama_v2/ablation/qkv-fusion"] / mb["llama_v2/v1"] - 1)
-    scores, flash, shorter = (
-        f"memory_scaling/{n}" for n in ("no_flash_256", "flash_256", "flash_128")
-    )
-    yield "flash_256", less(mb[scores], mb[flash])
-    rows = by_side(content("memory.json")["rows"], "seq_len")
-    llama = [rows[length,]["flash"]["peak_mb"] for length in (2048, 1024)]
-    yield "doubled", [llama[0] / llama[1], mb[flash] / mb[shorter]]
-    stages = content("performance_debugging.json")["stages"]
-    rates = {row["stage"]: row["result"]["timing"]["samples_per_sec"] for row in stages}
-    yield "stages", rates
-    yield "stage2", rates["stage2"] / rates["baseline"]
-    yield "stage4", rates["stage4"] / rates["baseline"]
-
-
-def of_profiles() -> Iterator[tuple[str, object]]:
-    names = [f"profiles/tiny_openfold_v2_{side}/tiny_openfold_v2" for side in ("all_off", "fused")]
-    sides = [content(f"{name}_profile.json") for name in names]
-    for phase in ("forward", "backward", "optimizer"):
-        yield phase, [side["phases"][phase]["ms_per_step"] for side in sides]
-    yield "gemms", [side["categories"]["GEMM"]["percent"] for side in sides]
-
-
-def of_two_gpus() -> Iterator[tuple[str, object]]:
-    """TinyLlama V1 with 16 samples on one GPU, with half of them, and with half on each of two."""
-    rows = json.loads((ROOT / "results/h100x2/scaling.json").read_text())["rows"]
-    steps = by_side(rows, "name", "processes", "batch_size")
-    for name, processes, batch in (("one", 1, 16), ("half", 1, 8), ("two", 2, 16)):
-        yield name, steps["tiny_llama", processes, batch]["V1"]["batch_ms"]
-
-
-@functools.cache
-def figures() -> dict[str, object]:
-    """What the studies have, by the names in SENTENCES."""
-    parts = (of_versions, of_libraries, of_memory_and_bandwidth, of_single_fusions, of_profiles)
-    return dict(itertools.chain(*(part() for part in (*parts, of_two_gpus))))
-
-
-@pytest.mark.parametrize("line", SENTENCES.strip().splitlines())
-def test_sentences_have_the_numbers_of_the_studies(line: str):
-    """Wherever the lines of the page end."""
-    page, sentence = line.split(" | ", 1)
-    text = " ".join((ROOT / SHEETS.get(page, page)).read_text().split())
-    assert sentence.format(**figures()) in text
 
 
 def test_every_result_file_behind_a_claim_is_there():
@@ -373,14 +129,6 @@ def test_each_row_of_a_table_is_of_one_file(program, device, tmp_path):
         rows = []
     assert len(rows) > (20 if device.name == "h100" else -1)
     assert not [row for row in rows if not any(row.items() <= one.items() for one in alone)]
-
-
-def test_other_tables_on_pages_name_one_file():
-    pages = [p for p in ROOT.glob("**/*.md") if not p.is_relative_to(ROOT / ".venv")]
-    commands = [match[2] for page in pages for match in TABLE.finditer(page.read_text())]
-    assert len(commands) > 12
-    files = [set(re.findall(r"results/[\w/]+\.\w+", command)) for command in commands]
-    assert not [command for command, named in zip(commands, files, strict=True) if len(named) > 1]
 
 
 @pytest.mark.parametrize("script", ["tiny_llama_v1", "tiny_openfold_v1"])

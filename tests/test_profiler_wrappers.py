@@ -228,10 +228,6 @@ TABLES = "--marker-trace --output-format csv --selected-regions -o %pid%"
 # a wrapper with options of its own, the options of the tool, and a file that it makes and names
 COMMANDS = {
     f"{ROCPROFV3} --compare": (f"--kernel-trace --stats {TABLES}", "stats.csv"),
-    f"{ROCPROFV3} --mode kernels": (
-        "--kernel-trace --stats --marker-trace --selected-regions -o %pid%",
-        "kernels/stats.csv",
-    ),
     f"{ROCPROFV3} --mode=trace --hsa": (
         "--sys-trace --output-format pftrace --selected-regions -o %pid%",
         "*_results.pftrace",
@@ -242,10 +238,6 @@ COMMANDS = {
     ),
     f"{SYS} --sample": ("--trace --profile --sample cputime", "perfetto-trace-*.proto"),
     COMPUTE: ("profile -n tiny_note_v2_fused", "roofline_analysis.csv"),
-    f"{COMPUTE} --roof-only": (
-        "profile --roof-only --kernel-names -n tiny_note_v2_fused_roof",
-        "empirRoof_*.pdf",
-    ),
 }
 
 
@@ -303,27 +295,6 @@ def test_help_and_mistakes_name_the_option_and_run_nothing(bench, wrapper):
         bench.run(wrapper, *words(options)).failed(named, status=2, lines=1)
     assert not bench.received()
     assert files(bench.work) == {"file": b"not a directory"}
-
-
-def test_what_is_missing_is_one_line(bench):
-    """An interpreter, a data-centre GPU, a tool, the parts of a copy; through a link to a link they
-    are found."""
-    bench.run(ALL, PYTHON="/nonexistent").failed("/nonexistent", status=4, lines=1)
-    bench.run(COMPUTE, STANDIN_GPU="gfx1201").failed("gfx1201", status=4, lines=1)
-    bench.install("rocminfo")
-    for wrapper, tool in TOOL_OF.items():
-        bench.run(wrapper).failed(tool, "run_pytorch_profiler.py", status=4, lines=1)
-        first, link = bench.directory / f"to {wrapper}", bench.directory / f"link to {wrapper}"
-        first.symlink_to(ROOT / wrapper)
-        link.symlink_to(first.name)
-        bench.call(link, "--script", bench.script, "--dry-run").succeeded()
-        done = bench.call(shutil.copy(ROOT / wrapper, bench.directory / "copy"))
-        assert (done.status, done.stdout, done.stderr.count("\n")) == (4, "", 1)
-    assert bench.nothing_happened()
-    (bench.bin / "omnitrace-run").symlink_to(STANDIN)  # its older name
-    bench.run(SYS).succeeded()
-    bench.install("rocprof-compute")  # without rocminfo nothing tells the GPU
-    bench.run(COMPUTE).succeeded()
 
 
 # --- failures: one line, and what was there before stays
@@ -545,11 +516,3 @@ def test_all_profilers_go_on_after_a_failure_and_skip_what_is_missing(bench):
     bench.run(ALL, *argv, run_pytorch_profiler="3").failed("pytorch_profiler", status=1)
     missing = {"run_pytorch_profiler": "4", "run_deepspeed_flops": "4"}
     bench.run(ALL, argv[1], **missing).failed("nothing ran", status=4, lines=1)
-
-
-def test_all_profilers_interrupted(bench):
-    process = bench.waiting(ALL, "--enable-rocm-tools", "--profile-dir", "out")
-    bench.run(ALL, "--profile-dir", "out").failed("another profiler is writing there", status=2)
-    said = bench.end(process, signal.SIGINT)
-    assert "what ran until then is in out/summary.md" in said
-    assert list(all_steps(bench.work / "out"))[:2] == ["pytorch_profiler", "flops"]

@@ -56,8 +56,3 @@ def test_without_tools_there_are_reasons(machine):
     names = {"commit", "dirty", "driver", "sm_clock", "temperature", "temperature_after"}
     assert found.keys() == names | {"seconds", "throttled_us"}
     assert not [name for name in names if not found[name].startswith("not read: ")], found
-
-
-def test_the_commit_of_a_copy_without_history(machine, monkeypatch):
-    monkeypatch.setenv("SOURCE_COMMIT", "abc123")
-    assert provenance.commit()["commit"] == "abc123"

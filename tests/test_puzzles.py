@@ -4,7 +4,6 @@ kind of fault is named."""
 from __future__ import annotations
 
 import importlib
-import json
 import re
 import subprocess
 import sys
@@ -121,13 +120,3 @@ def test_each_step_checks_what_the_reader_has(swiglu):
     assert captured(swiglu.main, ["kernels", "--solution"]) == (0, right, "")
     assert captured(swiglu.main, ["--scoreboard"])[0] == 4
     assert captured(swiglu.main, [])[0] == 2
-
-
-def test_the_figure_of_the_h100_is_drawn_from_its_file(swiglu, tmp_path):
-    file = ROOT / "results/h100/build_a_fusion.json"
-    rows = json.loads(file.read_text())["rows"]
-    assert len(rows) == len(swiglu.ROWS) * len(swiglu.LEAST)
-    assert all([*row["us"]] == ["copy", "operators", "torch.compile", "kernels"] for row in rows)
-    argv = ["--draw", str(file), "--plot", str(tmp_path / "figure.png")]
-    assert captured(swiglu.main, argv)[0] == 0
-    assert (tmp_path / "figure.png").stat().st_size > 10_000

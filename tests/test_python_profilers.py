@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -37,14 +35,6 @@ from lab.profile.traffic import Traffic, bytes_behind
 BOTH_TOOLS = pytest.mark.parametrize(
     "tool", [profiler_tool, flops_tool], ids=lambda tool: tool.PROG
 )
-
-
-FRESH = sys.executable
-
-
-@pytest.fixture(autouse=True)
-def forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the tools start in a process of its own is forked."""
 
 
 def run_tool(tool, directory: Path, *argv: str) -> Run:
@@ -123,16 +113,6 @@ def test_files_of_an_earlier_run_are_not_taken_for_those_of_this_one(tmp_path: P
     assert_one_error(result, 1, "summary.json", "did not write")
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 7), (signal.SIGTERM, 143)])
-def test_what_a_signal_means_is_for_the_script_to_decide(number: int, status: int):
-    """A terminal sends Ctrl-C to both processes; the script's answer to it is its status."""
-    code = f"import os, signal, time; os.kill(os.getppid(), {int(number)}); "
-    code += f"time.sleep(0.2 if {status} == 7 else 60)"
-    before = signal.getsignal(number)
-    assert profiler_tool.run_script([FRESH, "-c", f"{code}; raise SystemExit(7)"]) == status
-    assert signal.getsignal(number) == before
-
-
 # --- both
 
 
@@ -202,13 +182,6 @@ def test_flops_are_those_of_torch_and_of_the_harness(tmp_path: Path, script: str
     assert (ROOT / file).is_file()
     if model_of(script) == "llama":
         flops_by_hand(dict(zip(names, found["modules"], strict=True)))
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_flops_of_v4_need_no_flag_against_its_graph(tmp_path: Path, no_deepspeed):
-    argv = ["--script", "tiny_llama_v4.py", "--num-layers", "1", "--seq-len", "32"]
-    assert flops_tool.main([*argv, "--profile-dir", str(tmp_path)]) == 0
-    assert flops_tool.main([*argv, "--enable-cuda-graph", "--profile-dir", str(tmp_path)]) == 2
 
 
 def test_what_hides_flops_is_said_and_too_large_a_run_is_status_3(

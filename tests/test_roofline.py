@@ -152,25 +152,6 @@ def test_counters_of_amd_gpus_by_hand(tmp_path: Path, gpu, counters, moved):
         path.write_text(text)
 
 
-@pytest.mark.parametrize(
-    ("counter", "header", "precision", "tflops"),
-    [
-        ("FMA_F16", OF_MI200, "FP32Flops", 2.0),
-        ("FMA_F16", f"{OF_MI200},FP16Flops", "FP16Flops", 6.0),
-        ("MFMA_MOPS_F32", OF_MI200, "MFMAF32Flops", 5.0),
-        ("MFMA_MOPS_BF16", OF_MI200, "MFMABF16Flops", None),
-        (None, OF_MI200, "no FLOP", None),
-    ],
-)
-def test_a_ceiling_that_was_not_measured(counter, header, precision, tflops, tmp_path: Path):
-    counters = {f"SQ_INSTS_VALU_{counter}": 1000} if counter else {}
-    folder = profile(tmp_path, "MI200", header, **counters, TCC_EA_RDREQ_sum=1000)
-    gpu, ceilings, rows = read_rocprof_compute(folder)
-    assert (gpu, ceilings.precision, ceilings.gemm_tflops) == ("MI200", precision, tflops)
-    assert (ceilings.copy_gb_per_s, rows[0]["gb_per_s"]) == (1000, 64_000 / 500)
-    assert (rows[0]["roof_tflops"] is None) == (counter is None)
-
-
 def test_counters_in_rows_are_those_in_columns(tmp_path: Path):
     """As rocprof-compute writes them from ROCm 7's databases; each set of counters is a run."""
     folder = profile(tmp_path, "MI200", SQ_INSTS_VALU_FMA_F32=1000, TCC_EA_RDREQ_sum=1000)

@@ -17,14 +17,10 @@ from analysis_tools import benchmark_suite, fusion_ablation_study, optimize_batc
 from lab import study
 from lab.cli import ToolError
 from lab.turns import (
-    GRAPH,
     Turns,
     all_measured,
     compare_in_turns,
-    graph_of,
     in_turns,
-    on_gpu,
-    speedup,
     spread,
 )
 
@@ -90,21 +86,6 @@ def test_each_turn_has_the_settings_of_its_own_side(monkeypatch):
     assert set(seen["large"]) == {(32, "highest")}
 
 
-@pytest.mark.parametrize(
-    "argv", [["--device", "cpu"], ["--device=cpu"], [], ["--disable-cuda-graph"]]
-)
-def test_a_step_is_a_graph_on_a_gpu_only(argv, monkeypatch):
-    assert GRAPH not in graph_of(argv) or torch.cuda.is_available()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert on_gpu(argv) == ("cpu" not in " ".join(argv))
-    assert graph_of(argv) == ([GRAPH] if argv == [] else argv)
-
-
-def test_speedup_is_the_median_over_the_turns():
-    first, second = {"turns_ms": [10.0, 60.0, 20.0]}, {"turns_ms": [5.0, 10.0, 20.0]}
-    assert speedup(first, second) == 2.0
-
-
 def test_functions_take_turns_in_changing_order():
     calls: list[str] = []
     sides = {name: partial(calls.append, name) for name in "ab"}
@@ -131,15 +112,6 @@ def test_a_comparison_says_how_wide_its_turns_lie_apart(after, said):
     assert turns.us["after"][0] == 5000
     agree = "(all turns agree)" in said  # a table then says no more
     assert spread(turns.ratios("after")).count(",") == (not agree)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("step", [lambda x: x.sum().item(), lambda x: None], ids=["waits", "host"])
-def test_a_function_that_cannot_be_a_graph_is_named(step):
-    x = torch.ones(9, device="cuda")
-    with pytest.raises(ToolError, match="b cannot be captured as a graph"):
-        compare_in_turns({"a": lambda: x + 1, "b": lambda: step(x)})
-    assert compare_in_turns({"a": lambda: x + 1}, ms=0.1).ms["a"][0] > 0
 
 
 def counting(done: list[int], fails_at: int = -1) -> Iterable[tuple[dict, Callable[[], dict]]]:

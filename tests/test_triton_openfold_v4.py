@@ -92,8 +92,8 @@ def test_loss(dtype: torch.dtype):
         with torch.autocast(DEVICE.type, dtype, enabled=dtype != torch.float32):
             distogram = v4.Projection.apply(pair, None, *parameters[:2])
             of_msa = v4.Projection.apply(msa, None, *parameters[2:])
-        distogram = v4.HeadLoss.apply(distogram, bins, known, True)
-        return 0.3 * distogram + 2.0 * v4.HeadLoss.apply(of_msa, tokens, masked, False)
+        distogram = v4.HeadLoss.apply(distogram, bins, known, True, 0.3)
+        return distogram + v4.HeadLoss.apply(of_msa, tokens, masked, False, 2.0)
 
     def reference(msa: Tensor, pair: Tensor, *parameters: Tensor) -> Tensor:
         logits = F.linear(pair, *parameters[:2])

@@ -64,24 +64,6 @@ def test_a_fault_is_named(line: str, fault: str, said: str, tmp_path: Path):
     assert said in err
 
 
-@without_gpu
-def test_operators_are_no_kernel(tmp_path: Path):
-    mine = tmp_path / "mine.py"
-    mine.write_text("from exercises.your_own_model.vit import add_norm\n")
-    status, _, err = captured(check.main, [str(mine)])
-    assert (status, err.endswith("right, but the forward pass launches no kernel\n")) == (1, True)
-
-
-def test_what_was_measured_is_shown_again(tmp_path: Path):
-    file = tmp_path / "found.json"
-    turns = {"before": [2.0] * 5, "after": [1.0] * 5}
-    file.write_text(json.dumps({"ms": dict.fromkeys(check.PARTS, turns)}))
-    status, out, _ = captured(check.main, ["--show", str(file)])
-    assert (status, out.count("after is 2.00x as fast as before")) == (0, 2)
-    file.write_text("{}")
-    assert captured(check.main, ["--show", str(file)])[0] == 2
-
-
 def test_the_sheet_has_what_the_tool_predicted_and_the_turns_measured():
     """On an H100: the chains of add_norm's two lines, and the step before and after."""
     sheet = (ROOT / "exercises/your_own_model/README.md").read_text()

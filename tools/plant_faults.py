@@ -96,17 +96,19 @@ def who_notices(root: Path, fault: Fault, whole: bool) -> list[str]:
     command = [sys.executable, "-B", "-m", "pytest", "-m", "", "-q", "-ra", *tests]
     try:
         fault.plant(root)
-        # a group of its own, of which nothing is left
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        process = subprocess.Popen(command, cwd=root, start_new_session=True, **options)
-        try:
-            text, _ = process.communicate(timeout=LIMIT)
-        except subprocess.TimeoutExpired:
-            return ["all, as they do not end"]
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        with tempfile.TemporaryFile("w+") as output:
+            options = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+            process = subprocess.Popen(command, cwd=root, **options)
+            try:
+                process.wait(LIMIT)
+            except subprocess.TimeoutExpired:
+                return ["all, as they do not end"]
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # and whatever a test has left
+                process.wait()
+            output.seek(0)
+            text = output.read()
     finally:
         subprocess.run(["git", "checkout", "--quiet", "."], cwd=root, check=True)
     if process.returncode < 0:

@@ -281,7 +281,7 @@ def times_of_operators(events: Sequence[dict]) -> Counter:
 
 
 def make_row(
-    names: dict, flop: Counter, key: str, moved: int, ms: float, ceilings: Ceilings
+    names: dict, flop: Counter, key: str, moved: int, ms: float | None, ceilings: Ceilings | None
 ) -> dict:
     """A row of a training step: its names, FLOP with its share of all, bytes, time and rates."""
     share = 100 * flop[key] / flop.total() if flop.total() else 0.0

@@ -32,9 +32,10 @@ BYTE_COUNTERS = {
 }
 
 
-def read_rocprof_compute(directory: Path) -> tuple[str, Ceilings, list[dict]]:
+def read_rocprof_compute(directory: Path) -> tuple[str, Ceilings | None, list[dict]]:
     """Which GPU's counters are in the folder, the ceilings measured there, and a row per kernel,
-    the longest first; ToolError says what is wrong with a file."""
+    the longest first; ToolError says what is wrong with a file. What was executed and not measured
+    has neither times nor ceilings, and what moves most is first."""
     files = matching(directory, "pmc_perf.csv", "rocprof-compute")
     if len(files) > 1:
         several = ", ".join(str(file.parent) for file in files)
@@ -48,17 +49,19 @@ def read_rocprof_compute(directory: Path) -> tuple[str, Ceilings, list[dict]]:
     for dispatch in dispatches:
         name, counted = dispatch.name, dispatch.row.number
         calls[name] += 1
-        ns[name] += dispatch.end - dispatch.start
+        if dispatch.start is not None:
+            ns[name] += dispatch.end - dispatch.start
         moved[name] += round(sum(counted(n) * size for n, size in BYTE_COUNTERS[gpu].items()))
         for column, (each, unit) in FLOP_COUNTERS.items():
             flop[name] += round(counted(column) * each)
             by_unit[unit] += counted(column) * each
     unit = max(by_unit, key=by_unit.get) if any(by_unit.values()) else None
-    ceilings = read_ceilings(files[0].with_name("roofline.csv"), unit)
+    ceilings = read_ceilings(files[0].with_name("roofline.csv"), unit) if ns else None
     rows = []
-    for name, spent in ns.most_common():
+    for name, _ in (ns or moved).most_common():
         names = {"kernel": name, "group": category(name).lower(), "calls": calls[name]}
-        rows.append(make_row(names, flop, name, moved[name], spent / 1e6, ceilings))
+        ms = ns[name] / 1e6 if ns else None
+        rows.append(make_row(names, flop, name, moved[name], ms, ceilings))
     return gpu, ceilings, rows
 
 

@@ -1,0 +1,198 @@
+"""What hardware would have counted of a launch: instructions by kind, floating-point operations,
+bytes and cache lines, bank conflicts of LDS. Executed, not measured: times are not among it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import numpy as np
+
+from lab.amd.assembly import Instruction, Program
+from lab.amd.waves import Waves
+
+LANES = np.arange(64)
+BANKS = 32  # of LDS, 4 bytes wide
+# the lanes that LDS serves together, by the bytes of each: as many as 32 banks can, in their order
+# but for reads of 16 bytes ("Avoiding LDS Bank Conflicts on AMD GPUs", AMD's ROCm blogs)
+TOGETHER = {1: 32, 2: 32, 4: 32, 8: 16, 12: 8, 16: 8}
+READS_OF_16 = np.concatenate(
+    [half + np.r_[a : a + 4, b : b + 4] for half in (0, 32)
+     for a, b in ((0, 20), (4, 16), (8, 28), (12, 24))]
+)  # fmt: skip
+FLOAT = re.compile(
+    r"v_(?:pk_)?(?:(add|sub|subrev|mul|fma|fmac|fmamk|fmaak|mac|mad)"
+    r"|(rcp|rsq|sqrt|exp|log|sin|cos)(?:_iflag)?)_f(16|32|64)$"
+)
+OPERATION = {"add": "ADD", "sub": "ADD", "subrev": "ADD", "mul": "MUL"}
+FLOP = {"ADD": 1, "MUL": 1, "FMA": 2, "TRANS": 1}
+MFMA = re.compile(r"v_mfma_f(?:32|64)_(\d+)x(\d+)x(\d+)_?(x?f32|b?f16|f64)")
+
+
+def unit_of(instruction: Instruction) -> str:
+    """What rocprof's counters call a floating-point instruction: FMA_F32, TRANS_F16 ...; or ''."""
+    found = FLOAT.match(instruction.mnemonic)
+    if not found:
+        return ""
+    operation = "TRANS" if found[2] else OPERATION.get(found[1], "FMA")
+    return f"{operation}_F{found[3]}"
+
+
+def mfma_flop(instruction: Instruction) -> tuple[str, int]:
+    """Type and floating-point operations of a matrix instruction."""
+    rows, columns, depth, kind = MFMA.match(instruction.mnemonic).groups()
+    return kind.replace("xf32", "f32").upper(), 2 * int(rows) * int(columns) * int(depth)
+
+
+def lines_of(address: np.ndarray, active: np.ndarray, size: int, line: int) -> int:
+    """How many lines of `line` bytes each wave's lanes touch, added up over the waves."""
+    ends = np.concatenate([address, address + np.uint64(size - 1)], axis=1) // np.uint64(line)
+    numbers = np.where(np.concatenate([active, active], axis=1), ends.astype(np.int64), -1)
+    numbers.sort(axis=1)
+    new = np.diff(numbers, axis=1, prepend=-1) != 0
+    return int((new & (numbers >= 0)).sum())
+
+
+def conflict_cycles(address: np.ndarray, active: np.ndarray, size: int, write: bool) -> int:
+    """Cycles beyond one that LDS takes for lanes that it could serve together: as many as the most
+    words that they want of one bank. The same word is one."""
+    order = READS_OF_16 if size == 16 and not write else LANES
+    together, words = TOGETHER[size], max(1, size // 4)
+    shape = (len(address), 64 // together, together)
+    first = (address // 4)[:, order].reshape(shape)
+    on = np.repeat(active[:, order].reshape(shape), words, axis=2)
+    word = (first[..., None] + np.arange(words)).reshape(*shape[:2], -1)
+    word = np.sort(np.where(on, word, -1), axis=2)
+    new = (np.diff(word, axis=2, prepend=-1) != 0) & (word >= 0)
+    wanted = np.zeros((*shape[:2], BANKS), np.int64)
+    groups = np.indices(word.shape)
+    np.add.at(wanted, (groups[0][new], groups[1][new], word[new] % BANKS), 1)
+    return int(np.maximum(wanted.max(2) - 1, 0).sum())
+
+
+class Watch:
+    """Notes accesses of memory while waves execute, by the number of the instruction."""
+
+    def __init__(self, waves: Waves, noted: dict[int, Counter], touched: dict[str, list]):
+        self.waves, self.noted, self.touched = waves, noted, touched
+
+    def note(self) -> Counter:
+        return self.noted.setdefault(self.waves.pc - 1, Counter())
+
+    def tensor(self, address: np.ndarray, active: np.ndarray, size: int, write: bool) -> None:
+        note, verb = self.note(), "written" if write else "read"
+        note[f"bytes {verb}"] += size * int(active.sum())
+        for line in (64, 128):
+            note[f"lines of {line} {verb}"] += lines_of(address, active, size, line)
+        line = np.uint64(64 if write else 128)
+        for end in (0, size - 1):
+            self.touched[verb].append(np.unique((address[active] + np.uint64(end)) // line))
+
+    def scalar(self, size: int) -> None:
+        self.note()["bytes read by scalars"] += size * self.waves.number
+
+    def lds(self, address: np.ndarray, size: int, offsets: list[int], write: bool) -> None:
+        note, active = self.note(), self.waves.lanes
+        for offset in offsets:
+            note["LDS bytes"] += size * int(active.sum())
+            note["LDS conflict cycles"] += conflict_cycles(address + offset, active, size, write)
+
+
+class Counts:
+    """Of a launch: how many waves executed each instruction, with how many lanes at work, and what
+    a Watch has noted. Instructions are numbered as in the program."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.waves = self.groups = 0
+        self.executed = np.zeros(len(program.code), np.int64)
+        self.active = np.zeros(len(program.code), np.int64)
+        self.noted: dict[int, Counter] = {}
+        # lines of 128 and 64 bytes, by number
+        self.touched: dict[str, list[np.ndarray]] = {"read": [], "written": []}
+
+    def watching(self, waves: Waves) -> Watch:
+        return Watch(waves, self.noted, self.touched)
+
+    def add(self, waves: Waves) -> None:
+        self.waves += waves.count
+        self.groups += waves.groups
+        self.executed += waves.executed
+        self.active += waves.active
+
+    def by_kind(self) -> Counter:
+        """Instructions of all waves by kind: VALU, MFMA, SALU, LDS, VMEM, SMEM, branch, other."""
+        found = Counter()
+        for instruction, times in zip(self.program.code, self.executed, strict=True):
+            found[instruction.kind] += int(times)
+        return found
+
+    def total(self, name: str) -> int:
+        """What was noted under this name, such as "bytes read" or "LDS conflict cycles"."""
+        return sum(note[name] for note in self.noted.values())
+
+    def different(self, verb: str) -> int:
+        """How many lines the launch has read (of 128 bytes) or written (of 64), each once."""
+        touched = self.touched[verb]
+        return len(np.unique(np.concatenate(touched))) if touched else 0
+
+    def by_line(self, name: str) -> Counter:
+        """The same by line of the kernel's source."""
+        found = Counter()
+        for number, note in self.noted.items():
+            found[self.program.code[number].line] += note[name]
+        return found
+
+    def hardware(self) -> dict[str, int]:
+        """By the names of AMD's counters. An instruction of the vector unit counts as 64 lanes,
+        whether they are at work or not; MFMA_MOPS are units of 512 operations."""
+        kinds = self.by_kind()
+        names = [f"{operation}_F{bits}" for operation in FLOP for bits in (16, 32, 64)]
+        names += [f"MFMA_{kind}" for kind in ("F16", "BF16", "F32", "F64")]
+        names += [f"MFMA_MOPS_{kind}" for kind in ("F16", "BF16", "F32", "F64")]
+        found = Counter({f"SQ_INSTS_VALU_{name}": 0 for name in names})
+        for instruction, times in zip(self.program.code, self.executed.tolist(), strict=True):
+            if instruction.kind == "MFMA":
+                kind, flop = mfma_flop(instruction)
+                found[f"SQ_INSTS_VALU_MFMA_{kind}"] += times
+                found[f"SQ_INSTS_VALU_MFMA_MOPS_{kind}"] += times * flop // 512
+            elif unit := unit_of(instruction):
+                # a packed instruction does two
+                packed = 2 if instruction.mnemonic.startswith("v_pk_") else 1
+                found[f"SQ_INSTS_VALU_{unit}"] += packed * times
+            if instruction.kind == "VMEM":
+                stores = "_store" in instruction.mnemonic or "_atomic" in instruction.mnemonic
+                found[f"SQ_INSTS_VMEM_{'WR' if stores else 'RD'}"] += times
+        return dict(found) | {
+            "SQ_WAVES": self.waves,
+            "SQ_INSTS": sum(kinds.values()),
+            "SQ_INSTS_VALU": kinds["VALU"] + kinds["MFMA"],
+            "SQ_INSTS_MFMA": kinds["MFMA"],
+            "SQ_INSTS_SALU": kinds["SALU"],
+            "SQ_INSTS_SMEM": kinds["SMEM"],
+            "SQ_INSTS_VMEM": kinds["VMEM"],
+            "SQ_INSTS_VMEM_RD": found["SQ_INSTS_VMEM_RD"],
+            "SQ_INSTS_VMEM_WR": found["SQ_INSTS_VMEM_WR"],
+            "SQ_INSTS_LDS": kinds["LDS"],
+            "SQ_INSTS_BRANCH": kinds["branch"],
+            "SQ_LDS_BANK_CONFLICT": self.total("LDS conflict cycles"),
+            "TCP_TCC_READ_REQ_sum": self.total("lines of 128 read"),
+            "TCP_TCC_WRITE_REQ_sum": self.total("lines of 64 written"),
+            # memory at least: each line once, as if caches lost none
+            "TCC_EA0_RDREQ_sum": self.different("read"),
+            "TCC_EA0_RDREQ_32B_sum": 0,
+            "TCC_BUBBLE_sum": self.different("read"),  # of these those of 128 bytes
+            "TCC_EA0_WRREQ_sum": self.different("written"),
+            "TCC_EA0_WRREQ_64B_sum": self.different("written"),
+        }
+
+    def flop(self) -> int:
+        """Floating-point operations, those of lanes that are not at work included."""
+        total = 0
+        for name, times in self.hardware().items():
+            kind = name.removeprefix("SQ_INSTS_VALU_")
+            if kind.startswith("MFMA_MOPS_"):
+                total += 512 * times
+            elif kind.partition("_")[0] in FLOP:
+                total += 64 * FLOP[kind.partition("_")[0]] * times
+        return total

@@ -1,0 +1,468 @@
+"""Makes of each instruction a function of the waves: operands are looked up here, once, so that
+executing is reading arrays, the function of the manual's row, and writing arrays."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+
+from lab.amd import manual, transfers
+from lab.amd.assembly import Instruction, Operand, Program, Unknown
+from lab.amd.waves import EXEC, VCC, Waves, word
+
+Read = Callable[[Waves], np.ndarray]
+Run = Callable[[Waves], None]
+LANES = np.arange(64)
+# 16 bits of results that leave the other half of the register as it is; others make it 0
+KEEP_HALF = ("v_fma_f16", "v_mad_u16", "v_div_fixup_f16", "v_fma_mixlo_f16", "v_fma_mixhi_f16")
+KNOWN_MODIFIERS = {
+    "op_sel", "op_sel_hi", "dst_sel", "dst_unused", "src0_sel", "src1_sel", "row_mask", "bank_mask",
+    "bound_ctrl", "quad_perm", "row_shl", "row_shr", "row_ror", "row_bcast", "row_newbcast",
+    "row_mirror", "row_half_mirror",
+}  # fmt: skip
+
+
+def dtype_of(kind: str) -> np.dtype:
+    """Of f32, u16 and so on."""
+    return np.dtype(f"{kind[0]}{int(kind[1:]) // 8}")
+
+
+# --- reading operands
+
+
+def reader(op: Operand, kind: str, place: int = 0, part: str = "DWORD") -> Read:
+    """A function that gives an operand as an array of this type, with its sign modifiers. `place`
+    is which register of several, or which half of them for 16 bits; `part` is SDWA's."""
+    if kind == "mask":
+        value = op.text == "-1"
+        return lambda waves: waves.mask(op.index) if op.kind == "s" else np.full((1, 1), value)
+    if kind.endswith("24"):
+        full = reader(op, f"{kind[0]}32", place, part)
+        return lambda waves: full(waves) << 8 >> 8
+    dtype = dtype_of(kind)
+    half = place % 2 if dtype.itemsize == 2 else 0
+    if op.kind == "number":
+        bits = op.bits(kind[0], 32 if half else 8 * dtype.itemsize) >> 16 * half
+        value = np.array([[bits]], f"u{dtype.itemsize}").view(dtype)
+        read = lambda waves: value  # noqa: E731
+    elif dtype.itemsize == 2:
+        low = selected(word(op, place // 2), part, op.extended)
+        read = lambda waves: (low(waves) >> 16 * half).astype(np.uint16).view(dtype)  # noqa: E731
+    elif dtype.itemsize == 4:
+        low = selected(word(op, place), part, op.extended)
+        read = lambda waves: low(waves).view(dtype)  # noqa: E731
+    else:
+        low, high = word(op), word(op, 1)
+        read = lambda waves: (low(waves) | high(waves).astype(np.uint64) << 32).view(dtype)  # noqa: E731
+    return signed(read, op, dtype)
+
+
+def signed(read: Read, op: Operand, dtype: np.dtype) -> Read:
+    """With abs and neg; those of integers are of the bits of a float."""
+    if not (op.negative or op.absolute):
+        return read
+    sign = dtype.type(1 << 8 * dtype.itemsize - 1) if dtype.kind == "u" else None
+
+    def changed(waves: Waves) -> np.ndarray:
+        value = read(waves)
+        if sign is not None:
+            value = value & ~sign if op.absolute else value
+            return value ^ sign if op.negative else value
+        value = np.abs(value) if op.absolute else value
+        return np.negative(value) if op.negative else value
+
+    return changed
+
+
+def selected(read: Read, part: str, extended: bool) -> Read:
+    """A part of a register for SDWA: DWORD, WORD_1, BYTE_3 ..., with its sign or without."""
+    if part == "DWORD":
+        return read
+    shift, bits = field_of(part)
+    if not extended:
+        return lambda waves: read(waves) >> shift & (1 << bits) - 1
+    up, down = 32 - bits - shift, 32 - bits
+    return lambda waves: ((read(waves) << up).view(np.int32) >> down).view(np.uint32)
+
+
+def field_of(part: str) -> tuple[int, int]:
+    """Where a part of a register begins, and how many bits it has."""
+    bits = 8 if part.startswith("BYTE") else 16
+    return bits * int(part[-1]), bits
+
+
+# --- DPP: operands from other lanes
+
+
+def lanes_of(instruction: Instruction) -> tuple[np.ndarray, np.ndarray]:
+    """For each lane the one whose value it gets, and whether there is one."""
+    modifiers, row, lane = instruction.modifiers, LANES // 16 * 16, LANES % 16
+    name = next((name for name in modifiers if re.match("row_(?!mask)|quad", name)), None)
+    value = modifiers.get(name, "")
+    if name == "quad_perm":
+        source = LANES // 4 * 4 + np.array(instruction.numbers(name, []))[LANES % 4]
+    elif name == "row_shl":
+        source = np.where(lane + int(value) < 16, LANES + int(value), -1)
+    elif name == "row_shr":
+        source = np.where(lane >= int(value), LANES - int(value), -1)
+    elif name == "row_ror":
+        source = row + (lane - int(value)) % 16
+    elif name in ("row_mirror", "row_half_mirror"):
+        source = LANES ^ (15 if name == "row_mirror" else 7)
+    elif name == "row_newbcast":
+        source = row + int(value)
+    elif name == "row_bcast" and value == "15":  # the last lane of a row to all of the next
+        source = row - 1
+    elif name == "row_bcast" and value == "31":
+        source = np.where(LANES >= 32, 31, -1)
+    else:
+        raise Unknown(f"DPP {modifiers}")
+    return source, source >= 0
+
+
+def across_lanes(instruction: Instruction, read: Read) -> tuple[Read, Read]:
+    """The first source as DPP gives it, and the lanes that may be written: not those that the masks
+    switch off nor, without bound_ctrl, those whose source is none or a lane that is off."""
+    source, there = lanes_of(instruction)
+    row_mask, bank_mask = (
+        int(instruction.modifiers.get(name, "0xf"), 0) for name in ("row_mask", "bank_mask")
+    )
+    allowed = (row_mask >> LANES // 16 & 1 == 1) & (bank_mask >> LANES % 16 // 4 & 1 == 1)
+    bound_ctrl, source = "bound_ctrl" in instruction.modifiers, np.maximum(source, 0)
+
+    def moved(waves: Waves) -> np.ndarray:
+        values = np.broadcast_to(read(waves), waves.exec.shape)[:, source]
+        return np.where(there & waves.exec[:, source], values, values.dtype.type(0))
+
+    def written(waves: Waves) -> np.ndarray:
+        return allowed if bound_ctrl else allowed & there & waves.exec[:, source]
+
+    return moved, written
+
+
+# --- writing results
+
+
+def words_of(value: np.ndarray, kind: str) -> list[np.ndarray]:
+    """A result as the 32-bit words of the registers that take it."""
+    value = np.asarray(value).astype(dtype_of(kind), copy=False)
+    bits = value.view(f"u{value.itemsize}")
+    if value.itemsize < 8:
+        return [bits.astype(np.uint32, copy=False)]
+    return [bits.astype(np.uint32), (bits >> 32).astype(np.uint32)]
+
+
+def writer(instruction: Instruction, op: Operand, kind: str, written: Read | None) -> Callable:
+    """A function (waves, value) that writes a result; `written` are the lanes that DPP writes."""
+    if kind == "mask":
+        return lambda waves, value: waves.put_mask(op.index, value)
+    if op.kind == "s":
+        join = lambda value: np.concatenate(words_of(value, kind), axis=1)  # noqa: E731
+        return lambda waves, value: waves.put_scalar(op.index, join(value))
+    field = target_field(instruction, kind)
+
+    def write(waves: Waves, value: np.ndarray) -> None:
+        for i, words in enumerate(words_of(value, kind)):
+            waves.put(op.index + i, words, written and written(waves), field)
+
+    return write
+
+
+def target_field(instruction: Instruction, kind: str) -> tuple[int, int, bool] | None:
+    """Where a result goes that has not all of a register: the first bit, how many, and whether the
+    others stay as they are."""
+    part = instruction.modifiers.get("dst_sel", "DWORD")
+    if part != "DWORD":
+        unused = instruction.modifiers["dst_unused"]
+        if unused == "UNUSED_SEXT":
+            raise Unknown(unused)
+        return *field_of(part), unused == "UNUSED_PRESERVE"
+    high = instruction.mnemonic == "v_fma_mixhi_f16" or instruction.numbers("op_sel", [])[3:] == [1]
+    if kind.endswith("16") and (high or instruction.mnemonic in KEEP_HALF):
+        return 16 * high, 16, True
+    return None
+
+
+# --- instructions of the manual's tables
+
+
+def of_table(instruction: Instruction, row: manual.Row) -> Run:
+    operands, modifiers = list(instruction.operands), instruction.modifiers
+    if unknown := modifiers.keys() - KNOWN_MODIFIERS:
+        raise Unknown(f"modifier {unknown.pop()}")
+    targets = {name: operands.pop(0) for name in "DM" if name in row.results}
+    if len(operands) != len([name for name in row.sources if name != "D"]):
+        raise Unknown(f"{len(operands)} sources")
+    op_sel, op_sel_hi = (instruction.numbers(name, [0] * 4) for name in ("op_sel", "op_sel_hi"))
+    readers, written = [], None
+    for name, kind in row.sources.items():
+        if name == "D":
+            readers.append(reader(targets["D"], kind))
+            continue
+        number = int(name[1])
+        if kind == "mix":
+            kind = "f16" if op_sel_hi[number] else "f32"
+        half = op_sel[number] if kind.endswith("16") else 0
+        read = reader(operands[number], kind, half, modifiers.get(f"src{number}_sel", "DWORD"))
+        if number == 0 and instruction.encoding == "dpp":
+            read, written = across_lanes(instruction, read)
+        readers.append(read)
+    readers += [STATE[name] for name in row.reads]
+    writers = [
+        WRITE[name] if name in WRITE else writer(instruction, targets[name], kind, written)
+        for name, kind in row.results.items()
+    ]
+    function = row.function
+
+    def run(waves: Waves) -> None:
+        results = function(*[read(waves) for read in readers])
+        for write, result in zip(writers, results, strict=True):
+            write(waves, result)
+
+    return run
+
+
+STATE: dict[str, Read] = {
+    "SCC": lambda waves: waves.scc,
+    "VCC": lambda waves: waves.mask(VCC),
+    "EXEC": lambda waves: waves.scalars[:, EXEC : EXEC + 2].view(np.uint64),
+}
+WRITE = {
+    "SCC": Waves.put_scc,
+    "EXEC": lambda waves, value: waves.put_scalar(EXEC, value.view(np.uint32)),
+}
+
+
+def in_pairs(instruction: Instruction, row: manual.Row) -> Run:
+    """v_pk_...: the row's function twice. op_sel and op_sel_hi choose which half of each source
+    makes the low and the high result."""
+    target, *operands = instruction.operands
+    kind = row.results["D"]
+    choices = [
+        instruction.numbers("op_sel", [0] * 3),
+        instruction.numbers("op_sel_hi", [1] * 3),
+    ]
+    signs = [instruction.numbers(name, [0] * 3) for name in ("neg_lo", "neg_hi")]
+    if unknown := instruction.modifiers.keys() - {"op_sel", "op_sel_hi", "neg_lo", "neg_hi"}:
+        raise Unknown(f"modifier {unknown.pop()}")
+
+    def half_of(number: int, result: int) -> Read:
+        op, place = operands[number], choices[result][number]
+        if op.kind == "number" and kind.endswith("32"):
+            place = 0  # a constant is both halves
+        if op.kind == "number" and place and re.search(r"\d\.", op.text):
+            raise Unknown(f"the upper half of {op.text}")
+        read = reader(op, kind, place)
+        return (lambda waves: np.negative(read(waves))) if signs[result][number] else read
+
+    readers = [[half_of(number, result) for number in range(len(operands))] for result in (0, 1)]
+    if "D" in row.sources:  # v_pk_fmac
+        for result in (0, 1):
+            readers[result].append(reader(target, kind, result))
+
+    def run(waves: Waves) -> None:
+        results = [row.function(*[read(waves) for read in half])[0] for half in readers]
+        words = [words_of(result, kind)[0] for result in results]
+        if kind.endswith("16"):
+            words = [words[0] | words[1] << 16]
+        for i, each in enumerate(words):
+            waves.put(target.index + i, each)
+
+    return run
+
+
+# --- instructions that are not in the tables
+
+
+def pk_mov(instruction: Instruction) -> Run:
+    """v_pk_mov_b32: one register of each source's two."""
+    target, *operands = instruction.operands
+    places = instruction.numbers("op_sel", [0, 0])
+    readers = [
+        reader(op, "u32", place if op.count > 1 else 0)
+        for op, place in zip(operands, places, strict=True)
+    ]
+
+    def run(waves: Waves) -> None:
+        for i, words in enumerate([np.copy(read(waves)) for read in readers]):
+            waves.put(target.index + i, words)
+
+    return run
+
+
+def readlane(instruction: Instruction) -> Run:
+    """v_readlane_b32, v_readfirstlane_b32: a lane's value, whether it is at work or not."""
+    target, source, *lane = instruction.operands
+    which = reader(lane[0], "u32") if lane else lambda waves: waves.exec.argmax(1)[:, None]
+    read = reader(source, "u32")
+
+    def run(waves: Waves) -> None:
+        number = np.broadcast_to(which(waves) & 63, (waves.count, 1)).astype(np.int64)
+        values = np.broadcast_to(read(waves), waves.exec.shape)
+        waves.put_scalar(target.index, np.take_along_axis(values, number, 1))
+
+    return run
+
+
+def writelane(instruction: Instruction) -> Run:
+    target, value, lane = instruction.operands
+    read, which = reader(value, "u32"), reader(lane, "u32")
+
+    def run(waves: Waves) -> None:
+        here = waves.here & (which(waves) % 64 == LANES)
+        np.copyto(waves.vectors[target.index], read(waves), where=here)
+
+    return run
+
+
+def swap_rows(instruction: Instruction) -> Run:
+    """v_permlane32_swap_b32, v_permlane16_swap_b32: the odd rows of 32 or 16 lanes of the first
+    register and the even ones of the second change places."""
+    first, second = (op.index for op in instruction.operands)
+    rows = 32 if "32_swap" in instruction.mnemonic else 16
+    even = LANES // rows % 2 == 0
+
+    def run(waves: Waves) -> None:
+        a, b = waves.vectors[first].copy(), waves.vectors[second].copy()
+        waves.put(first, np.where(even, a, np.roll(b, rows, 1)))
+        waves.put(second, np.where(even, np.roll(a, -rows, 1), b))
+
+    return run
+
+
+def bitop3(instruction: Instruction) -> Run:
+    """v_bitop3_b32, _b16: any function of three bits, as a table of eight."""
+    target, *operands = instruction.operands
+    kind = "u32" if instruction.mnemonic.endswith("32") else "u16"
+    table = int(instruction.modifiers["bitop3"], 0)
+    readers = [reader(op, kind) for op in operands]
+
+    def run(waves: Waves) -> None:
+        bits = [read(waves) for read in readers]
+        result = np.zeros((1, 1), dtype_of(kind))
+        for case in range(8):
+            if table >> case & 1:
+                a, b, c = (x if case & 4 >> i else ~x for i, x in enumerate(bits))
+                result = result | a & b & c
+        waves.put(target.index, words_of(result, kind)[0])
+
+    return run
+
+
+MFMA = re.compile(r"v_mfma_f32_(\d+)x\1x(\d+)_?(f32|f16|bf16|xf32)(_1k)?$")
+
+
+def mfma(instruction: Instruction, rows: int, depth: int, kind: str) -> Run:
+    """D = A B + C for a tile of rows x rows, by a wave, whether lanes are at work or not.
+
+    Lane l has row (of A; of B column) l % rows, and of it as many neighbours of the K dimension as
+    its registers hold, from l // rows times their number on. Register r of the result is row
+    4 (64 / rows) (r // 4) + 4 (l // rows) + r % 4 of column l % rows.
+    """
+    target, *factors, added = instruction.operands
+    if unknown := instruction.modifiers:
+        raise Unknown(f"modifier {next(iter(unknown))}")
+    each = rows * depth // 64
+    column, group = LANES % rows, LANES // rows
+    registers = range(rows * rows // 64)
+    row_of = [4 * (64 // rows) * (r // 4) + 4 * group + r % 4 for r in registers]
+    start = [reader(added, "f32", r if added.kind == "v" else 0) for r in registers]
+    stored = {"bf16": "u16", "f16": "f16"}.get(kind, "f32")
+    widen = manual.bf16 if kind == "bf16" else np.float32
+    factors = [[reader(op, stored, i) for i in range(each)] for op in factors]
+
+    def tile(waves: Waves, reads: list[Read]) -> np.ndarray:
+        values = np.empty((waves.count, rows, depth), np.float32)
+        for i, read in enumerate(reads):
+            values[:, column, each * group + i] = widen(read(waves))
+        return values
+
+    def run(waves: Waves) -> None:
+        a, b = (tile(waves, reads) for reads in factors)
+        product = a @ b.transpose(0, 2, 1)
+        results = [start[r](waves) + product[:, row_of[r], column] for r in registers]
+        for r, result in enumerate(results):
+            words = result.view(np.uint32)
+            np.copyto(waves.vectors[target.index + r], words, where=waves.here)
+
+    return run
+
+
+def branch(test: Callable[[Waves], np.ndarray]) -> Callable[[Instruction, Program], Run]:
+    def build(instruction: Instruction, program: Program) -> Run:
+        target = program.labels[instruction.operands[0].text]
+        return lambda waves: waves.branch(test(waves), target)
+
+    return build
+
+
+def any_lane(mask: np.ndarray) -> np.ndarray:
+    return mask.any(1, keepdims=True)
+
+
+BRANCHES = {
+    "s_branch": branch(lambda waves: waves.here),
+    "s_cbranch_scc0": branch(lambda waves: ~waves.scc),
+    "s_cbranch_scc1": branch(lambda waves: waves.scc),
+    "s_cbranch_vccz": branch(lambda waves: ~any_lane(waves.mask(VCC))),
+    "s_cbranch_vccnz": branch(lambda waves: any_lane(waves.mask(VCC))),
+    "s_cbranch_execz": branch(lambda waves: ~any_lane(waves.exec)),
+    "s_cbranch_execnz": branch(lambda waves: any_lane(waves.exec)),
+}
+OTHERS: dict[str, Callable[[Instruction], Run]] = {
+    "v_pk_mov_b32": pk_mov,
+    "v_readlane_b32": readlane,
+    "v_readfirstlane_b32": readlane,
+    "v_writelane_b32": writelane,
+    "v_permlane16_swap_b32": swap_rows,
+    "v_permlane32_swap_b32": swap_rows,
+    "v_bitop3_b32": bitop3,
+    "v_bitop3_b16": bitop3,
+    "s_barrier": lambda instruction: Waves.barrier,
+    "s_endpgm": lambda instruction: Waves.end,
+}
+# what takes time only, and what makes caches agree, which there are none of here
+NOTHING = ("s_waitcnt", "s_nop", "s_sleep", "s_setprio", "s_sched_barrier", "buffer_inv",
+           "buffer_wbl2", "buffer_wbinvl1", "buffer_wbinvl1_vol", "s_dcache_inv", "s_icache_inv",
+           "v_nop", "s_inst_prefetch")  # fmt: skip
+
+
+def build(instruction: Instruction, program: Program) -> tuple[str, Run]:
+    """Kind and function of an instruction; Unknown if there is none."""
+    name = instruction.mnemonic
+    if name in NOTHING:
+        return "other", lambda waves: None
+    if name in BRANCHES:
+        return "branch", BRANCHES[name](instruction, program)
+    if found := MFMA.match(name):
+        return "MFMA", mfma(instruction, int(found[1]), int(found[2]), found[3])
+    kind = "VALU" if name.startswith("v_") else "SALU"
+    if name in OTHERS:
+        return "other" if name == "s_barrier" else kind, OTHERS[name](instruction)
+    if row := ROWS.get(name):
+        return kind, of_table(instruction, row)
+    if name.startswith("v_pk_") and (row := ROWS.get(name.replace("_pk", "", 1))):
+        return kind, in_pairs(instruction, row)
+    if access := transfers.build(instruction):
+        return access
+    raise Unknown("unknown instruction")
+
+
+def prepare(program: Program) -> int:
+    """Give each instruction its function; returns how many vector registers there are."""
+    registers = 1
+    for instruction in program.code:
+        try:
+            instruction.kind, instruction.run = build(instruction, program)
+        except Unknown as error:
+            where = f"{program.name}, {instruction.line}"
+            raise Unknown(f"{where}: {instruction.text}: {error}") from error
+        for op in instruction.operands:
+            if op.kind == "v":
+                registers = max(registers, op.index + op.count)
+    return registers
+
+
+ROWS = manual.rows()

@@ -1,0 +1,225 @@
+"""The table of instructions, manual.txt, as functions, and the functions that its lines call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+TABLE = Path(__file__).with_name("manual.txt")
+# the types at the end of names, of bits as unsigned ones
+TYPES = {"b16": "u16", "b32": "u32", "b64": "u64"}
+LANES = np.arange(64)
+
+
+# --- functions of the table
+
+
+def wide(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float64)
+
+
+def ones(count: np.ndarray) -> np.ndarray:
+    return (np.uint32(1) << count) - np.uint32(1)
+
+
+def field(x: np.ndarray, offset: np.ndarray, width: np.ndarray) -> np.ndarray:
+    """`width` bits from `offset` on, with the sign of the type; none are 0."""
+    bits = 8 * x.dtype.itemsize
+    unused = np.maximum(bits - width.astype(np.int64), 0)
+    kept = x >> offset.astype(x.dtype)
+    shift = np.minimum(unused, bits - 1).astype(x.dtype)
+    return np.where(width == 0, 0, kept << shift >> shift).astype(x.dtype)
+
+
+def reversed_bits(x: np.ndarray) -> np.ndarray:
+    for shift, mask in ((1, 0x55555555), (2, 0x33333333), (4, 0x0F0F0F0F), (8, 0x00FF00FF)):
+        x = (x >> shift & mask) | (x & mask) << shift
+    return x >> 16 | x << 16
+
+
+def leading_zeros(x: np.ndarray) -> np.ndarray:
+    """Above the highest bit that is 1; of 0 it is -1."""
+    return np.where(x == 0, -1, 32 - np.frexp(wide(x))[1]).astype(np.int32).view(np.uint32)
+
+
+def chosen_bytes(high: np.ndarray, low: np.ndarray, choice: np.ndarray) -> np.ndarray:
+    """Byte i is that of the eight whose number is byte i of the choice; 12 is 0, above 12 255."""
+    both, result = high.astype(np.uint64) << 32 | low, 0
+    for place in range(0, 32, 8):
+        number = choice >> place & 255
+        byte = both >> (8 * (number & 7)).astype(np.uint64) & 255
+        if (number > 7).any():
+            if ((number > 7) & (number < 12)).any():
+                raise NotImplementedError("v_perm_b32 with a sign")
+            byte = np.where(number > 12, 255, np.where(number == 12, 0, byte))
+        result |= byte.astype(np.uint32) << place
+    return result
+
+
+def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a b + c, rounded once: float64 has the product of two float32 in full, and that of two
+    float64 is one with its rounding error beside it (Dekker's)."""
+    if a.dtype != np.float64:
+        return (a.astype(np.float64) * b + c).astype(a.dtype)
+    parts = [(x, x * 134217729.0 - (x * 134217729.0 - x)) for x in (a, b)]
+    (a, a_high), (b, b_high) = parts
+    product = a * b
+    low = (a - a_high) * (b - b_high)
+    error = low - (product - a_high * b_high - (a - a_high) * b_high - a_high * (b - b_high))
+    total = product + c
+    part = total - product
+    lost = (product - (total - part)) + (c - part)
+    exact = total + (lost + error)
+    return np.where(np.isfinite(exact), exact, total)
+
+
+def median(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    return np.fmax(np.fmin(a, b), np.fmin(np.fmax(a, b), c))
+
+
+def whole(x: np.ndarray, kind: type) -> np.ndarray:
+    """Without its fraction, the nearest that the type has; NaN is 0."""
+    limits = np.iinfo(kind)
+    return np.clip(np.nan_to_num(np.trunc(wide(x)), nan=0), limits.min, limits.max).astype(kind)
+
+
+def bf16(x: np.ndarray) -> np.ndarray:
+    return (x.astype(np.uint32) << 16).view(np.float32)
+
+
+def to_bf16(x: np.ndarray) -> np.ndarray:
+    """To the nearest, of two as near to the even one; NaN stays one."""
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    rounded = bits + 0x7FFF + (bits >> 16 & 1)
+    return np.where(np.isnan(x), bits >> 16 | 64, rounded >> 16)
+
+
+def to_f16(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float16).view(np.uint16).astype(np.uint32)
+
+
+def toward_zero(x: np.ndarray) -> np.ndarray:
+    """The bits of float16; what is too large for it is its largest number."""
+    near = x.astype(np.float16)
+    far = (np.abs(near.astype(np.float32)) > np.abs(x)) & np.isfinite(x)
+    return (near.view(np.uint16) - far).astype(np.uint32)
+
+
+def exponent(x: np.ndarray) -> np.ndarray:
+    """As it is stored."""
+    bits, width = (23, 255) if x.dtype == np.float32 else (52, 2047)
+    return (x.view(f"i{x.itemsize}") >> bits & width).astype(np.int32)
+
+
+def div_scale(x: np.ndarray, below: np.ndarray, above: np.ndarray) -> tuple:
+    """The first of three steps of above / below: x is one of the two, times a power of 2 where the
+    quotient or 1 / below would be denormal; and whether div_fmas has to scale its result."""
+    x, below, above = np.broadcast_arrays(x, below, above)
+    bits, limit, tiny = (64, 96, 23) if x.dtype == np.float32 else (128, 768, 53)
+    up, down = x.dtype.type(2.0**bits), x.dtype.type(2.0**-bits)
+    normal = np.finfo(x.dtype).tiny
+    far = exponent(above) - exponent(below) >= limit
+    small_inverse, small_quotient = np.abs(1 / below) < normal, np.abs(above / below) < normal
+    cases = [
+        (far, np.where(x == below, x * up, x)),
+        (np.abs(below) < normal, x * up),
+        (small_inverse & small_quotient, np.where(x == below, x * up, x)),
+        (small_inverse, x * down),
+        (small_quotient, np.where(x == above, x * up, x)),
+        (exponent(above) <= tiny, x * up),
+    ]
+    scaled = np.select(*zip(*cases, strict=True), x)
+    never = (above == 0) | (below == 0)
+    flag = far | small_quotient & ~(np.abs(below) < normal)
+    return np.where(never, np.nan, scaled).astype(x.dtype), flag & ~never
+
+
+def div_fmas(a: np.ndarray, b: np.ndarray, c: np.ndarray, flag: np.ndarray) -> np.ndarray:
+    """The second: a b + c, and back by the power of 2 that div_scale took; which of the two it was
+    shows in the quotient's size."""
+    bits, middle = (64, 127) if a.dtype == np.float32 else (128, 1023)
+    c = np.ascontiguousarray(np.broadcast_to(c, np.broadcast_shapes(a.shape, b.shape, c.shape)))
+    back = np.where(exponent(c) > middle, 2.0**bits, 2.0**-bits).astype(a.dtype)
+    exact = fma(a, b, c)
+    return np.where(flag, exact * back, exact)
+
+
+def div_fixup(quotient: np.ndarray, below: np.ndarray, above: np.ndarray) -> np.ndarray:
+    """The third: where the operands are no ordinary numbers the quotient is what IEEE 754 says."""
+    plain = np.isfinite(below) & np.isfinite(above) & (below != 0) & (above != 0)
+    return np.where(plain & ~np.isnan(quotient), quotient, above / below)
+
+
+def of_class(x: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Whether x is of a class whose bit is set in the mask: NaN (0, 1), -inf (2), negative normal
+    (3), negative denormal (4), -0 (5), 0 (6), denormal (7), normal (8), inf (9)."""
+    size = np.select([x == 0, np.abs(x) < np.finfo(x.dtype).tiny, np.isfinite(x)], [0, 1, 2], 3)
+    number = np.where(np.signbit(x), 5 - size, 6 + size)
+    bits = np.where(np.isnan(x), 3, np.int64(1) << number)
+    return bits & mask != 0
+
+
+BELOW = [(1 << lane) - 1 for lane in range(64)]
+FUNCTIONS = {
+    **{kind.__name__.replace("uint", "u").replace("int", "i").replace("float", "f"): kind
+       for kind in (np.uint16, np.int16, np.uint32, np.int32, np.uint64, np.int64,
+                    np.float16, np.float32, np.float64)},
+    **{f.__name__: f for f in (
+        np.where, np.sqrt, np.exp2, np.log2, np.sin, np.cos, np.trunc, np.floor, np.ceil, np.rint,
+        np.ldexp, np.frexp, np.abs, np.copy, np.maximum, np.minimum,
+        wide, ones, field, reversed_bits, leading_zeros, chosen_bytes, fma, median, whole, bf16,
+        to_bf16, to_f16, toward_zero, div_scale, div_fmas, div_fixup, of_class)},
+    "abs": np.abs,
+    "least": np.fmin,  # a number before NaN
+    "most": np.fmax,
+    "popcount": np.bitwise_count,
+    "TURN": 2 * np.pi,
+    "LANES_BELOW": np.array([[below & 0xFFFFFFFF for below in BELOW]], np.uint32),
+    "LANES_BELOW_HIGH": np.array([[below >> 32 for below in BELOW]], np.uint32),
+}  # fmt: skip
+
+
+class Row(NamedTuple):
+    """An instruction of the tables."""
+
+    meaning: str
+    sources: dict[str, str]  # S0, S1, S2 and D where it is read, each with its type
+    results: dict[str, str]  # D and M with their types, SCC and EXEC
+    reads: tuple[str, ...]  # of SCC, EXEC and VCC
+    function: Callable  # (sources, reads) -> results
+
+
+def row(name: str, meaning: str) -> Row:
+    """Make a function of the right column: its statements are Python already, but for types."""
+    last = re.search(r"[a-z]+\d+$", name)[0]
+    meaning = re.sub(r"\.T\b", f".{TYPES.get(last, last)}", meaning)
+    left, right, reads, body = {}, {}, {}, []
+    for statement in meaning.split("; "):
+        targets, _, expression = statement.partition(" = ")
+        right |= dict(re.findall(r"\b(S\d|D)\.(\w+)", expression))
+        reads |= dict.fromkeys(re.findall(r"\b(?:SCC|EXEC|VCC)\b", expression))
+        left |= {t.partition(".")[0]: t.partition(".")[2] for t in targets.split(", ")}
+        body.append(re.sub(r"\b(S\d|D|M)\.\w+", r"\1", statement))
+    left.pop("OLD", None)
+    lines = [f"def {name}({', '.join([*right, *reads])}):", *body, f"return {', '.join(left)},"]
+    space = dict(FUNCTIONS)
+    exec("\n    ".join(lines), space)
+    return Row(meaning, right, left, tuple(reads), space[name])
+
+
+def rows() -> dict[str, Row]:
+    """The table, by name."""
+    found = {}
+    for line in TABLE.read_text(encoding="utf-8").splitlines():
+        names, _, meaning = line.partition("#")[0].partition(" ")
+        if not names:
+            continue
+        first, *others = names.split("/")
+        stem = first.rpartition("_")[0]
+        for name in [first, *(f"{stem}_{other}" for other in others)]:
+            found[name] = row(name, meaning.strip())
+    return found

@@ -1,0 +1,150 @@
+"""Records what a program launches in Triton's interpreter: kernel, arguments, tensors before and
+after. Another process, in which Triton compiles, executes the same and compares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import pickle
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from lab.cli import ToolError
+from lab.files import ROOT
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor as a view of a storage, which has a number."""
+
+    storage: int
+    dtype: torch.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def of(self, storages: list[Tensor]) -> Tensor:
+        """The tensor on these storages, which are tensors of bytes."""
+        storage = storages[self.storage].untyped_storage()
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+
+    def of_bytes(self, storage: Tensor) -> Tensor:
+        """The same places of a storage that has an element for each byte."""
+        size = self.dtype.itemsize
+        strides = (*(size * step for step in self.stride), 1)
+        return storage.as_strided((*self.size, size), strides, size * self.offset)
+
+
+@dataclass
+class Recorded:
+    """A launch; storages are tensors of bytes."""
+
+    kernel: str  # name of the function
+    file: str  # where it is defined
+    grid: tuple[int, ...]
+    arguments: dict[str, object]  # tensors as View
+    before: list[Tensor]
+    after: list[Tensor]
+
+    def key(self) -> str:
+        """Equal for launches that differ in the tensors' values only."""
+        return repr((self.kernel, self.file, self.grid, self.arguments))
+
+    def with_tensors(self, storages: list[Tensor]) -> dict[str, object]:
+        """The arguments with tensors on these storages."""
+        return {
+            name: value.of(storages) if isinstance(value, View) else value
+            for name, value in self.arguments.items()
+        }
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """All bytes of the storage behind a tensor, not copied."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+@contextlib.contextmanager
+def recording(seen: Callable[[Recorded], None]) -> Iterator[None]:
+    """Call `seen` after each launch that is interpreted in this block."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    run = InterpretedFunction.run
+
+    def recorded(function, *given, grid, warmup, **named) -> None:
+        parameters = inspect.signature(function.fn).parameters.values()
+        arguments = {p.name: p.default for p in parameters if p.default is not p.empty}
+        arguments |= dict(zip(function.arg_names, given, strict=False)) | named
+        sizes = grid(arguments) if callable(grid) else grid
+        numbers, storages = {}, []
+        for name, value in arguments.items():
+            if isinstance(value, Tensor):
+                place = value.untyped_storage().data_ptr()
+                if place not in numbers:
+                    numbers[place] = len(storages)
+                    storages.append(bytes_of(value))
+                shape = value.storage_offset(), tuple(value.shape), value.stride()
+                arguments[name] = View(numbers[place], value.dtype, *shape)
+        before = [storage.clone() for storage in storages]
+        run(function, *given, grid=grid, warmup=warmup, **named)
+        after = [storage.clone() for storage in storages]
+        sizes = (sizes,) if isinstance(sizes, int) else tuple(map(int, sizes))
+        file = inspect.getsourcefile(function.fn)
+        seen(Recorded(function.__name__, file, sizes, arguments, before, after))
+
+    with mock.patch.object(InterpretedFunction, "run", recorded):
+        yield
+
+
+def saver(folder: Path) -> Callable[[Recorded], None]:
+    """Writes each launch into the folder, in their order."""
+    numbers = iter(range(10**6))
+
+    def save(launch: Recorded) -> None:
+        (folder / f"{next(numbers):05}.pickle").write_bytes(pickle.dumps(launch))
+
+    return save
+
+
+def launches_in(folder: Path) -> Iterator[Recorded]:
+    for path in sorted(folder.glob("*.pickle")):
+        yield pickle.loads(path.read_bytes())
+
+
+def interpreted(command: Sequence[str]) -> subprocess.CompletedProcess:
+    """Run a Python program in which Triton interprets."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
+    return subprocess.run([sys.executable, *command], env=environment, text=True,
+                          capture_output=True)  # fmt: skip
+
+
+def launches_of(file: Path, argv: Sequence[str] = ()) -> list[Recorded]:
+    """What a Python program launches."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        command = ["-c", "from lab.amd.record import main; main()", name, str(file), *argv]
+        done = interpreted(command)
+        if found := list(launches_in(folder)):
+            return found
+    said = (done.stderr.strip() or "it launches no kernel").splitlines()[-1]
+    raise ToolError(f"{file}: {said}")
+
+
+def main() -> None:
+    """Record what the program launches that the command line names, behind the folder."""
+    folder, file, *argv = sys.argv[1:]
+    sys.argv = [file, *argv]
+    sys.path.insert(0, str(Path(file).resolve().parent))
+    with recording(saver(Path(folder))):
+        runpy.run_path(file, run_name="__main__")

@@ -1,0 +1,119 @@
+"""Three kernels, compiled for AMD's GPUs and executed as they are and with a fault in their
+assembly. A program of its own, as Triton compiles in it; prints JSON for test_amd_kernels.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "0"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import triton
+import triton.language as tl
+
+from lab.amd.launch import Fault, Kernel, compile_for, run_grid
+
+
+@triton.jit
+def add_relu(X, Y, OUT, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x, y = tl.load(X + at, mask=at < n), tl.load(Y + at, mask=at < n)
+    tl.store(OUT + at, tl.maximum(x + y, 0.0), mask=at < n)
+
+
+@triton.jit
+def row_sum(X, OUT, N: tl.constexpr):
+    row = tl.program_id(0)
+    tl.store(OUT + row, tl.sum(tl.load(X + row * N + tl.arange(0, N))))
+
+
+@triton.jit
+def product(A, B, C, N: tl.constexpr):
+    i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
+    c = tl.dot(tl.load(A + i * N + j), tl.load(B + i * N + j))
+    tl.store(C + i * N + j, c.to(C.dtype.element_ty))
+
+
+def add_relu_case() -> tuple:
+    x, y, out = (torch.randn(1000) for _ in range(3))
+    arguments = {"X": x, "Y": y, "OUT": out, "n": 1000, "BLOCK": 256}
+    return add_relu, (4,), arguments, out, torch.relu(x + y)
+
+
+def row_sum_case() -> tuple:
+    x, out = torch.randn(8, 512), torch.zeros(8)
+    return row_sum, (8,), {"X": x, "OUT": out, "N": 512}, out, x.double().sum(1)
+
+
+def product_case(dtype: torch.dtype = torch.float32) -> tuple:
+    a, b, c = torch.randn(3, 64, 64).to(dtype)
+    return product, (1,), {"A": a, "B": b, "C": c, "N": 64}, c, a.double() @ b.double()
+
+
+def dropped(pattern: str, number: int = 0):
+    """Without the instruction of this number that matches."""
+
+    def edit(text: str) -> str:
+        found = list(re.finditer(rf"\n\t{pattern}[^\n]*", text))[number]
+        return text[: found.start()] + text[found.end() :]
+
+    return edit
+
+
+def replaced(pattern: str, by: str):
+    def edit(text: str) -> str:
+        changed = re.sub(pattern, by, text)
+        assert changed != text, f"{pattern} does not occur"
+        return changed
+
+    return edit
+
+
+FAULTS = {
+    "a barrier dropped": (row_sum_case, dropped("s_barrier")),
+    "a barrier dropped in a product": (product_case, dropped("s_barrier")),
+    "a store to LDS dropped": (row_sum_case, dropped("ds_write")),
+    "a wrong mask": (add_relu_case, replaced(r"v_cmp_gt_i32_e32 vcc, s(\d+), v",
+                                             r"v_cmp_le_i32_e32 vcc, s\1, v")),
+    "no mask": (add_relu_case, replaced(r"v_cndmask_b32_e32 (v\d+), v\d+, (v\d+), vcc",
+                                        r"v_mov_b32_e32 \1, \2")),
+    "factors swapped": (product_case, replaced(
+        r"(v_mfma\S+ \S+), (\S+), (\S+),", r"\1, \3, \2,")),
+    "a lane's neighbour wrong": (row_sum_case, replaced("row_shr:8", "row_shr:4")),
+    "an operand swapped": (row_sum_case, replaced("v_add_f32_dpp", "v_sub_f32_dpp")),
+    "an unknown instruction": (add_relu_case, replaced("v_max_f32_e32", "v_best_f32_e32")),
+}  # fmt: skip
+
+
+def outcome(case: tuple, target: str = "gfx942", edit=None) -> dict:
+    """The error of a launch, or what stopped it, and counts."""
+    kernel, grid, arguments, out, expected = case
+    compiled = compile_for(kernel, target, arguments)
+    try:
+        text = edit(compiled.asm["amdgcn"]) if edit else None
+        counts = run_grid(Kernel(compiled, text), grid, arguments, watch=True)
+    except Exception as error:
+        kind = "Fault" if isinstance(error, Fault) else type(error).__name__
+        return {"stopped": f"{kind}: {error}"}
+    error = (out - expected).abs().max() / expected.abs().max()
+    noted = {name: counts.total(name) for name in ("bytes read", "bytes written")}
+    return {"error": float(error), "flop": counts.flop(), **noted, **counts.hardware()}
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    results = {name: outcome(case(), edit=edit) for name, (case, edit) in FAULTS.items()}
+    for target in ("gfx90a", "gfx942", "gfx950"):
+        results |= {
+            f"{target} add_relu": outcome(add_relu_case(), target),
+            f"{target} row_sum": outcome(row_sum_case(), target),
+            f"{target} product float32": outcome(product_case(), target),
+            f"{target} product bfloat16": outcome(product_case(torch.bfloat16), target),
+            f"{target} product float16": outcome(product_case(torch.float16), target),
+        }
+    print(json.dumps(results))

@@ -1,0 +1,339 @@
+"""Instructions of lab/amd, one by one, against values worked out by hand from AMD's manual, and
+what a workgroup does wrong. What Triton compiles is in test_amd_kernels.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lab.amd import execute
+from lab.amd.assembly import Program, Unknown, instruction
+from lab.amd.memory import Fault, Memory
+from lab.amd.waves import Waves
+
+LANES = np.arange(64)
+
+
+def program(*lines: str) -> Program:
+    """A program of these instructions; `name:` is a label."""
+    code, labels = [], {}
+    for line in (*lines, "s_endpgm"):
+        if line.endswith(":"):
+            labels[line[:-1]] = len(code)
+        else:
+            code.append(instruction(line, f"test.py:{len(code) + 1}"))
+    return Program("test", "gfx942", code, labels, {}, [])
+
+
+def run(*lines: str, waves: int = 1, groups: int = 1, lds: int = 1024, **registers) -> Waves:
+    """Execute instructions on waves whose registers (v1=..., s2=...) hold these values, floats as
+    float32."""
+    written = program(*lines)
+    execute.prepare(written)
+    state = Waves(written, 300, groups, waves, lds)
+    state.memory = Memory()
+    for name, value in registers.items():
+        value = np.asarray(value)
+        words = value.astype(np.float32).view(np.uint32) if value.dtype.kind == "f" else value
+        words = words.astype(np.int64).astype(np.uint32)
+        if name[0] == "v":
+            state.vectors[int(name[1:])] = words
+        else:
+            state.scalars[:, int(name[1:])] = words
+    state.run()
+    return state
+
+
+def vector(state: Waves, number: int, kind: type = np.uint32) -> np.ndarray:
+    return state.vectors[number, 0].view(kind)
+
+
+def lane0(state: Waves, number: int, kind: type = np.uint32):
+    return vector(state, number, kind)[0].item()
+
+
+@pytest.mark.parametrize(
+    ("line", "sources", "expected"),
+    [
+        ("v_add_u32_e32 v0, v1, v2", (0xFFFFFFFF, 3), 2),
+        ("v_sub_u32_e32 v0, v1, v2", (3, 5), 0xFFFFFFFE),
+        ("v_subrev_u32_e32 v0, v1, v2", (3, 5), 2),
+        ("v_mul_hi_u32 v0, v1, v2", (0x80000000, 6), 3),
+        ("v_mul_u32_u24_e32 v0, v1, v2", (0xFF000003, 5), 15),
+        ("v_lshlrev_b32_e32 v0, v1, v2", (33, 5), 10),
+        ("v_ashrrev_i32_e32 v0, v1, v2", (1, 0x80000000), 0xC0000000),
+        ("v_bfe_u32 v0, v1, 4, 8", (0x12345678, 0), 0x67),
+        ("v_bfe_i32 v0, v1, 4, 4", (0x000000F0, 0), 0xFFFFFFFF),
+        ("v_bfrev_b32_e32 v0, v1", (1, 0), 0x80000000),
+        ("v_perm_b32 v0, v1, v2, 0x07060100", (0xAABBCCDD, 0x11223344), 0xAABB3344),
+        ("v_alignbit_b32 v0, v1, v2, 8", (0x1, 0x80000000), 0x01800000),
+        ("v_and_or_b32 v0, v1, 15, v2", (0xFF, 0x30), 0x3F),
+        ("v_lshl_add_u32 v0, v1, 2, v2", (3, 5), 17),
+        ("v_xad_u32 v0, v1, 1, v2", (3, 5), 7),
+        ("v_mbcnt_lo_u32_b32 v0, -1, 7", (0, 0), 7),
+        ("v_lshlrev_b16_e32 v0, 1, v1", (0xFFFF8001, 0), 0x0002),
+        ("v_pack_b32_f16 v0, v1, v2", (0x99991234, 0x77775678), 0x56781234),
+        ("v_pack_b32_f16 v0, v1, v2 op_sel:[1,0]", (0x99991234, 0x77775678), 0x56789999),
+        ("v_and_b32_sdwa v0, v1, v2 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:WORD_1 "
+         "src1_sel:BYTE_3", (0x00FF0000, 0x0F000000), 0x0F),
+        ("v_or_b32_sdwa v0, v1, v2 dst_sel:WORD_1 dst_unused:UNUSED_PAD src0_sel:BYTE_0 "
+         "src1_sel:DWORD", (0x1101, 0x2), 0x00030000),
+        ("v_cvt_f32_ubyte0_e32 v0, v1", (0x102, 0), 0x40000000),
+        ("v_cvt_u32_f32_e32 v0, v1", (0xC0000000, 0), 0),  # -2.0
+        ("v_cvt_f16_f32_e32 v0, v1", (0x3F800000, 0), 0x3C00),
+        ("v_add_f16_e32 v0, v1, v2", (0xFFFF3C00, 0x3C00), 0x4000),
+        ("v_pk_add_f16 v0, v1, v2", (0x3C003C00, 0x40003C00), 0x42004000),
+        ("v_pk_add_f16 v0, v1, v2 op_sel:[0,1] op_sel_hi:[1,0]", (0x3C003C00, 0x40003C00),
+         0x40004200),
+        ("v_fma_mix_f32 v0, v1, v2, 1.0 op_sel:[1,0,0] op_sel_hi:[1,0,0]",
+         (0x40000000, 0x40400000), 0x40E00000),  # 2.0 in the upper half, 3.0, 1.0
+        ("v_max3_f32 v0, v1, v2, 0", (0xBF800000, 0x7FC00000), 0),  # -1, NaN
+        ("v_ldexp_f32 v0, v1, 3", (0x3F800000, 0), 0x41000000),
+        ("v_mul_f32_e64 v0, -v1, |v2|", (0x40000000, 0xC0400000), 0xC0C00000),
+        ("v_bitop3_b32 v0, v1, v2, 15 bitop3:0x6c", (12, 10), 10 ^ (12 & 15)),  # b xor (a and c)
+    ],
+)  # fmt: skip
+def test_one_instruction(line: str, sources: tuple[int, int], expected: int):
+    state = run(line, v1=sources[0], v2=sources[1])
+    assert hex(lane0(state, 0)) == hex(expected)
+
+
+@pytest.mark.parametrize(
+    ("modifiers", "source"),
+    [
+        ("quad_perm:[1,0,3,2] row_mask:0xf bank_mask:0xf", LANES ^ 1),
+        ("row_shl:1 row_mask:0xf bank_mask:0xf", np.where(LANES % 16 == 15, -1, LANES + 1)),
+        ("row_shr:8 row_mask:0xf bank_mask:0xf", np.where(LANES % 16 < 8, -1, LANES - 8)),
+        ("row_ror:4 row_mask:0xf bank_mask:0xf", LANES // 16 * 16 + (LANES % 16 - 4) % 16),
+        ("row_half_mirror row_mask:0xf bank_mask:0xf", LANES // 8 * 8 + 7 - LANES % 8),
+        ("row_mirror row_mask:0xf bank_mask:0xf", LANES // 16 * 16 + 15 - LANES % 16),
+        ("row_bcast:15 row_mask:0xa bank_mask:0xf",
+         np.where(LANES // 16 % 2 == 1, LANES // 16 * 16 - 1, -1)),
+        ("row_bcast:31 row_mask:0xc bank_mask:0xf", np.where(LANES >= 32, 31, -1)),
+        ("row_newbcast:3 row_mask:0xf bank_mask:0x1", np.where(LANES % 16 < 4, LANES // 16 * 16 + 3,
+                                                               -1)),
+    ],
+)  # fmt: skip
+def test_dpp_takes_another_lane_and_leaves_what_has_none(modifiers: str, source: np.ndarray):
+    """In place, too: all lanes are read before any is written."""
+    state = run(f"v_mov_b32_dpp v1, v1 {modifiers}", v1=100 + LANES)
+    assert (vector(state, 1) == np.where(source < 0, 100 + LANES, 100 + source)).all()
+    zeros = run(f"v_mov_b32_dpp v1, v1 {modifiers} bound_ctrl:1", v1=100 + LANES)
+    if "row_sh" in modifiers:
+        assert (vector(zeros, 1) == np.where(source < 0, 0, 100 + source)).all()
+
+
+def test_a_sum_over_64_lanes_by_dpp():
+    """As Triton makes it: within rows, then rows to rows; the last lane has the sum."""
+    shifts = [f"v_add_f32_dpp v1, v1, v1 row_shr:{n} row_mask:0xf bank_mask:0xf bound_ctrl:1"
+              for n in (8, 4, 2, 1)]  # fmt: skip
+    broadcasts = [f"v_add_f32_dpp v1, v1, v1 row_bcast:{lane} row_mask:{rows} bank_mask:0xf"
+                  for lane, rows in ((15, "0xa"), (31, "0xc"))]  # fmt: skip
+    state = run(*shifts, *broadcasts, "v_readlane_b32 s3, v1, 63", v1=LANES.astype(float))
+    assert state.scalars[0, 3:4].view(np.float32).item() == 63 * 64 / 2
+
+
+@pytest.mark.parametrize("name", ["32x32x2_f32", "16x16x4_f32", "32x32x8_bf16", "16x16x16_f16",
+                                  "32x32x8bf16_1k", "16x16x32_bf16", "32x32x16_f16"])  # fmt: skip
+def test_mfma_has_the_layout_of_amds_calculator(name: str):
+    """A and B hold one 1 each: where D is 1 tells rows, columns and k of lanes and registers."""
+    shape, _, kind = name.replace("bf16_1k", "_bf16").partition("_")
+    rows, _, depth = map(int, shape.split("x"))
+    each, bits = rows * depth // 64, 32 if kind == "f32" else 16
+    registers = each * bits // 32
+    one = {"f32": 0x3F800000, "bf16": 0x3F80, "f16": 0x3C00}[kind]
+    last = rows * rows // 64 - 1
+    line = f"v_mfma_f32_{name} v[20:{20 + last}], v[0:{registers - 1}], v[10:{9 + registers}], 0"
+    if registers == 1:
+        line = f"v_mfma_f32_{name} v[20:{20 + last}], v0, v10, 0"
+    # row 5, column 9, the last k: in the last group of lanes, and its last element
+    a_lane, b_lane = (64 // rows - 1) * rows + 5, (64 // rows - 1) * rows + 9
+    written = program(line)
+    count = execute.prepare(written)
+    state = Waves(written, count, 1, 1, 4)
+    state.vectors[:] = 0
+    high = 16 if bits == 16 else 0
+    state.vectors[registers - 1, 0, a_lane] = one << high
+    state.vectors[10 + registers - 1, 0, b_lane] = one << high
+    state.run()
+    found = np.argwhere(state.vectors[20 : 21 + last, 0] != 0)
+    # column 9 is in lanes 9, 9 + rows, ...; row 5 is in the second group of four rows
+    register, group = 5 % 4, 5 // 4 % (64 // rows)
+    assert found.tolist() == [[register, group * rows + 9]]
+
+
+def test_packed_float32_takes_halves_of_registers_and_signs():
+    state = run(
+        "v_pk_fma_f32 v[0:1], v[2:3], v[4:5], v[6:7] op_sel:[0,1,0] op_sel_hi:[1,0,1] "
+        "neg_hi:[1,0,0]",
+        v2=2.0, v3=3.0, v4=5.0, v5=7.0, v6=11.0, v7=13.0,
+    )  # fmt: skip
+    assert lane0(state, 0, np.float32) == 2 * 7 + 11
+    assert lane0(state, 1, np.float32) == -3 * 5 + 13
+
+
+def test_lanes_that_are_off_keep_their_registers_and_waves_go_their_own_ways():
+    """A loop that each wave leaves after as many rounds as its number says."""
+    state = run(
+        "v_cmp_gt_u32_e32 vcc, 8, v1",
+        "s_and_saveexec_b64 s[4:5], vcc",
+        "v_mov_b32_e32 v2, 1",
+        "s_mov_b64 exec, s[4:5]",
+        "s_mov_b32 s6, 0",
+        "again:",
+        "s_add_i32 s6, s6, 1",
+        "s_cmp_lt_i32 s6, s7",
+        "s_cbranch_scc1 again",
+        "v_mov_b32_e32 v3, s6",
+        waves=4, v1=LANES, v2=0, s7=np.arange(1, 5),
+    )  # fmt: skip
+    assert (vector(state, 2) == (LANES < 8)).all()
+    assert state.vectors[3, :, 0].tolist() == [1, 2, 3, 4]
+    assert state.executed[6] == 1 + 2 + 3 + 4
+
+
+def test_carry_and_64_bits():
+    state = run(
+        "v_add_co_u32_e32 v3, vcc, v1, v2",
+        "v_addc_co_u32_e32 v4, vcc, 0, v2, vcc",
+        "v_mad_u64_u32 v[5:6], s[4:5], v1, v1, 1",
+        "v_lshlrev_b64 v[7:8], 4, v[1:2]",
+        "v_ashrrev_i64 v[9:10], 33, v[1:2]",
+        v1=0xFFFFFFFF, v2=0x80000001,
+    )  # fmt: skip
+    found = [lane0(state, register) for register in range(3, 11)]
+    square = 0xFFFFFFFF**2 + 1
+    assert found[:4] == [0x80000000, 0x80000002, square & 0xFFFFFFFF, square >> 32]
+    assert found[4:] == [0xFFFFFFF0, 0x0000001F, 0xC0000000, 0xFFFFFFFF]
+
+
+@pytest.mark.parametrize("top, bottom", [(1.0, 3.0), (2.0**-140, 3.0), (1e38, 1e-3), (3e38, 2.9e38),
+                                         (1.0, 2.0**127), (2.0**-130, 2.0**-120), (5.0, 0.0),
+                                         (2.0**100, 2.0**-10), (2.0**-20, 2.0**110)])  # fmt: skip
+def test_a_division_of_five_instructions_is_rounded_right(top: float, bottom: float):
+    """As LLVM makes it, with numbers that need scaling among them."""
+    state = run(
+        "v_div_scale_f32 v3, s[0:1], v2, v2, v1", "v_rcp_f32_e32 v4, v3",
+        "v_div_scale_f32 v5, vcc, v1, v2, v1", "v_fma_f32 v6, -v3, v4, 1.0",
+        "v_fmac_f32_e32 v4, v6, v4", "v_mul_f32_e32 v6, v5, v4", "v_fma_f32 v7, -v3, v6, v5",
+        "v_fmac_f32_e32 v6, v7, v4", "v_fma_f32 v3, -v3, v6, v5",
+        "v_div_fmas_f32 v3, v3, v4, v6", "v_div_fixup_f32 v0, v3, v2, v1",
+        v1=top, v2=bottom,
+    )  # fmt: skip
+    with np.errstate(all="ignore"):
+        assert lane0(state, 0, np.float32) == np.float32(top) / np.float32(bottom)
+
+
+def test_fma_of_float64_rounds_once():
+    a, c = 1 + 2.0**-30, -(1 + 2.0**-29)
+    low, high = (np.array([a, c]).view(np.uint32)[i::2] for i in (0, 1))
+    state = run("v_fma_f64 v[4:5], v[0:1], v[0:1], v[2:3]",
+                v0=low[0], v1=high[0], v2=low[1], v3=high[1])  # fmt: skip
+    words = np.array([lane0(state, 4), lane0(state, 5)], np.uint32)
+    assert words.view(np.float64).item() == 2.0**-60  # which a product rounded before loses
+
+
+# --- memory
+
+WRITE, READ = "ds_write_b32 v1, v2", "ds_read_b32 v3, v4"
+BARRIER = "s_barrier"
+OTHER = 4 * ((np.arange(128) + 64) % 128).reshape(2, 64)  # of the other of two waves
+MINE = 4 * np.arange(128).reshape(2, 64)
+
+
+@pytest.mark.parametrize(
+    ("lines", "registers", "words"),
+    [
+        ([WRITE, BARRIER, READ], {"v1": MINE, "v2": 7, "v4": OTHER}, None),
+        ([WRITE, READ], {"v1": MINE, "v2": 7, "v4": OTHER}, "race: reads what another wave"),
+        ([WRITE, BARRIER, READ, WRITE], {"v1": MINE, "v2": LANES, "v4": OTHER}, None),
+        ([WRITE, BARRIER, READ, "ds_write_b32 v4, v5"], {"v1": MINE, "v2": 7, "v4": OTHER, "v5": 8},
+         None),
+        ([WRITE, BARRIER, READ, "ds_write_b32 v1, v5"], {"v1": MINE, "v2": 7, "v4": OTHER, "v5": 8},
+         "race: writes what another wave has read"),
+        ([WRITE], {"v1": 0, "v2": MINE}, "race: two waves write different values"),
+        ([WRITE], {"v1": 0, "v2": 7}, None),
+        ([READ], {"v4": 0}, "reads LDS that nobody has written"),
+        ([WRITE], {"v1": 1024, "v2": 0}, "writes 4 bytes from byte 1024 of 1024 in LDS"),
+        ([WRITE], {"v1": 2, "v2": 0}, "misaligned"),
+        (["s_cbranch_scc1 end", BARRIER, "end:"], {}, "waits at a barrier"),
+    ],
+)  # fmt: skip
+def test_what_waves_do_wrong_in_lds_is_found(lines: list[str], registers: dict, words: str | None):
+    branches = ["s_cmp_eq_u32 s7, 1"] if "end:" in lines else []
+    call = {"waves": 2, "s7": np.arange(2)} | registers
+    if words is None:
+        run(*branches, *lines, **call)
+        return
+    with pytest.raises(Fault, match=words) as fault:
+        run(*branches, *lines, **call)
+    assert fault.value.lanes.any()
+
+
+def test_lds_of_workgroups_is_apart_and_two_elements_move_at_once():
+    state = run(
+        "ds_write2st64_b32 v1, v2, v3 offset0:1 offset1:3",
+        "ds_read2_b32 v[4:5], v1 offset0:64 offset1:192",
+        "ds_write_b16_d16_hi v1, v3",
+        "ds_read_u16_d16_hi v4, v1",
+        groups=2, v1=4 * LANES, v2=np.array([[1], [2]]), v3=np.array([[0x50003], [0x60004]]),
+    )  # fmt: skip
+    assert state.vectors[4, :, 0].tolist() == [0x50001, 0x60002]
+    assert state.vectors[5, :, 63].tolist() == [0x50003, 0x60004]
+
+
+def test_bank_conflicts_by_the_lanes_that_lds_serves_together():
+    from lab.amd.counters import conflict_cycles
+
+    on = np.ones((1, 64), bool)
+    in_a_row, one_word = 4 * LANES[None], np.zeros((1, 64), int)
+    assert conflict_cycles(in_a_row, on, 4, False) == conflict_cycles(one_word, on, 4, False) == 0
+    assert conflict_cycles(2 * in_a_row, on, 4, False) == 2  # two lanes a bank, twice 32 lanes
+    assert conflict_cycles(32 * in_a_row, on, 4, False) == 2 * 31
+    assert conflict_cycles(2 * in_a_row, on, 8, False) == 0
+    assert conflict_cycles(4 * in_a_row, on, 16, False) == 0
+    assert conflict_cycles(32 * in_a_row, on & (LANES < 4), 4, False) == 3
+
+
+def with_tensor(*lines: str, size: int = 256, **registers) -> tuple[Waves, np.ndarray]:
+    """Execute with a tensor of bytes whose address is in s[4:5], and a buffer of it in s[4:7]."""
+    written = program(*lines)
+    execute.prepare(written)
+    state = Waves(written, 64, 1, 1, 4)
+    state.memory = Memory()
+    address = state.memory.add("X", np.arange(size, dtype=np.uint8))
+    state.scalars[:, 4:8] = address & 0xFFFFFFFF, address >> 32, size, 0
+    for name, value in registers.items():
+        state.vectors[int(name[1:])] = value
+    state.run()
+    return state, state.memory.parts[0].content()
+
+
+def test_a_buffer_ends_where_it_says_and_a_tensor_where_it_ends():
+    state, content = with_tensor(
+        "buffer_load_dword v2, v1, s[4:7], 0 offen",
+        "buffer_store_byte v3, v1, s[4:7], 0 offen offset:1",
+        v1=np.where(LANES < 2, 4 * LANES, 0x80000000), v3=255,
+    )  # fmt: skip
+    assert vector(state, 2).tolist() == [0x03020100, 0x07060504] + [0] * 62
+    assert np.flatnonzero(content != np.arange(256)).tolist() == [1, 5]
+    with pytest.raises(Fault, match="writes 4 bytes from byte 256 of X, which has 256") as fault:
+        with_tensor("global_store_dword v1, v3, s[4:5]", v1=4 * LANES + 4, v3=0)
+    assert np.flatnonzero(fault.value.lanes).tolist() == [63]
+    with pytest.raises(Fault, match="where nothing is"):
+        with_tensor("global_load_dword v2, v[0:1], off", v0=0, v1=0)
+
+
+def test_atomic_additions_are_one_after_the_other():
+    state, content = with_tensor(
+        "global_atomic_add v2, v1, v3, s[4:5] sc0", v1=np.where(LANES < 32, 0, 8), v3=1
+    )
+    first = 0x03020100
+    assert content[:4].view(np.uint32).item() == first + 32
+    assert vector(state, 2)[:3].tolist() == [first, first + 1, first + 2]
+
+
+@pytest.mark.parametrize("line", ["v_no_such_b32 v0, v1", "v_add_f32_e64 v0, v1, v2 strange:1"])
+def test_what_is_not_known_ends_with_its_name_and_line(line: str):
+    with pytest.raises(Unknown, match=rf"test, test\.py:1: {line[:8]}"):
+        execute.prepare(program(line))

@@ -1,0 +1,98 @@
+"""What Triton compiles for AMD's GPUs, executed on a CPU: three kernels as they are and with faults
+in their assembly, a training step, and what the programs around them print."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+KERNELS = ROOT / "tests/amd_kernels.py"
+SMALL = "tiny_llama_v4.py --dtype bfloat16 --size small --jobs 1"
+
+
+def run(*command: object) -> subprocess.CompletedProcess:
+    """In a process that does not interpret, as those of the other tests do."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, *map(str, command)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+@functools.cache
+def results() -> dict[str, dict]:
+    done = run(KERNELS)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("a barrier dropped", "race: reads what another wave has since the last barrier"),
+        ("a barrier dropped in a product", "race"),
+        ("a store to LDS dropped", "reads LDS that nobody has written"),
+        ("a wrong mask", "reads 4 bytes from byte 4000 of X, which has 4000"),
+        ("no mask", "workgroup (3, 0, 0), wave 3, lane 40; buffer_load"),
+        ("an unknown instruction", "v_best_f32_e32 v1, 0, v1: unknown instruction"),
+    ],
+)
+def test_a_fault_in_the_assembly_is_found_with_kernel_and_line(fault: str, words: str):
+    stopped = results()[fault]["stopped"]
+    assert words in stopped
+    assert "amd_kernels.py:" in stopped  # the kernel's own line, not the library's
+
+
+@pytest.mark.parametrize("fault", ["factors swapped", "a lane's neighbour wrong",
+                                   "an operand swapped"])  # fmt: skip
+def test_a_fault_that_computes_something_else_shows_in_the_result(fault: str):
+    assert results()[fault]["error"] > 0.1
+
+
+@pytest.mark.parametrize("target", ["gfx90a", "gfx942", "gfx950"])
+def test_kernels_are_right_and_counted_on_each_target(target: str):
+    found = {name.removeprefix(f"{target} "): row for name, row in results().items()
+             if name.startswith(target)}  # fmt: skip
+    assert found["add_relu"]["error"] == 0
+    assert found["row_sum"]["error"] < 1e-6
+    limits = {"float32": 1e-6, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+    for dtype, limit in limits.items():
+        row = found[f"product {dtype}"]
+        assert row["error"] < limit
+        assert row["flop"] == 2 * 64**3
+        mops = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}[dtype]
+        assert row[f"SQ_INSTS_VALU_MFMA_MOPS_{mops}"] == 2 * 64**3 // 512
+    row = found["add_relu"]
+    assert (row["bytes read"], row["bytes written"]) == (2 * 4 * 1000, 4 * 1000)
+    assert row["SQ_WAVES"] == 4 * 4
+    # 4000 bytes are 32 lines of 128 (read, twice) and 63 of 64 (written)
+    assert (row["TCP_TCC_READ_REQ_sum"], row["TCP_TCC_WRITE_REQ_sum"]) == (2 * 32, 63)
+
+
+def test_a_training_step_agrees_with_the_interpreter_and_leaves_counters(tmp_path: Path):
+    done = run(ROOT / "tools/run_on_amd.py", *SMALL.split(), "--counters", tmp_path)
+    assert done.returncode == 0, done.stderr
+    launches = int(done.stdout.split(" launches executed, ")[0].split()[-1])
+    assert f"{launches} launches executed, {launches} agree" in done.stdout
+    with (tmp_path / "workloads/executed/MI300X/pmc_perf.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == launches
+    assert {row["Agent_Id"] for row in rows} == {"executed, not measured"}
+    with (tmp_path / "executed_counter_collection.csv").open(newline="") as file:
+        waves = [row for row in csv.DictReader(file) if row["Counter_Name"] == "SQ_WAVES"]
+    assert [row["Counter_Value"] for row in waves] == [row["SQ_WAVES"] for row in rows]
+
+
+def test_a_wave_is_stepped():
+    command = ["-m", "lab.amd.step", KERNELS, "add_relu"]
+    assert run(*command, "--lanes", "64").returncode == 2
+    done = run(*command, "--listing")
+    assert done.returncode == 2  # as a program it launches nothing in the interpreter
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,395 @@
+#!/usr/bin/env python3
+"""Execute the machine code of Triton kernels for AMD's GPUs, on a CPU, and compare what comes out.
+
+A training step of each script, and each program of the exercises that has kernels, runs in Triton's
+interpreter. Every launch is compiled for the GPU, as the script would launch it there, and its
+assembly is executed on the same tensors (lab/amd): results are compared with the interpreter's, and
+an access outside of a tensor, a race in LDS or a barrier that not all waves reach is found. Prints
+a table; the exit status is 1 if anything disagrees.
+
+An error is the largest difference over the largest value of a tensor. It may be rounding: 1e-5 in
+float32, a unit in the last place of the narrowest type of a launch in others.
+
+--counters writes what hardware would have counted in the forms of rocprofv3 and rocprof-compute:
+executed, not measured. There are no times among it.
+
+Examples:
+  python tools/run_on_amd.py                       everything: most of an hour
+  python tools/run_on_amd.py --quick               each kernel in each precision: minutes
+  python tools/run_on_amd.py tiny_openfold_v4.py --dtype float32 --size odd --target gfx942
+  python tools/run_on_amd.py my_kernels.py         what any program launches
+  python tools/run_on_amd.py --write               everything, into results/amd/executed.json
+  python tools/run_on_amd.py --summary             what this file says
+"""
+
+import argparse
+import csv
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton: kernels are to be compiled
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # without it Triton 3.9 prints a warning
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
+
+from lab.cli import needed
+from lab.files import ROOT
+
+with needed():
+    import torch
+    from torch import Tensor
+
+    from lab.cli import Parser, documented_parser, note, program, say
+    from lab.files import read_json, write_text
+    from lab.script import load_script
+    from lab.show import Column, render
+
+RESULT, REGISTERS = ROOT / "results/amd/executed.json", ROOT / "results/amd/registers.csv"
+SCRIPTS = sorted((path.name for path in ROOT.glob("tiny_*_v[34].py")), reverse=True)
+PRECISIONS = {
+    "float32": "",
+    "bfloat16": "--use-amp",
+    "float16": "--use-amp --amp-dtype float16",
+}
+# One layer or block launches all that several do. In "odd" little is a power of two or divisible by
+# 16; "default" and "wide" have the widths, blocks and warps of compile_for_amd.py, and few rows.
+SIZES = {
+    "tiny_llama": {
+        "small": "--hidden-dim 64 --num-heads 4 --seq-len 32 --batch-size 2 --vocab-size 100",
+        "odd": "--hidden-dim 80 --num-heads 5 --num-kv-heads 1 --intermediate-dim 101"
+        " --vocab-size 103 --seq-len 27 --batch-size 3",
+        "default": "--seq-len 64 --batch-size 1",
+        "wide": "--hidden-dim 2048 --num-heads 16 --vocab-size 32000 --seq-len 32 --batch-size 1",
+    },
+    "tiny_openfold": {
+        "small": "--seq-len 10 --num-seqs 3 --batch-size 2 --msa-dim 32 --pair-dim 32"
+        " --num-heads-msa 2 --num-heads-pair 2",
+        "odd": "--msa-dim 48 --pair-dim 16 --num-seqs 7 --seq-len 27 --batch-size 1",
+        "default": "--seq-len 40 --num-seqs 5 --batch-size 1",
+        "wide": "--msa-dim 256 --num-heads-msa 8 --num-seqs 5 --seq-len 40 --batch-size 1",
+    },
+}
+FLAGS = "flags"  # each fusion off in turn, at small sizes
+SIZE_NAMES = [*SIZES["tiny_llama"], FLAGS]
+PROGRAMS = (  # of the exercises, with the arguments that make them small
+    "exercises/start/first_kernel.py",
+    "exercises/tiny_llama_v3/add_relu.py --n 1000 --block 128",
+    "exercises/tiny_llama_v3/rms_norm.py --rows 30 --dim 480",
+    "exercises/tiny_openfold_v3/attention_bias_atomics.py --length 20 --rows 5 --group 3",
+    "exercises/performance_debugging/v3_stage4_slow_kernels.py --under-profiler --num-steps 1"
+    " --warmup-steps 0 --num-layers 1 --hidden-dim 64 --num-heads 4 --seq-len 8 --batch-size 1"
+    " --vocab-size 50",
+    f"exercises/tiny_llama_v4/one_launch.py {SIZES['tiny_llama']['small']}",
+    "exercises/puzzles/all_puzzles.py --solution",
+    "exercises/build_a_fusion/swiglu_backward.py --solution",
+)
+LIMITS = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program that launches kernels: a step of a script, or another with its command line."""
+
+    script: str
+    arguments: str = ""
+    precision: str = ""
+    size: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.script, self.precision, self.size)))
+
+
+@dataclass
+class Executed:
+    """A launch on a target: its largest error, or what is wrong with it."""
+
+    case: Case
+    target: str
+    kernel: str
+    constants: str
+    error: float = 0.0
+    wrong: str = ""
+    dispatch: dict = field(default_factory=dict)  # with its counters
+
+
+# --- the interpreter's side, in a process of its own
+
+
+def record_step() -> None:
+    """Record what a training step launches: folder, script and its arguments are on the command
+    line."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from lab.amd.record import recording, saver
+
+    folder, script, *argv = sys.argv[1:]
+    module, cpu = load_script(script), torch.device("cpu")
+    args = module.parse_args([*argv, "--device", "cpu"])
+    # blocks and warps are those that the script chooses for AMD
+    module.BACKEND, module.INTERPRETED = "hip", False
+    module.shared_memory = lambda: 2**31
+    module.use_settings(args)
+    batch = module.make_batches(args, cpu, args.seed).next_batch()
+    model = module.build_model(args, cpu)
+    optimizer = module.build_optimizer(args, model)
+    with recording(saver(Path(folder))):
+        with torch.autocast("cpu", getattr(torch, args.amp_dtype), enabled=args.use_amp):
+            loss = model(**batch)
+        loss.backward()
+        if args.use_amp and args.amp_dtype == "float16":  # as a gradient scaler does
+            optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.zeros(())
+        optimizer.step()
+
+
+# --- the machine code's side, in workers
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """The largest difference over the largest value; infinite where only one is a number."""
+    if not expected.is_floating_point():
+        return 0.0 if torch.equal(found, expected) else float("inf")
+    found, expected = found.double(), expected.double()
+    numbers = expected.isfinite()
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    if not (same | numbers & found.isfinite()).all():
+        return float("inf")
+    largest = (found - expected)[numbers].abs().max().item() if numbers.any() else 0.0
+    scale = expected[numbers].abs().max().item() if largest else 1.0
+    return largest / scale if scale else float("inf")
+
+
+def constants_of(kernel, arguments: dict) -> str:
+    """What a launch is compiled with, as results/amd/registers.csv names it."""
+    constant = {kernel.arg_names[i] for i in kernel.constexprs}
+    named = {
+        name: value
+        for name, value in arguments.items()
+        if (name not in kernel.arg_names or name in constant or value is None)
+        and type(value) is not float
+    }
+    return " ".join(sorted(f"{name}={value}" for name, value in named.items()))
+
+
+def execute_launch(case: Case, launch, target: str, watch: bool) -> Executed:
+    """Compile and execute a recorded launch, and compare all storages."""
+    from lab.amd.assembly import Unknown
+    from lab.amd.launch import Fault, Kernel, compiled_launch, kernel_of, run_grid
+    from lab.amd.record import View
+    from lab.amd.tables import dispatch
+
+    constants = constants_of(kernel_of(launch), launch.arguments)
+    done = Executed(case, target, launch.kernel, constants)
+    storages = [storage.clone() for storage in launch.before]
+    try:
+        kernel = Kernel(compiled_launch(launch, target))
+        counts = run_grid(kernel, launch.grid, launch.with_tensors(storages), watch=watch)
+    except (Unknown, Fault) as error:
+        done.wrong = str(error)
+        return done
+    except Exception as error:  # of many kinds, down to a failed pass of the compiler
+        done.wrong = f"{launch.kernel}: {(str(error) or repr(error)).splitlines()[-1]}"
+        return done
+    views = {n: v for n, v in launch.arguments.items() if isinstance(v, View)}
+    limit = max((LIMITS.get(view.dtype, 0.0) for view in views.values()), default=0.0)
+    for name, view in views.items():
+        error = difference(view.of(storages), view.of(launch.after))
+        done.error = max(done.error, error)
+        if not error <= limit:
+            done.wrong = f"{launch.kernel}: {name} is off by {error:.2g} of its largest value"
+    # what lies between and behind the views, too
+    for number, (found, expected) in enumerate(zip(storages, launch.after, strict=True)):
+        seen = torch.zeros(len(found), dtype=torch.bool)
+        for view in (view for view in views.values() if view.storage == number):
+            view.of_bytes(seen).fill_(True)
+        if not torch.equal(found[~seen], expected[~seen]):
+            done.wrong = f"{launch.kernel}: writes outside of its tensors"
+    if watch:
+        done.dispatch = dispatch(kernel, counts)
+    return done
+
+
+def execute_case(case: Case, targets: list[str], watch: bool) -> tuple[Case, list[Executed], float]:
+    """Record a program's launches and execute each on each target; equal ones of a program that
+    repeats them (same kernel, sizes and constants) once."""
+    from lab.amd.record import interpreted, launches_in
+
+    torch.set_num_threads(1)
+    began, found, seen = time.perf_counter(), [], set()
+    with tempfile.TemporaryDirectory() as folder:
+        is_step = bool(case.precision)
+        what = (
+            "from tools.run_on_amd import record_step; record_step()"
+            if is_step
+            else "from lab.amd.record import main; main()"
+        )
+        place = str(ROOT / case.script if (ROOT / case.script).is_file() else case.script)
+        done = interpreted(["-c", what, folder, place, *case.arguments.split()])
+        for launch in launches_in(Path(folder)):
+            key = launch.key()
+            if key in seen and not is_step:
+                continue
+            seen.add(key)
+            found += [execute_launch(case, launch, target, watch) for target in targets]
+    if not found:
+        said = (done.stderr.strip() or "it launches no kernel").splitlines()[-1]
+        found = [Executed(case, targets[0], "", "", wrong=said)]
+    return case, found, time.perf_counter() - began
+
+
+# --- what is executed, and what is said of it
+
+
+def cases_of(scripts: Iterable[str], precisions: list[str], sizes: list[str]) -> Iterator[Case]:
+    """Steps of version scripts at these sizes and precisions; other programs as they are."""
+    for name in scripts:
+        model = Path(name).name.rpartition("_v")[0]
+        if model not in SIZES:
+            script, _, arguments = name.partition(" ")
+            yield Case(script, arguments)
+            continue
+        one = "--num-layers 1" if model == "tiny_llama" else "--num-blocks 1"
+        for precision in precisions:
+            always = f"{one} {PRECISIONS[precision]}"
+            for size in (size for size in sizes if size != FLAGS):
+                yield Case(name, f"{always} {SIZES[model][size]}", precision, size)
+            for flag, *_ in load_script(name).FUSIONS if FLAGS in sizes else ():
+                arguments = f"{always} {SIZES[model]['small']} --disable-{flag}"
+                yield Case(name, arguments, precision, f"no {flag}")
+
+
+def execute_all(cases: list[Case], args: argparse.Namespace) -> list[Executed]:
+    """Each case in a worker; one line for each on stderr, and for each launch that disagrees."""
+    context, found = multiprocessing.get_context("fork"), []
+    with ProcessPoolExecutor(args.jobs, context) as pool:
+        jobs = [pool.submit(execute_case, c, args.target, bool(args.counters)) for c in cases]
+        for job in as_completed(jobs):
+            case, launches, seconds = job.result()
+            worst = max(launch.error for launch in launches)
+            wrong = [launch for launch in launches if launch.wrong]
+            note(f"{case}: {len(launches)} launches, {len(wrong)} wrong, "
+                 f"largest error {worst:.1e}, {seconds:.0f} s")  # fmt: skip
+            say(*dict.fromkeys(f"{case}, {x.target}: {x.wrong}" for x in wrong))
+            found += launches
+    return found
+
+
+def summarised(found: list[Executed]) -> list[dict]:
+    """A row for each script, target and precision."""
+    groups: dict[tuple, list[Executed]] = {}
+    for launch in found:
+        key = launch.case.script, launch.target, launch.case.precision
+        groups.setdefault(key, []).append(launch)
+    rows = []
+    for (script, target, precision), launches in sorted(groups.items()):
+        worst = max(launches, key=lambda launch: launch.error)
+        rows.append(
+            {
+                "script": script,
+                "target": target,
+                "precision": precision,
+                "sizes": len({launch.case.size for launch in launches}),
+                "kernels": len({launch.kernel for launch in launches}),
+                "configurations": len({(x.kernel, x.constants) for x in launches}),
+                "launches": len(launches),
+                "agree": sum(not launch.wrong for launch in launches),
+                "error": worst.error,
+                "kernel": worst.kernel,
+            }
+        )
+    return rows
+
+
+def table(rows: list[dict]) -> str:
+    columns = [
+        Column("program", "script"),
+        Column("GPU", "target", text=True),
+        Column("precision", lambda row: row["precision"] or None, text=True),
+        *(Column(n, n, "d") for n in ("sizes", "kernels", "configurations", "launches", "agree")),
+        Column("largest error", "error", ".1e"),
+        Column("in", "kernel", text=True),
+    ]
+    return render(columns, rows)
+
+
+def registers_executed(found: list[Executed]) -> dict[str, list[int]]:
+    """For each target, how many rows of registers.csv were executed, and how many there are."""
+    done = {
+        (Path(x.case.script).stem, x.target, x.kernel.removesuffix("_kernel"), x.constants)
+        for x in found
+        if not x.wrong
+    }
+    counted: dict[str, list[int]] = {}
+    with REGISTERS.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            constants = " ".join(sorted(row["constants"].split()))
+            key = row["script"], row["target"], row["kernel"], constants
+            of_target = counted.setdefault(row["target"], [0, 0])
+            of_target[0] += key in done
+            of_target[1] += 1
+    targets = {launch.target for launch in found}
+    return {target: numbers for target, numbers in counted.items() if target in targets}
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.summary:
+        print(table(read_json(args.summary)["rows"]))
+        return 0
+    if args.quick:
+        args.size = ["small", "odd"]
+    scripts = args.scripts or [*SCRIPTS, *PROGRAMS]
+    cases = list(cases_of(scripts, args.dtype, args.size))
+    note(f"{len(cases)} programs and steps for {', '.join(args.target)}")
+    found = execute_all(cases, args)
+    rows = summarised(found)
+    print(table(rows))
+    wrong = sum(bool(launch.wrong) for launch in found)
+    print(f"\n{len(found)} launches executed, {len(found) - wrong} agree")
+    registers = registers_executed(found)
+    for target, (done, of) in registers.items():
+        print(f"{target}: {done} of {of} rows of {REGISTERS.name} are among them")
+    if args.counters:
+        from lab.amd.tables import write_counters
+
+        write_counters(args.counters, [x.dispatch for x in found if x.dispatch])
+    if args.write and not wrong:
+        content = {"schema_version": 1, "rows": rows, "registers": registers}
+        write_text(RESULT, json.dumps(content, indent=1) + "\n")
+    return int(bool(wrong))
+
+
+def build_parser() -> Parser:
+    from lab.amd.launch import TARGETS
+
+    parser = documented_parser(__file__, __doc__)
+
+    def add(flag: str, default: list[str], choices: Iterable[str], remark: str) -> None:
+        text = f"of {', '.join(choices)} (default: {remark})"
+        parser.add_argument(
+            flag, nargs="+", choices=list(choices), default=default, metavar="NAME", help=text
+        )
+
+    text = "(default: all from V3 on, and the programs of the exercises)"
+    parser.add_argument("scripts", nargs="*", metavar="SCRIPT.py", help=text)
+    add("--target", ["gfx942"], TARGETS, "gfx942")
+    add("--dtype", list(PRECISIONS), PRECISIONS, "all")
+    add("--size", SIZE_NAMES, SIZE_NAMES, "all")
+    parser.add_flag("--quick", "small and odd sizes only")
+    parser.add_count("--jobs", 2, "processes")
+    parser.add_path("--counters", "DIR", "write counters there")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--write", action="store_true", help=f"write {RESULT.name} if all agree")
+    text = "print what such a file says (default: the one in results/)"
+    what.add_argument("--summary", nargs="?", type=Path, const=RESULT, metavar="FILE", help=text)
+    return parser
+
+
+main = program(build_parser, run)
+
+if __name__ == "__main__":
+    sys.exit(main())
