@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from conftest import ROOT, assert_refused, call, captured, read_rows, run_main
+from conftest import ROOT, assert_refused, call, read_rows, run_main
 
 import run_deepspeed_flops
 import run_pytorch_profiler
@@ -43,11 +43,10 @@ from analysis_tools import (
 from bench import versions
 from exercises.performance_debugging import check_step, compare_stages
 from exercises.tiny_llama_v3 import add_relu, check_custom_kernel, measure
-from lab.cli import ToolError, run_tool
+from lab.cli import ToolError
 from lab.files import write_file, write_text
 from lab.script import DEFAULT_SCRIPT, MODES
 from lab.show import Column, render, write_csv
-from lab.study import measure_study
 
 RESULTS = ROOT / "results"
 H100, RUN = RESULTS / "h100", RESULTS / "cpu/tiny_llama_v2_readme.json"
@@ -328,8 +327,7 @@ VALUES += ([], [1], ["x"], [[]], {}, {"x": 1})
 # It is a file of something else now, or some of its rows are.
 REFUSED = ("cannot be compared", "is a run of", "folder: ")
 SETS, SUITE = H100 / "ablation_tiny_llama_v2.json", H100 / "suite_llama.json"
-PROFILE = H100 / "profile_tiny_llama_v1.json"
-READERS = [  # a file, who reads it, and how: itself, or a folder that has it by its usual name
+READERS = [  # each way in which a file is read; a folder has it under the name of a run's result
     (RUN, compare_runs, f"{RUN} FILE"),
     (RESULTS / "cpu/exercises.json", compare_runs, "FILE/baseline"),
     (RUN, compare_versions, "--v2 FOLDER --family llama"),
@@ -338,40 +336,20 @@ READERS = [  # a file, who reads it, and how: itself, or a folder that has it by
     (SUITE, regression_tester, f"--baseline-results {SUITE} --current-results FILE"),
     (SETS, fusion_ablation_study, "--table FILE"),
     (SUITE, benchmark_suite, "--table FILE"),
-    (PROFILE, analyze_kernel_reduction, f"--baseline FOLDER --fused {H100}/profiles/tiny_llama_v2"),
     (RUN, report_generator, "--baseline FOLDER --fused FOLDER"),
-    (H100 / "flops_tiny_llama_v2.json", report_generator, "--baseline FOLDER --fused FOLDER"),
     (STAGES, compare_stages, "FILE"),
-    *(
-        (H100 / f"{name}.json" if name else RUN, performance_dashboard, "FILE --output FILE.html")
-        for name in ("", "suite_llama", "headline_v3", "memory")
-    ),
-    *(
-        (H100 / f"{name}.json", versions, "table FOLDER")
-        for name in ("headline_v3", "trunk", "ablation_tiny_llama_v3")
-    ),
-    (H100 / "energy.json", None, ""),
+    (RUN, performance_dashboard, "FILE --output FILE.html"),
+    (H100 / "headline_v3.json", performance_dashboard, "FILE --output FILE.html"),
+    (H100 / "trunk.json", versions, "table FOLDER"),
 ]
-FOUND_BY = {
-    RUN.name: "tiny_llama_v2_summary.json",
-    PROFILE.name: "tiny_llama_v1_profile.json",
-    "flops_tiny_llama_v2.json": "tiny_llama_v2_flops.json",
-}
 
 
-def read(tool: ModuleType | None, argv: str, path: Path) -> tuple[int, str, str]:
-    """Have a tool read a file, or without one what an interrupted study has left for the next."""
-    if tool is None:
-        shutil.copy(path, path.with_suffix(".partial.json"))
-        goes_on = lambda: bool(measure_study(path, []))  # noqa: E731
-        status, out, err = captured(lambda argv: run_tool("study", goes_on), [])
-        return status, out, err.replace(".partial.json", ".json")
+def read(tool: ModuleType, argv: str, path: Path) -> tuple[int, str, str]:
+    """Have a tool read a file, given itself or as the only one of a folder."""
     folder = path.parent / "folder"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    shutil.copy(path, folder / FOUND_BY.get(path.name, path.name))
-    if path.name == PROFILE.name:
-        shutil.copy(H100 / "profiles/tiny_llama_v1/tiny_llama_v1_kernels.csv", folder)
+    shutil.copy(path, folder / path.name.replace("readme", "summary"))
     return call(tool, *argv.replace("FILE", str(path)).replace("FOLDER", str(folder)).split())
 
 
@@ -398,7 +376,7 @@ def mutated(content: dict, place: tuple, rng: random.Random) -> dict:
 @pytest.mark.parametrize(("source", "tool", "argv"), READERS)
 def test_a_damaged_file_is_read_or_named(source: Path, tool, argv: str, tmp_path: Path):
     content, wrong = json.loads(source.read_text()), []
-    rng = random.Random(f"{source.name} {getattr(tool, '__name__', None)}")
+    rng = random.Random(f"{source.name} {tool.__name__}")
     everywhere = list(places(content))
     path = tmp_path / source.name
     for _ in range(MUTATIONS):
