@@ -17,7 +17,7 @@ def make_quicker() -> None:
     # Of a profile that is only written as a trace nobody reads the events. They are made when asked
     # for, also where several cycles could be added up, which nothing here does.
     torch.autograd.profiler.profile.acc_events = property(lambda self: False, lambda self, on: None)
-    if hasattr(semantic.TritonSemantic, "_cast_to_computation_type"):
+    if hasattr(getattr(semantic, "TritonSemantic", None), "_cast_to_computation_type"):
         replace_the_language_once()  # else it is an earlier interpreter, which does without
 
 
