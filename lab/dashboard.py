@@ -17,12 +17,13 @@ from lab.cli import ToolError
 from lab.files import read_json
 from lab.profile.ceilings import Ceilings
 from lab.profile.kernels import CATEGORIES
-from lab.records import Run, checked, fused_in, load_run, runs_in
+from lab.records import Run, baseline_in_turns, checked, fused_in, load_run, runs_in
 from lab.script import mode_of, model_and_version, precision_of
 from lab.show import drawing, ended
 from lab.study import Ablated, set_name, unit_of
 from lab.turns import ratios, spread
 
+OFF = "all off"  # the side of --compare-fusion that comes first
 VERSIONS = {"V1": "#8a8f94", "V2": "#56b4e9", "V3": "#0072b2", "V4": "#d55e00"}
 # The colours of Okabe and Ito, which colour-blind people can tell apart, and greys.
 KINDS = ["#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#f0e442"]
@@ -54,7 +55,9 @@ def draw_bars(cells: Cells, measures: Sequence[str], one_scale: bool = False) ->
     lines = []
     for cell, sides in cells.items():
         lines.append(f'<tr><th class="group" colspan="3">{escape(cell)}</th></tr>')
-        names = sorted(sides, key=lambda name: (name[:1] != "V", numbers_in(name), name))
+        names = sorted(
+            sides, key=lambda name: (name != OFF, name[:1] != "V", numbers_in(name), name)
+        )
         for name in names:
             row, colour = sides[name], VERSIONS.get(name[:2], KINDS[-1])
             asked = escape(" ".join(row.get("argv", ())))
@@ -295,8 +298,26 @@ def memory_panel(cells: Cells, choice: Choice, study: str) -> Iterator[Panel]:
         yield Panel("memory", choice, study, "", draw_bars(cells, ["peak_mb"], one_scale=True))
 
 
+def pairs_in(found: Sequence[Found]) -> Iterator[tuple[Found, Found]]:
+    """What --compare-fusion measured in turns: each run with its own baseline."""
+    runs = [each for each in found if "run" in each]
+    for each in runs:
+        if before := baseline_in_turns(each["run"], [other["run"] for other in runs]):
+            yield each, next(other for other in runs if other["run"] is before)
+
+
 def found_panels(found: Sequence[Found]) -> Iterator[Panel]:
-    """Panels of runs and profiles; those of the same settings are one bar."""
+    """Panels of runs and profiles: two that were measured in turns beside each other; otherwise
+    those of the same settings are one bar."""
+    pairs = [*pairs_in(found)]
+    for one, before in pairs:
+        choice, sides = choice_of(one["result"]), {OFF: before, run_name(one["result"]): one}
+        cells = {f"{sizes_of(one['result'])} ({one['run'].path.parent.name})": sides}
+        note = "Both sides in turns, by --compare-fusion."
+        yield Panel("versions", choice, "pairs", note, draw_bars(cells, SPEED))
+        yield from memory_panel(cells, choice, "pairs")
+    paired = [each for pair in pairs for each in pair]
+    found = [each for each in found if not any(each is other for other in paired)]
     values, alike = defaultdict(set), defaultdict(list)
     for each in found:
         for key, value in each["result"]["config"].items():
@@ -359,7 +380,7 @@ def found_in(run: Run) -> Iterator[Found | str]:
     if run.status == "failed":
         yield f"{run.name} failed: {run.result['error']} ({run.path})"
     elif run.result["config"]:
-        yield {"name": run.name, "result": run.result, **run.row()}
+        yield {"name": run.name, "result": run.result, "run": run, **run.row()}
 
 
 def only(kind: type, found: Sequence) -> list:

@@ -51,7 +51,7 @@ def make(tmp_path: Path) -> Callable[..., Path]:
                 value = {k: v for k, v in (result[key] | value).items() if v is not None}
             result[key] = value
         directory = tmp_path / name
-        directory.mkdir(parents=True)
+        directory.mkdir(parents=True, exist_ok=True)
         (directory / "tiny_llama_v2_summary.json").write_text(json.dumps(result))
         return directory
 
@@ -74,6 +74,17 @@ def test_comparison_has_the_numbers_of_the_result_files(make):
     assert row["final loss"] == f"{result['loss']['curve'][-1]:.4f}"
     found = row["peak MB"], row["speed-up"], row["memory change"]
     assert found == ("60.0", "4.00x", "-25.0 %")
+
+
+def test_a_run_is_beside_the_baseline_that_it_took_turns_with(make):
+    """As --compare-fusion leaves them; by the means of the steps it would be 1.91x."""
+    sides = (("a/baseline", [20.0, 20.0, 90.0]), ("a", [10.0, 10.0, 48.0]), ("alone", [5.0]))
+    before, after, alone = (
+        make(name, speed=3e3 / sum(turns), timing={"turns_ms": turns}) for name, turns in sides
+    )
+    row = table_of(call(compare_runs, alone, before, after)[1])[2]
+    assert (row["speed-up"], row["in turns"]) == ("2.00x", "1.88x to 2.00x, too few turns to tell")
+    assert "in turns" not in table_of(call(compare_runs, alone, after)[1])[1]
 
 
 def test_runs_that_did_not_finish_are_rows_without_ratios(make):

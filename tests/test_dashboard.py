@@ -132,6 +132,20 @@ def test_runs_have_no_ratios_sizes_do_not_mix_and_alike_runs_are_one_bar(tmp_pat
     assert shown[shown.index("3 runs: 10.00 to 30.00") - 1] == "20.00"
 
 
+def test_what_took_turns_is_a_pair_with_its_ratio_and_not_one_of_several_runs(tmp_path):
+    run = json.loads((RESULTS / "cpu/tiny_llama_v2_readme.json").read_text())
+    sides = {"a/baseline": (20.0, 30.0), "a": (10.0, 10.0), "b/baseline": (40.0, 40.0), "b": (8, 8)}
+    for folder, turns in sides.items():
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        timing = {"batch_ms": statistics.median(turns), "turns_ms": [*map(float, turns)]}
+        written(tmp_path / folder, "tiny_llama_v2_summary.json", {**run, "timing": timing})
+    assert call(dashboard, tmp_path, "--output", tmp_path / "page.html")[::2] == (0, "")
+    pairs = [p for p in page_in(tmp_path / "page.html") if p["chart"] == "versions"]
+    assert [p["study"] for p in pairs] == ["pairs", "pairs"]
+    for shown, ratio in zip(map(words, pairs), ("2.50x (2.00x to 3.00x", "5.00x"), strict=True):
+        assert shown.index("all off") < next(i for i, s in enumerate(shown) if s.startswith(ratio))
+
+
 @pytest.fixture
 def browser():
     """Chromium without a window, which notes what it is asked for."""
