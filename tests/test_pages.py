@@ -10,6 +10,8 @@ import itertools
 import json
 import math
 import re
+import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 import pytest
@@ -17,14 +19,14 @@ import torch
 from conftest import ROOT, captured, load, needs_compiler
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench import operations, versions
+from bench import operations, version_tables, versions
 from bench.sizes import ALL_VERSIONS
 from bench.version_tables import COMPILED, as_graphs, best_over, versions_of
 from exercises.start import add_relu, attention_memory
 from lab.cli import ToolError
 from lab.profile.kernels import complete, load_trace
 from lab.study import by_side
-from lab.turns import speedup
+from lab.turns import ratios, speedup
 from tools.tables import CELLS, TABLE
 
 H100 = ROOT / "results/h100"
@@ -86,9 +88,15 @@ def test_without_a_compiler_add_relu_says_so_in_one_line(monkeypatch):
 
 # A page and a sentence of it; the numbers in braces are those of `figures`.
 SENTENCES = """
-docs/RESULTS.md | step becomes {graphs} times as fast
+docs/RESULTS.md | step becomes {gains} times as fast
+docs/RESULTS.md | is {longer[64]:.1f} times as fast as V1 at 64 residues and {longer[128]:.1f} times
+docs/RESULTS.md | default is still {openfold[V4][per_step]} kernels
+{LEFT} | {openfold[V4][per_step]} of {openfold[V3][per_step]}
+docs/MEASURING.md | spread by {spread[graph]:.1f} % at most in twelve pairs
+docs/MEASURING.md | in eager mode by up to {spread[eager]:.0f} %
 README.md | {medium:.1f}x for medium TinyLlama, V1 to V3
-docs/CLAIMS.md | {llama[0]:.2f}x (medium, fp32, `headline_v3.json`) to {llama[1]:.2f}x (medium, bf16
+docs/CLAIMS.md | {llama[0]:.2f}x (medium, fp32, `headline_v3.json`) to {llama[1]:.2f}x (32 samples
+docs/CLAIMS.md | bf16: {v4}x (`suite_llama.json`), {saved[0]} % less (small) and {saved[1]}
 docs/CLAIMS.md | at a real crop: {crop_exact:.2f}x in fp32, {crop_bf16:.2f}x in bf16
 docs/RESULTS.md | V4 adds up to {v4_over_v3:.1f} times.
 README.md | V4 is {ahead} times as fast as the best compiled version of TinyLlama
@@ -119,8 +127,11 @@ docs/CLAIMS.md | forward {mlp_slower} % slower, {mlp_bytes} % fewer bytes
 docs/CLAIMS.md | {qkv_memory:.0f} % more memory (`exercises.json`)
 docs/CLAIMS.md | TinyOpenFold {flash_256} % at 256 residues
 docs/CLAIMS.md | {doubled[0]:.1f} times TinyLlama's, {doubled[1]:.1f} times TinyOpenFold's
-docs/CLAIMS.md | | {stages[baseline]:.0f} and {stages[stage5]:.0f}, bf16
-docs/CLAIMS.md | {stage2:.1f}x and {stage4:.2f}x
+docs/CLAIMS.md | {triton[0]:.2f}x: {triton[2]:.0f} and {triton[1]:.0f} (8 samples
+docs/CLAIMS.md | {rate[stage2]:.1f}x and {rate[stage4]:.2f}x
+docs/CLAIMS.md | {ms[stage2]:.2f} ms become {ms[stage5]:.2f}: {over_5[stage2]:.2f}x
+docs/CLAIMS.md | takes {ms[stage4]:.2f} ms in place of {ms[stage5]:.2f}: {over_5[stage4]:.1f}x
+{FAULT} | {ms[stage3]:.2f} ms, while the kernels
 {IMPACT} | {backward[0]:.1f} to {backward[1]:.1f} ms, the forward pass from {forward[0]:.1f} to
 {IMPACT} | to {forward[1]:.1f}, the optimizer,
 {IMPACT} | from {optimizer[0]:.2f} to {optimizer[1]:.2f}.
@@ -129,6 +140,8 @@ docs/RESULTS.md | {padded_default} % longer at default sizes, {padded_crop} % at
 docs/MANY_GPUS.md | {one:.2f} ms for 16 samples, {half:.2f} for 8, and {two:.2f}
 """
 SHEETS = {
+    "{FAULT}": "exercises/performance_debugging/exercise_1_find_the_fault.md",
+    "{LEFT}": "exercises/tiny_openfold_v4/exercise_1_what_is_left.md",
     "{IMPACT}": "exercises/tiny_openfold_v2/exercise_1_fusion_impact.md",
     "{ROCM}": "exercises/tiny_openfold_v2/exercise_4_rocm_profiling.md",
 }
@@ -165,10 +178,28 @@ def of_versions() -> Iterator[tuple[str, object]]:
     """Steps of the versions, as graphs and beside compiled ones."""
     steps = as_graphs(H100)
     gains = {key: speedup(sides["V1"], sides["V3"]) for key, sides in steps.items()}
-    yield "graphs", span(gains.values(), ".1f")
+    suite, longer = (
+        by_side(content(f"suite_{model}.json")["rows"], "batch_size", "seq_len")
+        for model in ("llama", "openfold")
+    )
     yield "medium", gains["tiny_llama, medium", "fp32"]
     llama = [gain for (shape, _), gain in gains.items() if shape.startswith("tiny_llama")]
+    llama += [speedup(sides["v1"], sides["v3"]) for sides in suite.values()]
     yield "llama", (min(llama), max(llama))
+    longer = {length: speedup(sides["v1"], sides["v3"]) for (_, length), sides in longer.items()}
+    yield from {"longer": longer, "openfold": steps["tiny_openfold, default", "bf16"]}.items()
+    yield "gains", span((*gains.values(), *llama, *longer.values()), ".1f")
+    v4 = span((speedup(sides["v1"], sides["v4"]) for sides in suite.values()), ".2f")
+    yield "v4", v4.replace(" ", "x ", 1)
+    small = suite[8, 128]
+    rates = [1e3 * row["batch_size"] / row["batch_ms"] for row in (small["v1"], small["v3"])]
+    yield "triton", (speedup(small["v1"], small["v3"]), *rates)
+    sizes = [steps[f"tiny_llama, {size}", "bf16"] for size in ("small", "medium")]
+    yield "saved", [less(sides["V1"]["peak_mb"], sides["V4"]["peak_mb"]) for sides in sizes]
+    table = rows_in((H100 / "sheets/performance_debugging/comparison.md").read_text())
+    ms = {row["stage"]: float(row["ms per step"]) for row in table}
+    yield from {"ms": ms, "over_5": {k: v / ms["stage5"] for k, v in ms.items()}}.items()
+    yield "rate", {row["stage"]: float(row["samples/sec"]) / rates[0] for row in table}
     yield "crop_exact", gains["tiny_openfold, crop", "fp32"]
     yield "crop_bf16", gains["tiny_openfold, crop", "bf16"]
     yield "small", steps["tiny_llama, small", "bf16"]
@@ -211,6 +242,13 @@ def of_libraries() -> Iterator[tuple[str, object]]:
 
 def of_memory_and_bandwidth() -> Iterator[tuple[str, object]]:
     headline = versions_of(H100 / "headline.json", "mode")
+    widest = {"eager": 0.0, "graph": 0.0}
+    for (*_, mode), sides in headline.items():
+        if mode in widest:
+            turns = ratios(sides["V1"], sides["V2"])
+            share = 100 * (max(turns) - min(turns)) / statistics.median(turns)
+            widest[mode] = max(widest[mode], share)
+    yield "spread", widest
     llama = {key: sides for key, sides in headline.items() if key[0].startswith("tiny_llama")}
     graphs = {key[:2]: sides for key, sides in llama.items() if key[2] == "graph"}
     saved = sorted(
@@ -269,11 +307,6 @@ def of_single_fusions() -> Iterator[tuple[str, object]]:
     rows = by_side(content("memory.json")["rows"], "seq_len")
     llama = [rows[length,]["flash"]["peak_mb"] for length in (2048, 1024)]
     yield "doubled", [llama[0] / llama[1], mb[flash] / mb[shorter]]
-    stages = content("performance_debugging.json")["stages"]
-    rates = {row["stage"]: row["result"]["timing"]["samples_per_sec"] for row in stages}
-    yield "stages", rates
-    yield "stage2", rates["stage2"] / rates["baseline"]
-    yield "stage4", rates["stage4"] / rates["baseline"]
 
 
 def of_profiles() -> Iterator[tuple[str, object]]:
@@ -381,6 +414,40 @@ def test_other_tables_on_pages_name_one_file():
     assert len(commands) > 12
     files = [set(re.findall(r"results/[\w/]+\.\w+", command)) for command in commands]
     assert not [command for command, named in zip(commands, files, strict=True) if len(named) > 1]
+
+
+def test_times_of_one_step_agree_in_all_tables():
+    """Within what RESULTS.md says of tables."""
+    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/RESULTS.md")]
+    said = re.search(r"in two tables differ by up to (\d+) %", "".join(pages))
+    times = defaultdict(set)
+    for row in itertools.chain(*map(rows_in, pages)):
+        head, label = next(iter(row.items()))
+        shape = label if label.startswith("tiny_") else f"{head}, {label}"
+        for column, text in row.items():
+            if re.fullmatch(r"V\d, ms", column) and re.match(r"tiny_\w+, \w+, \w+$", shape):
+                times[shape, column].add(float(text))
+    assert max(map(len, times.values())) > 2
+    assert all(max(ms) <= (1 + int(said[1]) / 100) * min(ms) for ms in times.values()), times
+
+
+def test_the_path_has_the_minutes_of_the_sheets():
+    for row in rows_in((ROOT / "exercises/README.md").read_text()):
+        if "core, minutes" in row:
+            folder = ROOT / "exercises" / re.search(r"\(([\w/]+)README.md\)", row["step"])[1]
+            sheets = rows_in((folder / "README.md").read_text())
+            minutes = sum(int(sheet.get("core, minutes", 0)) for sheet in sheets)
+            assert minutes in (0, int(row["core, minutes"])), folder
+
+
+def test_ablations_name_flags_that_exist():
+    for script in version_tables.ABLATIONS:
+        flags = {flag for flag, *_ in load(script).FUSIONS}
+        rows = rows_in(version_tables.ablation_tables(H100, script))
+        named = {
+            flag for row in rows for flag in version_tables.flags_named(next(iter(row.values())))
+        }
+        assert named <= flags, script
 
 
 @pytest.mark.parametrize("script", ["tiny_llama_v1", "tiny_openfold_v1"])
