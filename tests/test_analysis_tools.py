@@ -164,6 +164,19 @@ def test_a_sweep_is_a_row_for_each_run_whatever_its_outcome(make, tmp_path):
 # plot_runs.py
 
 
+def test_speed_up_is_plotted_over_what_took_turns(make, tmp_path):
+    for length, turns in ((32, [20.0, 30.0]), (64, [30.0, 50.0])):
+        make(f"len_{length}/baseline", seq_len=length, timing={"turns_ms": turns})
+        make(f"len_{length}", seq_len=length, timing={"turns_ms": [10.0, 10.0]})
+    picture = tmp_path / "speedup.png"
+    status, out, _ = call(plot_runs, "speedup", f"all={tmp_path}/len_*", "--output", picture)
+    found = [(row["sequence length"], row["all"]) for row in table_of(out)]
+    assert (status, found) == (0, [("32", "2.50x"), ("64", "4.00x")])
+    assert picture.stat().st_size > 5_000
+    alone = f"all={make('alone', timing={'turns_ms': [10.0]})}"
+    assert_refused(call(plot_runs, "speedup", alone), "no baseline took turns with it")
+
+
 def test_memory_plot_and_table_show_the_same(make, tmp_path, monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     figure, axes = pyplot.subplots()
