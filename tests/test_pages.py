@@ -131,6 +131,14 @@ docs/CLAIMS.md | {triton[0]:.2f}x: {triton[2]:.0f} and {triton[1]:.0f} (8 sample
 docs/CLAIMS.md | {rate[stage2]:.1f}x and {rate[stage4]:.2f}x
 docs/CLAIMS.md | {ms[stage2]:.2f} ms become {ms[stage5]:.2f}: {over_5[stage2]:.2f}x
 docs/CLAIMS.md | takes {ms[stage4]:.2f} ms in place of {ms[stage5]:.2f}: {over_5[stage4]:.1f}x
+docs/CLAIMS.md | 0.9x | {there[openfold]} (`headline_v3.json`)
+docs/CLAIMS.md | samples/s | {compiled} (`fastest_openfold.json`)
+docs/CLAIMS.md | 2.7x | {there[llama]} (`headline_v3.json`)
+docs/CLAIMS.md | MB | {peaks[scores]} MB (`memory.json`)
+docs/CLAIMS.md | MB | {peaks[flash]} MB: memory
+docs/CLAIMS.md | step {alone[0]} (norms with their residual addition), {alone[1]} (triangle),
+docs/CLAIMS.md | {alone[2]} (attention with bias and gate) and {alone[3]} times (outer product) as fast, and all {alone[4]} times
+docs/CLAIMS.md | {intensity[0]:.1f} FLOP/byte become {intensity[1]:.1f}, {intensity[2]:.1f}x
 {FAULT} | {ms[stage3]:.2f} ms, while the kernels
 {IMPACT} | {backward[0]:.1f} to {backward[1]:.1f} ms, the forward pass from {forward[0]:.1f} to
 {IMPACT} | to {forward[1]:.1f}, the optimizer,
@@ -309,6 +317,45 @@ def of_single_fusions() -> Iterator[tuple[str, object]]:
     yield "doubled", [llama[0] / llama[1], mb[flash] / mb[shorter]]
 
 
+def of_the_public_workshop() -> Iterator[tuple[str, object]]:
+    """Ours at the sizes of another workshop, in float32."""
+    modes = versions_of(H100 / "headline_v3.json", "mode")
+
+    def rates(samples: int, *rows: dict) -> str:
+        return ", ".join(f"{1e3 * samples / row['batch_ms']:.0f}" for row in rows)
+
+    def rates_and_ratios(samples: int, first: dict, *rows: dict) -> str:
+        ratios = ", ".join(f"{speedup(first, row):.2f}x" for row in rows)
+        return f"{rates(samples, first, *rows)}: {ratios}"
+
+    openfold = modes["tiny_openfold, default", "fp32", "graph"]
+    llama = [modes["tiny_llama, small", "fp32", mode] for mode in ("graph", "compiled graph")]
+    yield (
+        "there",
+        {
+            "openfold": rates_and_ratios(4, *(openfold[v] for v in ("V1", "V2", "V3"))),
+            "llama": rates_and_ratios(8, llama[0]["V1"], llama[0]["V2"], llama[1]["V2"]),
+        },
+    )
+    fastest = versions_of(H100 / "fastest_openfold.json")["tiny_openfold, default", "fp32"]
+    yield "compiled", rates(4, *(fastest[f"V{number} compiled"] for number in (1, 2, 3)))
+    peaks = defaultdict(list)
+    for row in content("memory.json")["rows"]:
+        peaks[row["side"]].append(f"{row['peak_mb']:.0f}")
+    yield "peaks", {side: ", ".join(mb[:4]) for side, mb in peaks.items()}
+    rows = content("ablation_tiny_openfold_v3.json")["rows"]
+    gains = {row["side"]: f"{row['speedup']:.2f}" for row in rows if row["precision"] == "fp32"}
+    names = ("layer-norm", "triangle", "attention", "outer-product")
+    yield "alone", [*(gains[f"only triton-{name}"] for name in names), gains["all"]]
+    path = "roofline/tiny_llama_v2{}/tiny_llama_v2_flops.csv"
+    sides = [csv.DictReader((H100 / path.format(side)).open()) for side in ("_all_off", "")]
+    before, after = (
+        next(float(row["flop_per_byte"]) for row in side if row["module"] == "layers.*.self_attn")
+        for side in sides
+    )
+    yield "intensity", (before, after, after / before)
+
+
 def of_profiles() -> Iterator[tuple[str, object]]:
     names = [f"profiles/tiny_openfold_v2_{side}/tiny_openfold_v2" for side in ("all_off", "fused")]
     sides = [content(f"{name}_profile.json") for name in names]
@@ -329,7 +376,8 @@ def of_two_gpus() -> Iterator[tuple[str, object]]:
 def figures() -> dict[str, object]:
     """What the studies have, by the names in SENTENCES."""
     parts = (of_versions, of_libraries, of_memory_and_bandwidth, of_single_fusions, of_profiles)
-    return dict(itertools.chain(*(part() for part in (*parts, of_two_gpus))))
+    parts += (of_two_gpus, of_the_public_workshop)
+    return dict(itertools.chain(*(part() for part in parts)))
 
 
 @pytest.mark.parametrize("line", SENTENCES.strip().splitlines())
