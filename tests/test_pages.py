@@ -137,7 +137,7 @@ docs/CLAIMS.md | 2.7x | {there[llama]} (`headline_v3.json`)
 docs/CLAIMS.md | MB | {peaks[scores]} MB (`memory.json`)
 docs/CLAIMS.md | MB | {peaks[flash]} MB: memory
 docs/CLAIMS.md | step {alone[0]} (norms with their residual addition), {alone[1]} (triangle),
-docs/CLAIMS.md | {alone[2]} (attention with bias and gate) and {alone[3]} times (outer product) as fast
+docs/CLAIMS.md | {alone[2]} (attention with bias and gate) and {alone[3]} times (outer product)
 docs/CLAIMS.md | as fast, and all {alone[4]} times
 docs/CLAIMS.md | {intensity[0]:.1f} FLOP/byte become {intensity[1]:.1f}, {intensity[2]:.1f}x
 {FAULT} | {ms[stage3]:.2f} ms, while the kernels
