@@ -3,12 +3,13 @@
 
 A PATH is a result file (<script>_summary.json), the directory of a run (its --profile-dir), or
 FILE.json/NAME for a run in a file of several, or a pattern; NAME=PATH names the row. Speed-up and
-memory change are over the first run. Where the numbers of processes differ, the scaling efficiency
-is the speed-up over the ratio of these numbers. Notes on stderr, above the table, name what
-differs: sizes, steps, precision, torch.compile, graphs, the device; and below it runs that were
-disturbed, whose mean step is much longer than the median. Runs of different models are refused. A
-run that went out of memory is a row of its own; one that failed is too, and then the exit status is
-1.
+memory change are over the first run, or over a run's own baseline where --compare-fusion measured
+both and both are given: then the speed-up is that of their turns, with its range. Where the numbers
+of processes differ, the scaling efficiency is the speed-up over the ratio of these numbers. Notes
+on stderr, above the table, name what differs: sizes, steps, precision, torch.compile, graphs, the
+device; and below it runs that were disturbed, whose mean step is much longer than the median. Runs
+of different models are refused. A run that went out of memory is a row of its own; one that failed
+is too, and then the exit status is 1.
 
 --csv has a row for each run with all that is known of it, whatever its outcome: sizes, each fusion
 as 0 or 1, precision, device, times, memory, kernels, launches and loss. A loop in the shell and
@@ -73,7 +74,7 @@ def compare(args: argparse.Namespace) -> int:
     runs = records.load_runs(args.runs)
     named = [(run.name, run.result) for run in runs]
     note(*records.differences(named))
-    rows = [records.beside(run, runs[0]) for run in runs]
+    rows = [records.beside(run, records.baseline_of(run, runs)) for run in runs]
     print(records.runs_table(runs, rows, not args.no_times), flush=True)
     if args.csv:
         write_csv(args.csv, csv_rows(rows, runs))

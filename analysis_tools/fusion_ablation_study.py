@@ -34,16 +34,22 @@ import _path
 
 from lab import records, study
 from lab.cli import Parser, ToolError, note, program, several
-from lab.script import add_script, load_script, parser_around, precision_of, script_arguments
+from lab.script import (
+    DEFAULT_SCRIPT,
+    add_script,
+    load_script,
+    parser_around,
+    precision_of,
+    script_arguments,
+)
 from lab.turns import graph_of
 
-SCRIPT = "tiny_llama_v2.py"
 KEYS = ("script", "argv", "batch_size", "precision", "side")  # of any row
 
 
 def build_parser() -> Parser:
-    parser = parser_around(__file__, __doc__, SCRIPT)
-    add_script(parser, SCRIPT)
+    parser = parser_around(__file__, __doc__, DEFAULT_SCRIPT)
+    add_script(parser, DEFAULT_SCRIPT)
     parser.add_flag("--all-combinations", "every set of the fusions")
     fusions = {"type": several(), "metavar": "A,B", "help": "that vary (default: what is new)"}
     parser.add_argument("--fusions", **fusions)

@@ -23,12 +23,11 @@ import _path
 
 from lab.cli import Parser, ToolError, positive, program
 from lab.records import read_study
-from lab.script import add_script, load_script, parser_around, script_arguments
+from lab.script import DEFAULT_SCRIPT, add_script, load_script, parser_around, script_arguments
 from lab.show import Column, cell, range_of_speeds, render
 from lab.study import SEARCH, check_failed, heading, measure_study, memory_mb, search
 from lab.turns import graph_of, speed, words_of
 
-SCRIPT = "tiny_llama_v2.py"
 TARGETS = {  # most samples per second, shortest step, fewest MB per sample: the smaller the better
     "throughput": lambda row: -row["samples_per_sec"],
     "latency": lambda row: row["batch_ms"],
@@ -38,8 +37,8 @@ GROWTH = 1.03  # more samples per second than by this factor is growth
 
 
 def build_parser() -> Parser:
-    parser = parser_around(__file__, __doc__, SCRIPT)
-    add_script(parser, SCRIPT)
+    parser = parser_around(__file__, __doc__, DEFAULT_SCRIPT)
+    add_script(parser, DEFAULT_SCRIPT)
     add, default = parser.add_argument, "(default: %(default)s)"
     part = {"type": positive(1), "default": 0.8, "metavar": "X"}
     add("--target-memory-usage", **part, help=f"part of memory {default}")

@@ -28,7 +28,7 @@ import _path
 
 from lab.cli import Parser, ToolError, documented_parser, note, program, say
 from lab.files import ROOT, below, read_json, write_text
-from lab.records import Run, checked_study, fused_in, load_run, runs_in
+from lab.records import Run, baseline_in_turns, checked_study, fused_in, load_run, runs_in
 from lab.script import mode_of, model_and_version, precision_of
 from lab.show import render
 from lab.study import beside_first, versions_columns
@@ -81,6 +81,19 @@ def study_panels(name: str, study: Mapping) -> Iterator[Panel]:
     for (choice, sizes), rows in groups.items():
         columns = versions_columns("version", rows)
         yield Panel(choice, f"{name}: {sizes}", render(columns, beside_first(rows), "html"))
+
+
+def pair_panels(runs: Sequence[tuple[str, Run]]) -> Iterator[tuple[Panel, Run, Run]]:
+    """A table for each run that --compare-fusion measured in turns with its baseline, and both."""
+    for name, run in runs:
+        if before := baseline_in_turns(run, [other for _, other in runs]):
+            batch = {"batch_size": run.result["training"]["batch_size"]}
+            sides = {"all off": before, "as chosen": run}
+            rows = [{"side": side, **batch, **each.row()} for side, each in sides.items()]
+            model, _ = model_and_version(run.result["script"])
+            choice = model, device_of(run.result), precision_of(run.result["training"])
+            table = render(versions_columns("side", rows), beside_first(rows), "html")
+            yield Panel(choice, f"{name}: in turns, by --compare-fusion", table), before, run
 
 
 def run_panels(runs: Sequence[tuple[str, Run]]) -> Iterator[Panel]:
@@ -145,7 +158,11 @@ def build(args: argparse.Namespace) -> int:
     for _, run in runs:
         if run.status == "failed":
             failed.append(f"{run.name} failed: {run.result.get('error')} ({run.path})")
-    panels += run_panels([(name, run) for name, run in runs if run.result["config"]])
+    runs = [(name, run) for name, run in runs if run.result["config"]]
+    pairs = [*pair_panels(runs)]
+    paired = [run for _, *both in pairs for run in both]
+    panels += [panel for panel, *_ in pairs]
+    panels += run_panels([(name, run) for name, run in runs if run not in paired])
     if not panels and not failed:
         places = ", ".join(map(str, args.paths))
         raise ToolError(f"{places}: no results in there that a table shows")

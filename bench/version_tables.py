@@ -1,6 +1,7 @@
 """The tables of bench/versions.py, from the result files of a device."""
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from bench.several_gpus import scaling_tables
 from bench.sizes import ALL_VERSIONS, MODES, VERSIONS, script_of
 from lab.cli import ToolError
 from lab.records import FLAG, Row, read_rows
+from lab.script import load_script
 from lab.show import Column, render, side_columns
 from lab.study import (
     Ablated,
@@ -178,9 +180,17 @@ def trunk_table(directory: Path) -> str:
     return render(columns, lines)
 
 
+def flags_named(side: str) -> list[str]:
+    """['x'] of 'only x' and of 'all but x', none of 'all' and 'none'."""
+    return re.findall(r"^(?:only|all but) (.+)", side)
+
+
 def ablation_tables(directory: Path, script: str) -> str:
-    """What is gained by each set of a version's fusions, and what each costs if it is left out."""
+    """What is gained by each set of a version's fusions, and what each costs if it is left out;
+    without the fusions that are no flag of it any longer."""
     rows = read_rows(directory / f"ablation_{script}.json", ("precision", "side"), kind=Ablated)
+    flags = {flag for flag, *_ in load_script(f"{script}.py").FUSIONS} if rows else ()
+    rows = [row for row in rows if all(flag in flags for flag in flags_named(row["side"]))]
     tables = [
         sets_table(", ".join(filter(None, (script, shape.partition(", ")[2]))), same)
         for shape, same in by_shape(rows).items()

@@ -121,6 +121,10 @@ MISTAKES = {
     "for @|MatMult": "the product of two tiles is tl.dot(a, b)",
     "argument: '?dtype": "tl.zeros needs a shape and a dtype: tl.zeros((BLOCK,), tl.float32)",
     "accumulator shape": "the third argument of tl.dot is a tile [M, N]: begin it with tl.zeros",
+    ("AssertionError: *$", r"tl\.dot"): (  # of Triton 3.7 and older, without a word
+        "the third argument of tl.dot is a tile [M, N]: begin it with tl.zeros, and add up in "
+        "float32"
+    ),
     "equal ranks >= 2|must be either 2D|inputs must be 2D": (
         "tl.dot takes tiles with two axes: their addresses are of the form m[:, None] * K + "
         "k[None, :]"
@@ -156,6 +160,9 @@ MISTAKES = {
     ),
     ("missing .*argument|unexpected keyword|multiple values|got an unexpected", r"\w\[.*\]\("): (
         "the launch must name each argument of the kernel once, in its order"
+    ),
+    "only 0-dimensional arrays": (
+        "Triton older than 3.7 does not know NumPy 2.4: python -m pip install 'numpy<2.4'"
     ),
 }
 

@@ -21,6 +21,7 @@ from lab.cli import ToolError, say
 from lab.files import read_json
 from lab.script import model_and_version, named_run, precision_of
 from lab.show import Column, ended, rate, render
+from lab.turns import ratios, spread
 
 HUGE = 1e300  # numbers from here on, infinity and NaN are no measurements
 
@@ -370,7 +371,7 @@ class Run:
     def status(self) -> str:
         return self.result["status"]
 
-    def number(self, group: str, key: str) -> float | None:
+    def number(self, group: str, key: str) -> float | list[float] | None:
         """A measured value, None if the run does not have it or did not finish."""
         return self.result.get(group, {}).get(key) if self.status == "ok" else None
 
@@ -664,8 +665,25 @@ def report_failed(runs: Iterable[Run]) -> int:
     return 1 if failed else 0
 
 
+def baseline_in_turns(run: Run, runs: Iterable[Run]) -> Run | None:
+    """The run that --compare-fusion measured in turns with this one, in its folder `baseline`."""
+    place = (run.path.parent / "baseline" / run.path.name).resolve()
+
+    def turns(one: Run) -> int:
+        return len(one.number("timing", "turns_ms") or ())
+
+    found = (other for other in runs if other.path.resolve() == place)
+    return next((other for other in found if turns(other) == turns(run) > 1), None)
+
+
+def baseline_of(run: Run, runs: Sequence[Run]) -> Run:
+    """The one that it was measured in turns with if that is there, otherwise the first."""
+    return baseline_in_turns(run, runs) or runs[0]
+
+
 def beside(run: Run, baseline: Run) -> dict:
-    """The numbers of a run as a row, None where there is none or the run did not finish."""
+    """The numbers of a run as a row, None where there is none or the run did not finish. Where both
+    took turns the speed-up is the median of theirs, as --compare-fusion prints it."""
     row: dict = {
         "configuration": run.name,
         "script": run.result.get("script"),
@@ -678,6 +696,10 @@ def beside(run: Run, baseline: Run) -> dict:
         return row[key] / base if row[key] is not None and base else None
 
     speedup, memory = ratio("samples_per_sec"), ratio("peak_mb")
+    row["in_turns"] = None
+    if speedup and baseline_in_turns(run, [baseline]):
+        turns = ratios(baseline.result["timing"], run.result["timing"])
+        speedup, row["in_turns"] = statistics.median(turns), spread(turns)
     row["speedup"] = speedup
     row["processes"] = row["processes"] or 1  # files of an earlier core do not say
     alone = baseline.number("training", "processes") or 1
@@ -692,12 +714,15 @@ def renamed(sides: Mapping[str, Run]) -> list[Run]:
 
 def runs_section(sides: Mapping[str, Run]) -> str:
     """The table of these runs beside the first of them, and what to know about it."""
-    runs, alone = renamed(sides), "Each run was measured by itself."
+    runs = renamed(sides)
+    rows = [beside(run, baseline_of(run, runs)) for run in runs]
     bad = [run for run in runs if run.status != "ok"]
     notes = [*unsteady(runs), *(f"{r.name} did not finish: {r.result.get('error')}" for r in bad)]
-    parts = [runs_table(runs, [beside(run, runs[0]) for run in runs])]
+    parts = [runs_table(runs, rows)]
     parts += ["\n".join(f"- note: {note}" for note in notes)] if notes else []
-    parts.append(f"{alone} `--compare-fusion` of a script measures both sides in turns.")
+    if not any(row["in_turns"] for row in rows):
+        alone = "Each run was measured by itself."
+        parts.append(f"{alone} `--compare-fusion` of a script measures both sides in turns.")
     return "\n\n".join(parts)
 
 
@@ -715,6 +740,7 @@ def runs_table(runs: Sequence[Run], rows: Sequence[dict], times: bool = True) ->
     of_times = [
         Column("samples/sec", lambda row: ended(row) or rate(row["samples_per_sec"])),
         Column("speed-up", "speedup", ".2f", "x"),
+        *where_measured(Column("in turns", "in_turns")),
         *[Column("scaling efficiency", "scaling_efficiency_percent", ".1f", " %")] * scaled,
         Column("ms per step", "batch_ms", ".2f"),
         *where_measured(*(Column(f"{phase} ms", f"{phase}_ms", ".2f") for phase in PHASES)),

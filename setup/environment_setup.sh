@@ -173,7 +173,11 @@ install_failed() {
 }
 
 if [[ -z $torch && -z $index_url ]]; then
-    run "${pip[@]}" install -r "$requirements" || install_failed
+    cpu_build=()
+    if [[ $track == cpu ]]; then # other builds bring CUDA's libraries, gigabytes that nothing here would use
+        mapfile -t cpu_build < <("$python" "$checks" cpu-build "$requirements")
+    fi
+    run "${pip[@]}" install -r "$requirements" "${cpu_build[@]}" || install_failed
 else
     questions=("$python")
     if [[ -z $torch ]]; then

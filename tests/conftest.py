@@ -21,6 +21,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 
 if not torch.cuda.is_available():
@@ -38,6 +39,14 @@ from lab.accuracy import (  # noqa: E402
     least_limit,
     values_of,
 )
+
+
+def triton_before(release: str) -> bool:
+    """Is the Triton that is here older?"""
+    import triton
+
+    return Version(triton.__version__) < Version(release)
+
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where kernels run

@@ -50,7 +50,7 @@ def make(tmp_path: Path) -> Callable[..., Path]:
                 value = {k: v for k, v in (result[key] | value).items() if v is not None}
             result[key] = value
         directory = tmp_path / name
-        directory.mkdir(parents=True)
+        directory.mkdir(parents=True, exist_ok=True)
         (directory / "tiny_llama_v2_summary.json").write_text(json.dumps(result))
         return directory
 
@@ -73,6 +73,17 @@ def test_comparison_has_the_numbers_of_the_result_files(make):
     assert row["final loss"] == f"{result['loss']['curve'][-1]:.4f}"
     found = row["peak MB"], row["speed-up"], row["memory change"]
     assert found == ("60.0", "4.00x", "-25.0 %")
+
+
+def test_a_run_is_beside_the_baseline_that_it_took_turns_with(make):
+    """As --compare-fusion leaves them; by the means of the steps it would be 1.91x."""
+    sides = (("a/baseline", [20.0, 20.0, 90.0]), ("a", [10.0, 10.0, 48.0]), ("alone", [5.0]))
+    before, after, alone = (
+        make(name, speed=3e3 / sum(turns), timing={"turns_ms": turns}) for name, turns in sides
+    )
+    row = table_of(call(compare_runs, alone, before, after)[1])[2]
+    assert (row["speed-up"], row["in turns"]) == ("2.00x", "1.88x to 2.00x, too few turns to tell")
+    assert "in turns" not in table_of(call(compare_runs, alone, after)[1])[1]
 
 
 def test_runs_that_did_not_finish_are_rows_without_ratios(make):
@@ -140,6 +151,19 @@ def test_a_sweep_is_a_row_for_each_run_whatever_its_outcome(make, tmp_path):
 
 
 # plot_runs.py
+
+
+def test_speed_up_is_plotted_over_what_took_turns(make, tmp_path):
+    for length, turns in ((32, [20.0, 30.0]), (64, [30.0, 50.0])):
+        make(f"len_{length}/baseline", seq_len=length, timing={"turns_ms": turns})
+        make(f"len_{length}", seq_len=length, timing={"turns_ms": [10.0, 10.0]})
+    picture = tmp_path / "speedup.png"
+    status, out, _ = call(plot_runs, "speedup", f"all={tmp_path}/len_*", "--output", picture)
+    found = [(row["sequence length"], row["all"]) for row in table_of(out)]
+    assert (status, found) == (0, [("32", "2.50x"), ("64", "4.00x")])
+    assert picture.stat().st_size > 5_000
+    alone = f"all={make('alone', timing={'turns_ms': [10.0]})}"
+    assert_refused(call(plot_runs, "speedup", alone), "no baseline took turns with it")
 
 
 def test_memory_plot_and_table_show_the_same(make, tmp_path, monkeypatch):

@@ -75,6 +75,18 @@ def test_a_study_has_a_table_for_each_size_and_group(tmp_path):
     assert (third["title"][-7:], len(cells(third))) == ("group 2", 2)
 
 
+def test_what_took_turns_is_a_pair_with_its_ratio(tmp_path):
+    run = json.loads((RESULTS / "cpu/tiny_llama_v2_readme.json").read_text())
+    for folder, turns in (("a/baseline", (20.0, 30.0)), ("a", (10.0, 10.0))):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        timing = {"batch_ms": 10.0, "turns_ms": [*turns]}
+        written(tmp_path / folder, "tiny_llama_v2_summary.json", {**run, "timing": timing})
+    assert call(dashboard, tmp_path, "--output", tmp_path / "page.html")[::2] == (0, "")
+    (panel,) = page_in(tmp_path / "page.html")
+    assert panel["title"].endswith("in turns, by --compare-fusion")
+    assert cells(panel)[2][0] == "as chosen" and "2.50x" in cells(panel)[2]
+
+
 def test_single_runs_have_no_ratios_and_one_that_failed_fails(tmp_path):
     run = json.loads((RESULTS / "cpu/tiny_llama_v2_readme.json").read_text())
     for name, more in (("a", {}), ("b", {"status": "failed", "error": "the loss became nan"})):

@@ -13,7 +13,7 @@ from torch import Tensor
 A3M, CIF = ROOT / "examples" / "bpti.a3m", ROOT / "examples" / "bpti.cif"
 LETTERS = "ARNDCQEGHILKMFPSTWYV"  # AlphaFold's order of the amino acids; then unknown, gap and mask
 UNKNOWN, GAP, MASK = 20, 21, 22
-OPENFOLD = "tiny_openfold_v2"  # the other versions have the same data, which test_harness.py shows
+OPENFOLD = "tiny_openfold_v2"  # the other versions have the same data, which test_core.py shows
 
 
 def synthetic(**sizes: int) -> dict[str, Tensor]:

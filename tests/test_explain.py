@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from conftest import ROOT, call, with_mistakes
+from conftest import ROOT, call, triton_before, with_mistakes
 
 from exercises.explain import explaining
 
@@ -173,12 +173,12 @@ for name, file in json.load(sys.stdin).items():
         tile = "BLOCK_K" in kernel.arg_names
         sizes = {"n", "rows", "M", "N", "K"} | ({"C"} if not tile else set())
         signature, constants = {}, {}
-        for number, parameter in enumerate(kernel.params):
+        for parameter in kernel.params:
             kind = "i32" if parameter.name in sizes | {"BLOCK"} else "*fp16" if tile else "*fp32"
             signature[parameter.name] = "fp32" if parameter.name == "eps" else kind
             if parameter.is_constexpr:
                 signature[parameter.name] = "constexpr"
-                constants[(number,)] = 16
+                constants[parameter.name] = 16
         source = ASTSource(kernel, signature, constants)
         triton.compile(source, target=GPUTarget("cuda", 90, 32))
         print(json.dumps([name, "it compiles"]))
@@ -237,6 +237,8 @@ LONG = {
 def test_a_mistake_in_a_kernel_of_ones_own(checker, mistake, tmp_path):
     from exercises.tiny_llama_v3 import check_custom_kernel
 
+    if mistake == mistakes(OWN)["own seed"] and triton_before("3.3"):
+        pytest.skip("Triton 3.2 takes the address for the seed, and says nothing")
     folder, (right, wrong) = Path(check_custom_kernel.__file__).parent, mistake.code
     right = LONG.get(right, right)
     text = (folder / "custom_kernel_solution.py").read_text()

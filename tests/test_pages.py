@@ -4,8 +4,10 @@ results, the tables of claims and of names name what exists. And the results the
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
+from collections import defaultdict
 
 import pytest
 import torch
@@ -148,3 +150,18 @@ def test_the_totals_in_architecture_are_counted(script):
     assert f"**{sum(parameter.numel() for parameter in model.parameters()):,}**" in text
     whole = counter.get_total_flops() / 1e9
     assert f"**{forward / 1e9:.3f}** | **{whole:.3f}**" in text
+
+
+def test_times_of_one_step_agree_in_all_tables():
+    """Within what RESULTS.md says of tables."""
+    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/RESULTS.md")]
+    said = re.search(r"in two tables differ by up to (\d+) %", "".join(pages))
+    times = defaultdict(set)
+    for row in itertools.chain(*map(rows_in, pages)):
+        head, label = next(iter(row.items()))
+        shape = label if label.startswith("tiny_") else f"{head}, {label}"
+        for column, text in row.items():
+            if re.fullmatch(r"V\d, ms", column) and re.match(r"tiny_\w+, \w+, \w+$", shape):
+                times[shape, column].add(float(text))
+    assert max(map(len, times.values())) > 2
+    assert all(max(ms) <= (1 + int(said[1]) / 100) * min(ms) for ms in times.values()), times

@@ -34,7 +34,7 @@ ROCMINFO = """cat <<END
   Name:                    gfx90a
       Name:                    amdgcn-amd-amdhsa--gfx90a:sramecc+:xnack-
 END"""
-TORCH = "torch>=2.6,<2.14"
+TORCH = "torch>=2.6"
 REST = ["numpy", "matplotlib>=3.8"]
 HIP, CUDA = ("2.9.1+rocm6.4", "6.4.43484", None), ("2.9.1+cu128", None, "12.8")
 CPU = ("2.9.1", None, None)
@@ -128,7 +128,8 @@ class Machine:
     def setup(self, *argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run environment_setup.sh."""
         kept = {k: v for k, v in os.environ.items() if k not in VARIABLES and "CONDA" not in k}
-        ours = {"PATH": str(self.bin), "ROCM_PATH": str(self.path / "rocm"), "PIP_NO_INDEX": "1"}
+        ours = {"PATH": str(self.bin), "ROCM_PATH": str(self.path / "rocm")}
+        ours |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
         options = {"env": {**kept, **ours, **variables}, "cwd": self.path, "timeout": 120}
         command = [shutil.which("bash"), str(self.repository / "setup/environment_setup.sh"), *argv]
         return subprocess.run(command, capture_output=True, text=True, **options)
@@ -170,6 +171,17 @@ def test_cpu_track_installs_the_requirements_file_or_takes_pytorch_from_an_index
     _, torch, rest = machine.commands("--index-url", "https://example.org/whl")
     assert torch[3:] == ["install", "--index-url", "https://example.org/whl", TORCH]
     assert rest[-3:] == ["triton", *REST]
+
+
+def test_cpu_track_takes_the_newest_cpu_build_of_the_index(machine):
+    """Not the CUDA build, however new, and with --dev one that the tests run with."""
+    versions = "2.15.0, 2.14.1+cpu, 2.14.1, 2.13.0+cpu, 2.9.1+cpu, 2.5.1+cpu"
+    for name, text in (("__init__", ""), ("__main__", f"print('Available versions: {versions}')")):
+        write_program(machine.site / f"pip/{name}.py", text)
+    machine.add_python(machine.site)
+    assert machine.commands()[-1][-1] == "torch==2.14.1+cpu"
+    assert machine.commands("--dev")[-1][-1] == "torch==2.13.0+cpu"
+    assert machine.commands("--track", "nvidia")[-1][-1].endswith("requirements.txt")
 
 
 @pytest.mark.parametrize(("track", "build"), [("rocm", HIP), ("nvidia", CUDA), ("cpu", HIP)])
@@ -349,6 +361,23 @@ def test_torch_that_cannot_be_used_is_a_row(site, build, track, reason):
     states = [report.rows[name]["state"] for name in ("training step", "numpy")]
     assert states == ["-", "ok"], "the rest is still looked at"
     site.validate("test_profiling_tools", track).has("MISSING", "torch.profiler")
+
+
+def test_a_release_that_was_not_tried_passes_with_a_note(site):
+    """CONTRIBUTING.md has the list of those that were."""
+    checks = importlib.import_module("checks")
+    rows = re.findall(
+        r"^\| ([\d.]+) \| ([\d.]+)", (ROOT / "docs/CONTRIBUTING.md").read_text(), re.MULTILINE
+    )
+    for name, releases in zip(("torch", "triton"), zip(*rows, strict=True), strict=True):
+        releases = sorted(releases, key=checks.release)
+        tried = tuple(".".join(map(str, checks.release(release)[:2])) for release in releases)
+        assert checks.TRIED[name] == (tried[0], tried[-1])
+    answers = {"torch": {"version": "2.99.0+rocm9.1", "hip": "9.1", "cuda": None}}
+    row = checks.torch_check(answers, "rocm")
+    assert (row.state, row.mend) == ("ok", "")
+    assert row.found.endswith("ROCm 9.1 build (not tried: 2.6 to 2.15 were)")
+    assert checks.not_tried("triton", "3.6.0") == "" == checks.not_tried("torch", "2.15.1")
 
 
 @pytest.fixture

@@ -9,6 +9,8 @@ For environment_setup.sh:
   python checks.py track           the track of this machine, and why
   python checks.py torch TRACK     the version of PyTorch, or nothing; status 1 if it cannot be used
   python checks.py missing FILE    what FILE requires and this Python does not meet, a line each
+  python checks.py cpu-build FILE  the newest CPU build of PyTorch that pip finds and FILE allows,
+                                   as a requirement, or nothing
 """
 
 from __future__ import annotations
@@ -38,9 +40,12 @@ from lab.files import ROOT
 from lab.show import Column, render
 
 REQUIREMENTS = ROOT / "requirements.txt"
+# Oldest and newest release that the tests ran with (docs/CONTRIBUTING.md); others pass with a note.
+TRIED = {"torch": ("2.6", "2.15"), "triton": ("3.2", "3.9")}
 TRACKS = ("cpu", "nvidia", "rocm")
 KFD = Path("/dev/kfd")  # the device file of AMD's compute driver
 TOOL_TIMEOUT = 30  # seconds; tools that only print what they find
+INDEX_TIMEOUT = 60  # seconds; pip asks its package indexes
 CHILD_TIMEOUT = 300  # seconds; importing PyTorch from a network file system can take a minute
 COMPARE = {">=": operator.ge, "<=": operator.le, "==": operator.eq, "!=": operator.ne}
 COMPARE |= {">": operator.gt, "<": operator.lt}
@@ -121,6 +126,30 @@ def missing_requirements(path: Path) -> list[str]:
 def requirement(name: str) -> Requirement:
     """The line of requirements.txt for this package."""
     return next(need for need in read_requirements(REQUIREMENTS) if need.name == name)
+
+
+def not_tried(name: str, version: str) -> str:
+    """A note on a release of torch or triton outside of those that were tried, '' for one of
+    them."""
+    oldest, newest = TRIED[name]
+    minor = release(version)[:2]
+    if not minor or release(oldest) <= minor <= release(newest):
+        return ""
+    return f" (not tried: {oldest} to {newest} were)"
+
+
+def newest_cpu_build(path: Path) -> str:
+    """The newest CPU build of PyTorch that pip's indexes have and the file allows, as pip takes it;
+    '' without one, or where pip cannot tell."""
+    command = [sys.executable, "-m", "pip", "index", "versions", "torch"]
+    text, _ = run_program(command, INDEX_TIMEOUT)
+    needs = [need for need in read_requirements(path) if need.name == "torch"]
+    builds = [
+        build
+        for build in re.findall(r"(?<![\w.])\d[\d.]*\+cpu\b", text)
+        if all(in_bounds(build, need.bounds) for need in needs)
+    ]
+    return f"torch=={max(builds, key=release)}" if builds else ""
 
 
 # Tools and child processes
@@ -351,10 +380,16 @@ def check(
     return Check(what, state, one_line(found), needed_for, "" if good else mend)
 
 
+def torch_found(torch: dict) -> str:
+    """'2.9.1+rocm6.4, ROCm 6.4.43484 build', with a note if that release was not tried."""
+    version = torch["version"]
+    return f"{version}, {build_name(torch)} build{not_tried('torch', version)}"
+
+
 def torch_check(answers: dict, track: str) -> Check:
     """The row of the PyTorch that a child process found."""
     problem = torch_problem(answers, track)
-    found = problem or f"{answers['torch']['version']}, {build_name(answers['torch'])} build"
+    found = problem or torch_found(answers["torch"])
     return check("torch", not problem, found, "everything", torch_command(problem, track))
 
 
@@ -443,6 +478,9 @@ def main(question: str, about: str = "") -> int:
     """What environment_setup.sh asks."""
     if question == "torch":
         return usable_torch(about)
+    if question == "cpu-build":
+        print(newest_cpu_build(Path(about)), end="")
+        return 0
     found = detect_track() if question == "track" else missing_requirements(Path(about))
     print(*found, sep=" " if question == "track" else "\n")
     return 0

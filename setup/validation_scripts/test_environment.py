@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Check that the version scripts can run here: Python, PyTorch, Triton, a GPU, memory and disk
-space.
+"""Check that the version scripts can run here: Python, PyTorch, Triton, a GPU, other packages, and
+whether results can be written.
 
 Examples:
   python setup/validation_scripts/test_environment.py
@@ -62,6 +62,12 @@ def module_version(name: str) -> str:
     return str(getattr(importlib.import_module(name), "__version__", "version unknown"))
 
 
+def triton_version() -> str:
+    """Triton's version, with a note if that release was not tried."""
+    version = module_version("triton")
+    return version + checks.not_tried("triton", version)
+
+
 def help_of(script: Path) -> int:
     """Length of what `script --help` prints; anything but status 0 is an error."""
     with contextlib.redirect_stdout(io.StringIO()) as text:
@@ -81,7 +87,7 @@ def probe(device: str, scripts: list[str]) -> None:
     checks.answer_with("torch", checks.describe_torch)
     checks.answer_with("step", lambda: train_step(device))
     checks.answer_with("gpus", list_gpus)
-    checks.answer_with("triton", lambda: module_version("triton"))
+    checks.answer_with("triton", triton_version)
     for script in scripts:
         checks.answer_with(script, lambda script=script: help_of(Path(script)))
 
