@@ -63,7 +63,7 @@ def test_a_copied_file_says_what_a_flag_needs(script: str, argv: str, file: str,
     done = run_copy(tmp_path / "mine.py", *words(argv), script=script)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("mine.py: ")]
     assert (done.returncode, "Traceback" in done.stderr) == (4, False), done.stderr
-    assert re.fullmatch(rf"mine\.py: error: .+ needs {file}\b.* beside this script", line)
+    assert re.fullmatch(rf"mine\.py: error: .+ needs {file}\b.*", line)
 
 
 @pytest.mark.parametrize(("script", "name"), [(SCRIPT, "x (1)"), ("tiny_llama_v3", "3-mine")])
