@@ -4,7 +4,9 @@ checked here, once for all readers.
 A kernel ends after it starts, lies within its trace, and does not run over the next one of its
 stream. Profilers write files where that is not so: an end that was never recorded, one that
 belongs to a later kernel, timestamps that a spreadsheet has rounded. Kernels without a valid time
-are left out, those that end too late are shortened, and a note on stderr counts both.
+are left out, those that end too late are shortened, and a note on stderr counts both. Where only
+the hardware queue of a kernel is known, on which the kernels of several streams run side by side,
+one is shortened only if it ends when all the others are long over.
 """
 
 from __future__ import annotations
@@ -27,12 +29,15 @@ from lab.files import reads
 THOUSANDS = re.compile(r"[+-]?\d{1,3}([,' ]\d{3})+(\.\d*)?")
 NAME, START, END = "Kernel_Name", "Start_Timestamp", "End_Timestamp"
 # What tells streams apart, where a tool writes it; with none of these all kernels are in one. The
-# first row are columns of CSV files, the second of rocpd's view `kernels`.
+# first row are columns of CSV files, the second of rocpd's view `kernels`, whose version 4.1 has
+# another name for the agent.
 STREAM = (
-    *("Guid", "Process_Id", "Agent_Id", "GPU_ID", "Queue_Id", "Stream_Id"),
-    *("guid", "pid", "agent_abs_index", "queue_id", "stream_id"),
+    *("Guid", "Process_Id", "Agent_Id", "GPU_ID", "Stream_Id"),
+    *("guid", "pid", "agent_abs_index", "agent_absolute_index", "stream_id"),
 )
-HOUR_NS = 3600 * 10**9  # no kernel takes longer; where a start is 0, it seems to
+QUEUES, STREAMS = {"Queue_Id", "queue_id"}, {"Stream_Id", "stream_id"}
+SECOND_NS = 10**9
+HOUR_NS = 3600 * SECOND_NS  # no kernel takes longer; where a start is 0, it seems to
 
 
 class Dispatch(NamedTuple):
@@ -53,9 +58,11 @@ def valid_ends(
     last: float = math.inf,
     longest: float = HOUR_NS,
     slack: float = 0.0,
+    queues: bool = False,
 ) -> list[float | None]:
     """The end of each (start, end, stream), at most `last` and the next start; None if not
-    valid."""
+    valid. Of `queues` in place of streams, the next start counts for those alone that end behind
+    `last`."""
     ends: list[float | None] = [None] * len(spans)
     following: dict[Hashable, tuple[float, float]] = {}  # the earliest start so far, and the next
     known = [i for i, (start, end, _) in enumerate(spans) if None not in (start, end)]
@@ -65,11 +72,22 @@ def valid_ends(
             continue
         earliest, after = following.get(stream, (math.inf, math.inf))
         after = after if start == earliest else earliest
-        if end > after + slack:
+        if end > after + slack and (not queues or end > last):
             end = after
         if (end := min(end, last)) - start <= longest:
             ends[index], following[stream] = end, (start, after)
     return ends
+
+
+def latest_end(
+    spans: Sequence[tuple[float, float, Hashable]], others: Sequence[float], second: float
+) -> float:
+    """When everything must have ended, judged by the starts of all kernels and by `others`, moments
+    between which there was something else. A kernel that goes on by ten times that time, and by a
+    second, has another one's end; only what starts before the rest is over can be judged."""
+    last = max([*others, *(start for start, *_ in spans)])
+    longest = last + max(second, 10 * (last - min([*others, *(start for start, *_ in spans)])))
+    return last if any(end > longest and start < last for start, end, _ in spans) else math.inf
 
 
 def say_changes(source: object, total: int, left_out: int, shortened: int) -> None:
@@ -86,7 +104,11 @@ def say_changes(source: object, total: int, left_out: int, shortened: int) -> No
 
 def checked(dispatches: Sequence[Dispatch], source: object) -> list[Dispatch]:
     """Those with a valid time, in their order; a ToolError if there are some, but none is valid."""
-    ends = valid_ends([(d.start, d.end, d.stream) for d in dispatches])
+    spans = [(d.start, d.end, d.stream) for d in dispatches]
+    queues = any(QUEUES & {*d.row.cells} and not STREAMS & {*d.row.cells} for d in dispatches)
+    known = [span for span in spans if None not in span]
+    last = latest_end(known, (), SECOND_NS) if known and queues else math.inf
+    ends = valid_ends(spans, last, queues=queues)
     both = [(d, end) for d, end in zip(dispatches, ends, strict=True) if end not in (None, d.start)]
     if dispatches and not both:
         raise ToolError(f"{source}: none of its kernels has a valid start and end")
