@@ -258,17 +258,23 @@ class Kernel:
 
 def load_trace(path: Path) -> list[dict]:
     """The events, checked, of a trace of the PyTorch profiler; ToolError if it is none."""
+    return read_trace(path)["traceEvents"]
+
+
+def read_trace(path: Path) -> dict:
+    """What is in a trace of the PyTorch profiler, its events checked; ToolError if it is none."""
     try:
         content = reads(path).read_bytes()
         if content[:2] == b"\x1f\x8b":
             content = gzip.decompress(content)
-        events = trace_json(content.decode("utf-8-sig", "replace"))["traceEvents"]
+        content = trace_json(content.decode("utf-8-sig", "replace"))
+        events = content["traceEvents"]
         if not all(isinstance(event, dict) for event in events):
             raise TypeError("its events are no objects")
     except (EOFError, zlib.error, gzip.BadGzipFile, ValueError, LookupError, TypeError) as error:
         what = "not a trace of the PyTorch profiler, or cut off"
         raise ToolError(f"{path}: {what} ({error})") from error
-    return check_events(events, path)
+    return content | {"traceEvents": check_events(events, path)}
 
 
 def trace_json(text: str) -> dict:
