@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from analysis_tools import find_fusions
+from bench import others_traces
 from lab.cli import ToolError
 from lab.fusions import record, trace
 from lab.fusions.groups import Finding
@@ -157,6 +158,30 @@ def test_in_a_backward_pass_the_tensors_of_the_forward_pass_are_read(tmp_path: P
     assert last.phase == before.phase == "backward"
     assert loss.writes[0] in last.reads and second.writes[0] in last.reads
     assert last.writes[0] in before.reads and first.writes[0] in before.reads
+
+
+def test_errors_are_those_of_kernels_that_told_nothing(tmp_path: Path, capsys):
+    """A kernel that takes twice as long as its bytes say is off by half, and changes no other."""
+    paths = []
+    for name in ("one", "two"):
+        writer = Writer()
+        for rows in ROWS:
+            chain(writer, [rows, 2048])
+        writer.call("aten::neg", 2 * us(2 * SIZE), SHAPE)
+        paths.append(str(written(tmp_path / f"{name}__1.json.gz", writer)))
+    result = tmp_path / "result.json"
+    assert others_traces.main([str(result), *paths]) == 0
+    printed = capsys.readouterr().out
+    rows = json.loads(result.read_text())["rows"]
+    assert [(row["model"], row["kernels"]) for row in rows] == [
+        ("one", 10),
+        ("two", 10),
+        ("all", 20),
+    ]
+    assert all(row["error_percent"] < 2 for row in rows)
+    assert rows[0]["time_off_percent"] < -5
+    assert others_traces.main([str(result), "--table"]) == 0
+    assert capsys.readouterr().out == printed
 
 
 def test_what_is_no_trace_of_a_gpu_with_shapes_is_one_line(tmp_path: Path):

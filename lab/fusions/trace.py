@@ -225,10 +225,10 @@ def access_of(tensors: Iterable[Tensor]) -> str:
     return "straight"
 
 
-def law_of(kernels: Sequence[Streaming]) -> tuple[float, float, list[float]]:
+def law_of(kernels: Sequence[Streaming]) -> tuple[float, float, dict[tuple, float]]:
     """Microseconds of a kernel that moves nothing, and GB/s, with which the logarithms of all times
-    are least off, each operator and size once; and how far off each kernel would be (of 1) if both
-    came from the others."""
+    are least off, each operator and size once; and how long these would take if both came from the
+    others."""
     times: dict[tuple, list[float]] = defaultdict(list)
     for kernel in kernels:
         times[kernel[:3]].append(kernel.us)
@@ -240,9 +240,8 @@ def law_of(kernels: Sequence[Streaming]) -> tuple[float, float, list[float]]:
     off = (law / us).log().abs()
     least, rate = divmod(int(off.sum(-1).argmin()), len(RATE))
     best = (off.sum(-1)[:, None] - off).argmin(0)
-    others = zip(law.gather(0, best[None])[0].tolist(), times.values(), strict=True)
-    errors = [abs(other / us - 1) for other, each in others for us in each]
-    return float(LEAST[least]), float(RATE[rate]), errors
+    others = law.gather(0, best[None])[0].tolist()
+    return float(LEAST[least]), float(RATE[rate]), dict(zip(times, others, strict=True))
 
 
 def processes_of(path: Path) -> list[tuple[Recorded, list[Streaming], str]]:
@@ -277,13 +276,14 @@ def from_trace(path: Path) -> tuple[str, Recorded, Rates, list[str]]:
     recorded, streaming, device = processes[busy.index(max(busy))]
     straight = [kernel for kernel in streaming if kernel.access == "straight"]
     try:
-        least, rate, errors = law_of(straight)
+        least, rate, others = law_of(straight)
     except ToolError as error:
         raise ToolError(f"{path}: {error}") from error
     tflops: dict[str, float] = {}
     for o in recorded.operators:
         if o.flop and o.us:
             tflops[o.dtype] = max(tflops.get(o.dtype, 0.0), o.flop / o.us / 1e6)
+    errors = [abs(others[kernel[:3]] / kernel.us - 1) for kernel in straight]
     off = f"median error {100 * statistics.median(errors):.0f} %"
     remarks = [
         "a trace does not tell which memory is read: each reads the last results of its forms",
