@@ -67,7 +67,7 @@ def ns_of_rocprofv3(folder: Path) -> dict[str, int]:
 
 def ns_of_counters(folder: Path) -> dict[str, int]:
     found: dict[str, int] = {}
-    for dispatch in read_counters(folder / "pmc_perf.csv")[1]:
+    for dispatch in read_counters([folder / "pmc_perf.csv"])[1]:
         found[dispatch.name] = found.get(dispatch.name, 0) + dispatch.end - dispatch.start
     return found
 
