@@ -354,6 +354,16 @@ def test_the_first_model_is_read_without_what_is_no_protein():
     assert note == "chain A: 1 of 23 residues have no coordinates"
 
 
+@pytest.mark.parametrize("place", [5, 21])
+def test_a_modified_residue_behind_a_ter_is_of_its_chain(place: int):
+    """Inside of the chain or at its end; a ligand, even of the next number, is not."""
+    before, after = (chain_of(QUERY, i, i) for i in (WHOLE[:place], WHOLE[place + 1 :]))
+    modified = residue("MSE", place, place).replace("ATOM  ", "HETATM")
+    ligand = residue("E", place + 30, 23).replace("ATOM  ", "HETATM")
+    sequence = f"{QUERY[:place]}M{QUERY[place + 1 :]}"
+    check(f"{before}TER\n{modified}TER\n{after}TER\n{ligand}", sequence, WHOLE)
+
+
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
