@@ -306,18 +306,16 @@ class Finding:
             if any(self.gone.get(leaf, last) < last for leaf in leaves):
                 continue  # something of it has changed in place by then
             # of a tensor of which a group takes a part, it computes that part
-            extra = {
-                g: {k: c * g.reads[key] // count for k, c in leaves.items() if k not in g.reads}
-                for g in others
-            }
-            now = count + sum(g.reads[key] for g in others)
-            if sum(sum(more.values()) for more in extra.values()) < now:
+            extra = {g: {k: c * g.reads[key] // count for k, c in leaves.items()} for g in others}
+            more = sum(max(0, c - g.reads.get(k, 0)) for g in others for k, c in extra[g].items())
+            if more < count + sum(g.reads[key] for g in others):
                 del group.keeps[key]
                 self.again += [o for o in group.members if o.source][:1]
                 certain |= leaves.keys()
                 for other in others:
                     del other.reads[key]
-                    other.reads |= extra[other]
+                    for leaf, wanted in extra[other].items():
+                        other.reads[leaf] = max(wanted, other.reads.get(leaf, 0))
                     for leaf in leaves:
                         self.users[leaf].add(other)
                 self.users[key] -= others

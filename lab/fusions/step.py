@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import math
 import re
@@ -255,6 +256,7 @@ def count(build: Callable[[], Step], run: str = "") -> tuple[Step, Recorded]:
         if run == "fake":
             raise ToolError(f"it cannot be looked at without running it: {reason}", status=1)
         note(f"{reason}: the step is really taken on this CPU, twice; {estimate(build)}")
+    gc.collect()  # what the attempts before have left, such as workers of a DataLoader
     step, recorded = counted(build)
     recorded.run = "real"
     return step, recorded
@@ -282,8 +284,9 @@ def needs_values(error: BaseException) -> str:
 
 
 @contextmanager
-def faked() -> Iterator[None]:
-    """Tensors without values: nothing is computed, and no kernel launched."""
+def faked(eager: bool = False) -> Iterator[None]:
+    """Tensors without values: nothing is computed, and no kernel launched. What torch.compile would
+    make is refused, or with `eager` runs as it was written."""
     from torch._dynamo import eval_frame
 
     def refuse(callback: object) -> object:
@@ -295,19 +298,27 @@ def faked() -> Iterator[None]:
     # V4's optimizer compares places in memory, and a fake tensor has none.
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
     compiled = mock.patch.object(eval_frame, "_callback_from_stance", refuse)
+    compiled = torch.compiler.set_stance("force_eager") if eager else compiled
     launches = patched(KERNELS, lambda launcher, *_: lambda *args, **named: None)
     with FakeTensorMode(allow_non_fake_inputs=True), launches, compiled:
         yield
 
 
 class MadeUp(TorchDispatchMode):
-    """Answers what asks for values: 1, and all elements."""
+    """Answers what asks for values: a number with 1, a question with no and yes in turn, what there
+    is of something with all of it."""
+
+    answers = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = getattr(function, "overloadpacket", function).__name__
         x, mask = args[0] if args else None, args[1] if len(args) > 1 else None
         if name == "_local_scalar_dense":
-            return 1.0 if x.dtype.is_floating_point else x.dtype == torch.bool or 1
+            self.answers += 1
+            if self.answers > 10_000:
+                raise RuntimeError("a loop that made up values do not end")
+            asked = x.dtype == torch.bool
+            return self.answers % 2 == 0 if asked else 1.0 if x.is_floating_point() else 1
         if name == "equal":
             return True
         if name == "nonzero":
@@ -322,7 +333,7 @@ class MadeUp(TorchDispatchMode):
 def estimate(build: Callable[[], Step]) -> str:
     """How long two real steps take on this CPU, with answers that are made up."""
     try:
-        with faked(), torch.compiler.set_stance("force_eager"), MadeUp():
+        with faked(eager=True), MadeUp():
             recorded = counted(build)[1]
     except Exception:
         return "how long that takes cannot be told before"
