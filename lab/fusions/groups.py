@@ -526,7 +526,7 @@ class Finding:
         for cluster, fused in zip(self.clusters, self.fused, strict=True):
             members = [operator for group in cluster for operator in group.members]
             now = {what: sum(getattr(o, what) for o in members) for what in WHAT}
-            if now == fused:
+            if cluster[0].kind != "stream" or now == fused:
                 continue
             members.sort(key=lambda operator: operator.call)
             called = [*{operator.call: operator.name for operator in members}.values()]
@@ -538,9 +538,10 @@ class Finding:
             row = rows.setdefault((*called, *names.values()), names | dict.fromkeys(sums, 0))
             for key, value in sums.items():
                 row[key] += value
-        key = "us" if self.timed else "bytes"
+        timed = self.rates is not NO_RATES
+        key = "us" if timed else "bytes"
         best = sorted(rows.values(), key=lambda row: row[f"{key}_fused"] - row[f"{key}_now"])
-        return best if self.timed else [{**row, "us_now": None, "us_fused": None} for row in best]
+        return best if timed else [{**row, "us_now": None, "us_fused": None} for row in best]
 
     def untouched_us(self) -> float | None:
         """The time of what no chain has."""

@@ -28,7 +28,11 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass_type,
+)
 from torch.utils._pytree import tree_leaves
 
 from lab.files import ROOT
@@ -460,6 +464,16 @@ def patched(method: tuple[str, str, str], make: Callable) -> AbstractContextMana
     return mock.patch.object(owner, name, lambda *args: make(old, *args))
 
 
+def unseen(launch: Callable) -> Callable:
+    """The same, of which no operator inside is recorded: those of Triton's interpreter."""
+
+    def run(*args, **kwargs) -> object:
+        with _disable_current_modes():
+            return launch(*args, **kwargs)
+
+    return run
+
+
 def seen_kernels(recorder: Recorder) -> ExitStack:
     """What launches kernels without an operator is recorded like one: code that torch.compile has
     made, whose products are operators inside, and Triton kernels, which may write what they get."""
@@ -477,7 +491,7 @@ def seen_kernels(recorder: Recorder) -> ExitStack:
             if recorder.inside:  # of an operator
                 return launch(*args, **kwargs)
             written = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-            return recorder.call(name, launch, args, kwargs, written, "bytes and FLOPs")
+            return recorder.call(name, unseen(launch), args, kwargs, written, "bytes and FLOPs")
 
         return run
 
