@@ -21,9 +21,9 @@ from bench import find_fusions as study
 from lab.fusions.groups import LEVELS, Finding, Group
 from lab.fusions.rates import Rates
 from lab.fusions.record import Recorder
-from lab.fusions.step import Step, attribute, count, from_model, record
+from lab.fusions.step import Step, attribute, count, from_model, profiled, record
 
-RATES = Rates("a GPU", 2500.0, 1.0, 0.3, 700.0)
+RATES = Rates("a GPU", 2500.0, 1.0, 0.3, {"bf16": 700.0, "fp32": 50.0})
 N, D = 64, 32  # rows, and numbers in a row
 ROW = 4 * N * D  # bytes of a float32 tensor of that size
 X, Y, W, SQUARE = torch.randn(N, D), torch.randn(N, D), torch.randn(D, D), torch.randn(N, N)
@@ -352,27 +352,24 @@ def test_no_tensor_is_kept_alive():
 
 def test_kernels_are_given_to_the_operators_that_launched_them():
     """On a CPU the operators that an operator calls stand for its kernels."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profile:
-        recorded = record(Step("s", lambda: (SQUARE @ SQUARE).exp()), timed=True)
-    attribute(recorded, profile, RATES)
+    step = Step("s", lambda: (SQUARE @ SQUARE).exp())
+    recorded, events = profiled(lambda: record(step, timed=True))
+    attribute(recorded, events)
     known = [o for o in recorded.operators if o.kind != "unknown"]
     assert [o.name for o in known] == ["mm", "exp"]
-    assert all(o.us > 0.3 and o.kernels >= 1 for o in known)
+    assert all(o.us > 0 and o.kernels >= 1 for o in known)
 
 
-@pytest.mark.parametrize(
-    ("length", "us"),
-    # 10 MB are 4 us: rows without vector loads, rows that no block holds and that are read twice
-    [(1000, 4), (1001, 6), (8000, 4 + 500 * 8000 * 4 / 2.5e6)],
-)
-def test_a_kernel_takes_as_long_as_a_copy_of_its_bytes_and_where_it_is_slower(length, us):
+def test_a_kernel_takes_as_long_as_a_copy_of_its_bytes():
+    """A row that no block holds is read by two kernels."""
     assert (RATES.us(0), RATES.us(2_500_000)) == (1.75, pytest.approx(2.75))
-    x = torch.zeros(500, length)
-    finding = found(lambda: (x * 2).softmax(-1))
-    finding.rates = RATES
-    (group,) = finding.groups
-    assert finding.time(group, 10_000_000, 1) - RATES.us(0) == pytest.approx(us)
+    for length, kernels, passes in ((4096, 1, 2), (4097, 2, 3)):
+        x = torch.zeros(500, length)
+        finding = found(lambda x=x: (x * 2).softmax(-1), rates=RATES)
+        moved = passes * x.nbytes + 2 * 8 * 500 * (kernels - 1)
+        chains = finding.levels["chains"]
+        assert chains["bytes"] == pytest.approx(moved)
+        assert chains["us"] == pytest.approx(1.75 * kernels + moved / 2.5e6)
 
 
 # --- the program and its study
@@ -458,12 +455,11 @@ def test_a_model_of_ones_own(model):
     assert (status, err) == (0, ""), err
     assert "model_of_mine.py:12" in out
     result = strict_json(Path("f.json").read_text())
-    assert (result["schema_version"], result["measured"], result["rates"]) == (1, False, None)
+    assert (result["schema_version"], result["measured"], result["rates"]) == (2, False, None)
     assert result["levels"]["now"]["us"] is None
     assert result["seconds"] > 0
-    assert set(result["chains"][0]) == set(
-        "chain pass lines places kernels bytes_now bytes_fused us_now us_fused".split()  # noqa: SIM905
-    )
+    sums = {f"{what}_{when}" for what in ("kernels", "bytes", "us") for when in ("now", "fused")}
+    assert set(result["chains"][0]) == {"chain", "pass", "lines", "places", *sums}
     tokens = 2 * 8 * 3  # FLOP of a weight: both passes
     assert result["flop"] == tokens * (16 * 64 + 64) - 2 * 8 * 16 * 64  # no gradient of x
     assert Path("f.png").stat().st_size > 1000
@@ -471,7 +467,12 @@ def test_a_model_of_ones_own(model):
 
 @pytest.mark.parametrize(
     ("function", "note"),
-    [("step", ""), ("asks", "two real"), ("asks_early", ""), ("step_asks", "two real")],
+    [
+        ("step", ""),
+        ("asks", "_local_scalar_dense.default at model_of_mine.py:17 needs values: the step is"),
+        ("asks_early", ""),
+        ("step_asks", "_local_scalar_dense"),
+    ],
 )
 def test_a_step_of_ones_own_and_one_that_asks_for_values(function, note, model):
     """In its step, or while it is built, which leaves the step of a model one of fake tensors."""
@@ -492,7 +493,6 @@ def test_a_step_of_ones_own_and_one_that_asks_for_values(function, note, model):
         ("--model model_of_mine.py:no_loss", 2, "[8, 4]"),
         ("--model model_of_mine.py:frozen", 2, "no weight to train"),
         ("--model model_of_mine.py:fails", 1, "model_of_mine.py:11: RuntimeError"),
-        ("--model model_of_mine.py:compiled", 1, "as FlexAttention does, is not understood"),
         ("--model model_of_mine.py:build --check", 4, "needs a GPU"),
         ("--model model_of_mine.py:build --rates nowhere", 2, "nowhere"),
         ("--model model_of_mine.py:build --no-such", 2, "--no-such"),
