@@ -54,10 +54,11 @@ def pictures(name: str, batch: int, *shape: int, **sizes: object) -> Made:
 def transformer(task: str, kind: str, batch: int, *shape: int, **sizes: object) -> Made:
     """A model of Hugging Face for a task on words [S], pictures [3, H, W] or sounds.
 
-    `words` among the sizes is the length of what is to be said of a sound.
+    `words` among the sizes is the length of what is to be said of a sound, `masks` are the names
+    of those which the library would make on the host.
     """
     library = importlib.import_module("transformers")
-    words, given = sizes.pop("words", None), {}
+    words, masks, given = sizes.pop("words", None), sizes.pop("masks", ()), {}
     if attention := sizes.pop("attention", None):
         given["attn_implementation"] = attention
     if dtype := sizes.pop("dtype", None):
@@ -67,7 +68,8 @@ def transformer(task: str, kind: str, batch: int, *shape: int, **sizes: object) 
     name = model.main_input_name
     if name == "input_ids":
         inputs = torch.randint(5, config.vocab_size, (batch, *shape))
-        return model, {name: inputs, "labels": inputs}
+        seen = {mask: torch.zeros(batch, 1, *shape, *shape) for mask in masks}
+        return model, {name: inputs, "labels": inputs, **seen}
     labels = torch.randint(config.num_labels, (batch,))
     if words:
         labels = torch.randint(5, config.vocab_size, (batch, words))
@@ -244,7 +246,12 @@ def messages(nodes: int, edges: int, width: int) -> Made:
 FOUR = {"num_hidden_layers": 4}
 TWO = {"num_hidden_layers": 2}
 EXPERTS = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 32_000}
-EXPERTS |= {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 3, "dtype": torch.bfloat16}
+EXPERTS |= {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "dtype": torch.bfloat16,
+}
 NO_LOOPS = {"add_self_loops": False}  # to look for loops needs values
 UNMASKED = {"apply_spec_augment": False, "layerdrop": 0.0}  # both are drawn on the host
 MODELS: dict[str, Make] = {
@@ -256,33 +263,39 @@ MODELS: dict[str, Make] = {
     "ShuffleNet": partial(pictures, "shufflenet_v2_x1_0", 128),
     "VGG": partial(pictures, "vgg11_bn", 32),
     "video ResNet": partial(pictures, "r3d_18", 8, 3, 8, 112, 112),
-    "segmentation": partial(pictures, "lraspp_mobilenet_v3_large", 32, num_classes=21, weights_backbone=None),
+    "segmentation": partial(
+        pictures, "lraspp_mobilenet_v3_large", 32, num_classes=21, weights_backbone=None
+    ),
     "ViT": partial(pictures, "vit_b_16", 32),
     "Swin": partial(pictures, "swin_t", 32),
     "BERT": partial(transformer, "MaskedLM", "bert", 32, 256, **FOUR),
-    "BERT, plain": partial(transformer, "MaskedLM", "bert", 32, 256, attention="eager", **FOUR),
+    "BERT, plain": partial(
+        transformer, "MaskedLM", "bert", 32, 256, attention="eager", masks=["attention_mask"],
+        **FOUR,
+    ),
     "DistilBERT": partial(transformer, "MaskedLM", "distilbert", 32, 256, n_layers=4),
     "ModernBERT": partial(transformer, "MaskedLM", "modernbert", 16, 512, **FOUR),
-    "DeBERTa": partial(
-        transformer, "MaskedLM", "deberta-v2", 16, 256, hidden_size=768, vocab_size=32_000,
-        num_attention_heads=12, intermediate_size=3072, attention="eager", **FOUR,
+    "ESM": partial(
+        transformer, "MaskedLM", "esm", 16, 512, hidden_size=768, num_attention_heads=12,
+        intermediate_size=3072, vocab_size=33, pad_token_id=1, mask_token_id=32,
+        position_embedding_type="rotary", **FOUR,
     ),
     "GPT-2": partial(transformer, "CausalLM", "gpt2", 8, 1024, n_layer=4),
     "Llama": partial(
         transformer, "CausalLM", "llama", 4, 1024, hidden_size=1024, intermediate_size=2816,
         num_attention_heads=16, num_key_value_heads=4, **FOUR,
     ),
-    "Gemma": partial(
-        transformer, "CausalLM", "gemma2", 4, 512, hidden_size=1024, intermediate_size=4096,
-        num_attention_heads=8, num_key_value_heads=4, vocab_size=32_000, attention="eager", **FOUR,
+    "OLMo 2": partial(
+        transformer, "CausalLM", "olmo2", 4, 1024, hidden_size=1024, intermediate_size=4096,
+        num_attention_heads=16, num_key_value_heads=16, vocab_size=32_000, **FOUR,
     ),
     "Qwen": partial(
         transformer, "CausalLM", "qwen3", 4, 1024, hidden_size=1024, intermediate_size=3072,
         num_attention_heads=16, num_key_value_heads=8, vocab_size=32_000, **FOUR,
     ),
-    "BLOOM": partial(
-        transformer, "CausalLM", "bloom", 8, 512, hidden_size=1024, n_head=16, n_layer=4,
-        vocab_size=32_000,
+    "GPT-NeoX": partial(
+        transformer, "CausalLM", "gpt_neox", 8, 512, hidden_size=1024, num_attention_heads=16,
+        intermediate_size=4096, vocab_size=32_000, **FOUR,
     ),
     "Phi": partial(
         transformer, "CausalLM", "phi", 4, 1024, hidden_size=1024, intermediate_size=4096,
@@ -292,10 +305,11 @@ MODELS: dict[str, Make] = {
     "BART": partial(
         transformer, "Seq2SeqLM", "bart", 16, 256, d_model=768, encoder_layers=3,
         decoder_layers=3, encoder_attention_heads=12, decoder_attention_heads=12,
+        masks=["decoder_attention_mask"],
     ),
     "Mixtral": partial(transformer, "CausalLM", "mixtral", 4, 512, num_local_experts=8, **EXPERTS),
     "OLMoE": partial(transformer, "CausalLM", "olmoe", 4, 512, num_experts=16, **EXPERTS),
-    "Mamba": partial(transformer, "CausalLM", "mamba", 16, 64, vocab_size=32_000, **TWO),
+    "Mamba": partial(transformer, "CausalLM", "mamba", 256, 16, vocab_size=32_000, **TWO),
     "Mamba-2": partial(
         transformer, "CausalLM", "mamba2", 2, 512, hidden_size=768, num_heads=24, n_groups=1,
         state_size=64, chunk_size=64, vocab_size=32_000, **TWO,
@@ -323,14 +337,14 @@ MODELS: dict[str, Make] = {
     "GraphSAGE": partial(graph, "GraphSAGE", 50_000, 400_000, 128),
     "GIN": partial(graph, "GIN", 50_000, 400_000, 128),
     "message passing": partial(messages, 50_000, 400_000, 128),
-    "LSTM": partial(recurrent, nn.LSTM, 64, 128),
-    "GRU": partial(recurrent, nn.GRU, 64, 128),
+    "LSTM": partial(recurrent, nn.LSTM, 512, 24),
+    "GRU": partial(recurrent, nn.GRU, 512, 24),
     "diffusion U-Net": partial(diffusion, partial(UNet, 128), 32, 64),
     "DiT": partial(diffusion, partial(DiT, 64, 768, 4), 32, 64),
 }  # fmt: skip
 IN_FP32 = (
-    "ResNet-50", "ConvNeXt", "ViT", "BERT, plain", "Llama", "T5", "DINOv2", "GraphSAGE",
-    "message passing", "diffusion U-Net",
+    "video ResNet", "DINOv2", "BERT, plain", "Llama", "GPT-2", "DiT", "diffusion U-Net",
+    "GraphSAGE", "message passing", "LSTM",
 )  # fmt: skip
 
 
