@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from lab.fusions.forms import is_picture, is_ragged, to_change
 from lab.fusions.rates import CONSTANTS, NO_RATES, Constants, Rates
 from lab.fusions.record import MOVES, Operator, Recorded, Use
 
@@ -26,6 +25,7 @@ WHAT = ("us", "moved", "kernels")
 SOFTMAX = {"_softmax", "_safe_softmax", "_softmax_backward_data"}
 SUMS = {"sum", "_to_copy", "clone"}  # of the gradient of what attention adds
 JOINED = ("mm", "addmm")
+ALIGNED = {"bf16": 8, "fp16": 8, "TF32": 4, "fp32": 4}  # elements of a vector load
 SUMMED = {"add", "add_", "_to_copy", "clone"}  # between products and their sum
 
 
@@ -544,18 +544,6 @@ class Finding:
         best = sorted(rows.values(), key=lambda row: row[f"{key}_fused"] - row[f"{key}_now"])
         return best if self.timed else [{**row, "us_now": None, "us_fused": None} for row in best]
 
-    def otherwise_us(self) -> float | None:
-        """What a step takes less with its products in the forms that a compiler gives them, but for
-        what turns the pictures that the step was given."""
-        if not self.timed:
-            return None
-        saved = 0.0
-        for o in to_change(self.operators, self.rates):
-            saved += o.us - o.otherwise - self.rates.gap_us
-            if o.name == "convolution" and o.operands[0][0] not in self.maker:
-                saved -= self.us(2 * next(u.bytes for u in o.reads if u.key == o.operands[0][0]))
-        return saved
-
     def untouched_us(self) -> float | None:
         """The time of what no chain has."""
         left = (o.us for o in self.operators if o.kind != "stream" or o.phase == "optimizer")
@@ -581,9 +569,9 @@ class Finding:
 
     def remarks(self) -> list[str]:
         """Why a compiled step can be another than predicted, where that is known before."""
-        form = to_change(self.operators, self.rates) if self.timed else []
-        layout = [o for o in form if is_picture(o)]
-        ragged = [o for o in form if is_ragged(o)]
+        products = [o for o in self.operators if o.operands]
+        layout = [o for o in products if "conv" in o.name and not channels_last(*o.operands[0][1:])]
+        ragged = [o for o in products if o.name in JOINED and o.dtype in ALIGNED and is_ragged(o)]
         softmax = [
             g.members[0]
             for g in getattr(self, "written_out", ())
@@ -597,6 +585,16 @@ class Finding:
             (self.again, "gathers are taken again by several kernels, maybe slower than a copy"),
         ]
         return [f"{len(o)} {what} ({places(each.line for each in o)})" for o, what in found if o]
+
+
+def channels_last(shape: tuple, strides: tuple) -> bool:
+    return len(shape) != 4 or shape[1] == 1 or strides[1] == 1
+
+
+def is_ragged(operator: Operator) -> bool:
+    """Has a product a side that does not fit into vectors?"""
+    sides = {side for _, shape, _ in operator.operands for side in shape}
+    return any(side % ALIGNED[operator.dtype] for side in sides if side > 1)
 
 
 def words(names: Iterable[str]) -> str:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from lab.files import ROOT
 from lab.fusions.flops import flop_of, is_product, type_of
@@ -63,7 +63,6 @@ TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 SECTOR = 32  # bytes that a GPU reads at least
 KERNELS = ("triton.runtime", "KernelInterface", "__getitem__")
 GRAPHS = ("torch._inductor.output_code", "CompiledFxGraph", "__call__")
-FORMED = ("convolution", "convolution_backward", "mm", "addmm", "bmm")
 COMPILED = "compiled code"  # the name of what torch.compile has made of a part of the step
 
 
@@ -101,8 +100,6 @@ class Operator:
     alone: bool = False  # long sums of columns are a kernel of their own
     barrier: bool = False  # the host waits for its result, or nobody sees what it does
     dtype: str = ""  # in which a product is computed
-    form: list = field(default_factory=list)  # its call, with shapes in place of tensors
-    otherwise: float | None = None  # microseconds in the form that a compiler would give it
     flop: int = 0
     lacks: str = ""  # what is not known of it
     moved: int = 0  # bytes, read and written; like kernels and time of the first pass alone
@@ -378,17 +375,12 @@ class Recorder(TorchDispatchMode):
         if waits or dynamic:
             operator.kind, operator.barrier = "library", True
         elif operator.dtype:
-            operator.form = form_of(name, args) if name in FORMED else []
             operator.kind, operator.lacks = "matrix", "" if flop is not None else "FLOPs"
             if name in ("mm", "addmm") or "conv" in name:
                 both = [t for t in args if isinstance(t, Tensor)]
                 both = both[-2:] if "mm" in name else both[name.endswith("backward") :][:2]
                 operator.operands = [(self.use(t).key, (*t.shape,), t.stride()) for t in both]
-        elif (
-            (kind == "optimizer" and plain == name)
-            or name in ("sort", "topk")
-            or (name == "index_add" and first.dtype == torch.bfloat16)  # inductor leaves it, too
-        ):
+        elif (kind == "optimizer" and plain == name) or name in ("sort", "topk"):
             operator.kind = "library"
         elif kind == "normalisation" or "softmax" in name:
             return self.passes(operator, args, inputs, made)
@@ -503,15 +495,6 @@ def streams(name: str) -> bool:
     forward = getattr(torch.ops.aten, plain, None)
     tags = [getattr(forward, overload).tags for overload in forward.overloads()] if forward else []
     return bool(STREAMS.fullmatch(plain)) or any(torch.Tag.pointwise in found for found in tags)
-
-
-def form_of(name: str, args: Sequence) -> list:
-    """The call of an operator as a list for a file."""
-
-    def plain(x: Tensor) -> dict:
-        return {"shape": [*x.shape], "strides": [*x.stride()], "dtype": str(x.dtype)[6:]}
-
-    return [name, *tree_map_only(Tensor, plain, [*args])]
 
 
 def reduced(x: Tensor, dim: object) -> tuple[int, int, bool]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import math
 import re
@@ -15,7 +14,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from lab.cli import ToolError, note
-from lab.fusions.forms import changed, is_picture, is_ragged
 from lab.fusions.record import KERNELS, Operator, Recorded, Recorder, patched, whose
 from lab.profile.kernels import NO_KERNELS, Kernel, kernels_of, load_trace, range_of_each, ranges_of
 from lab.script import import_file, load_script, script_arguments
@@ -356,32 +354,7 @@ def measure(step: Step) -> Recorded:
         times.setdefault(same, []).append([operator.us for operator in found.operators])
     for operator, us in zip(found.operators, zip(*times[same], strict=True), strict=True):
         operator.us = statistics.median(us)
-    time_forms(found)
     return found
-
-
-def time_forms(found: Recorded) -> None:
-    """Time each product once more in the form that a compiler may give it."""
-    alike: dict[str, list[Operator]] = {}
-    for operator in found.operators:
-        if operator.form and (is_picture(operator) or is_ragged(operator)):
-            alike.setdefault(json.dumps(operator.form), []).append(operator)
-
-    names = dict(zip((f"#{i}" for i in range(len(alike))), alike.values(), strict=True))
-
-    def work() -> None:
-        for name, operators in names.items():
-            with suppress(torch.OutOfMemoryError):  # then nothing is known of it
-                product = changed(operators[0].form, operators[0].dtype)
-                product()
-                with torch.profiler.record_function(name):
-                    product()
-
-    events = profiled(work)[1] if names else []
-    kernels = kernels_of(events) if names else []
-    for name, kernel in zip(range_of_each(kernels, ranges_of(events, names)), kernels, strict=True):
-        for operator in names.get(name, ()):
-            operator.otherwise = (operator.otherwise or 0.0) + kernel.duration_ns / 1e3
 
 
 def profiled(work: Callable[[], object]) -> tuple[object, list[dict]]:
