@@ -189,13 +189,16 @@ def report(result: dict, top: int) -> str:
             "These are a CPU's operators: attention, norms and dropout can be others on a GPU."
         ]
     if without := result["without_rate"]:
-        lines += [f"No times: the rates have none for products in {', '.join(without)}."]
+        lines += [f"No times of the step: there is no rate for products in {', '.join(without)}."]
 
     def part(key: str, unit: float):
         return lambda row: None if row[key] is None else row[key] / unit
 
+    def saved(row: dict) -> float | None:
+        return None if now is None else 100 * (row["us_now"] - row["us_fused"]) / now
+
     columns = [
-        Column("saves", lambda row: 100 * (row["us_now"] - row["us_fused"]) / now, ".1f", " %"),
+        Column("saves", saved, ".1f", " %"),
         Column("ms now", part("us_now", 1e3), ".3f"),
         Column("fused", part("us_fused", 1e3), ".3f"),
         Column("MB now", part("bytes_now", 1e6), ".1f"),
@@ -210,7 +213,7 @@ def report(result: dict, top: int) -> str:
     ]
     timed = now is not None
     if rows:
-        lines += ["", render(columns[0 if timed else 3 :], rows[:top], "text")]
+        lines += ["", render(columns[0 if timed else 1 if rates else 3 :], rows[:top], "text")]
         lines += [f"and {len(rows) - top} more (--top {len(rows)})"] * (len(rows) > top)
     whole = [{"what": text, **levels[level]} for level, text in LEVELS.items()]
     whole += [{"what": f"{k} now", **v} for k, v in result.get("versions", {}).items()]

@@ -306,18 +306,16 @@ class Finding:
             if any(self.gone.get(leaf, last) < last for leaf in leaves):
                 continue  # something of it has changed in place by then
             # of a tensor of which a group takes a part, it computes that part
-            extra = {
-                g: {k: c * g.reads[key] // count for k, c in leaves.items() if k not in g.reads}
-                for g in others
-            }
-            now = count + sum(g.reads[key] for g in others)
-            if sum(sum(more.values()) for more in extra.values()) < now:
+            extra = {g: {k: c * g.reads[key] // count for k, c in leaves.items()} for g in others}
+            more = sum(max(0, c - g.reads.get(k, 0)) for g in others for k, c in extra[g].items())
+            if more < count + sum(g.reads[key] for g in others):
                 del group.keeps[key]
                 self.again += [o for o in group.members if o.source][:1]
                 certain |= leaves.keys()
                 for other in others:
                     del other.reads[key]
-                    other.reads |= extra[other]
+                    for leaf, wanted in extra[other].items():
+                        other.reads[leaf] = max(wanted, other.reads.get(leaf, 0))
                     for leaf in leaves:
                         self.users[leaf].add(other)
                 self.users[key] -= others
@@ -528,7 +526,7 @@ class Finding:
         for cluster, fused in zip(self.clusters, self.fused, strict=True):
             members = [operator for group in cluster for operator in group.members]
             now = {what: sum(getattr(o, what) for o in members) for what in WHAT}
-            if now == fused:
+            if cluster[0].kind != "stream" or now == fused:
                 continue
             members.sort(key=lambda operator: operator.call)
             called = [*{operator.call: operator.name for operator in members}.values()]
@@ -540,9 +538,10 @@ class Finding:
             row = rows.setdefault((*called, *names.values()), names | dict.fromkeys(sums, 0))
             for key, value in sums.items():
                 row[key] += value
-        key = "us" if self.timed else "bytes"
+        timed = self.rates is not NO_RATES
+        key = "us" if timed else "bytes"
         best = sorted(rows.values(), key=lambda row: row[f"{key}_fused"] - row[f"{key}_now"])
-        return best if self.timed else [{**row, "us_now": None, "us_fused": None} for row in best]
+        return best if timed else [{**row, "us_now": None, "us_fused": None} for row in best]
 
     def untouched_us(self) -> float | None:
         """The time of what no chain has."""

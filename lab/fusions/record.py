@@ -28,7 +28,11 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass_type,
+)
 from torch.utils._pytree import tree_leaves
 
 from lab.files import ROOT
@@ -361,6 +365,9 @@ class Recorder(TorchDispatchMode):
         operator.writes = [self.use(t, write=True) for t in [*written, *fresh]]
         operator.numel = max((t.numel() for t in [*inputs, *made]), default=0)
         kind, named = category(f"aten::{name}"), {a.name: value for a, value in pairs}
+        if named.get("training"):  # a batch norm changes these without a word in its schema
+            averages = [named.get("running_mean"), named.get("running_var")]
+            operator.writes += [self.use(t, write=True) for t in averages if t is not None]
         flop = flop_of(function, name, args, kwargs, named, result)
         if flop is not None or is_product(name):
             operator.flop = flop or 0
@@ -407,8 +414,10 @@ class Recorder(TorchDispatchMode):
         elif torch.Tag.pointwise in tags or kind in ("element-wise", "copies") or streams(plain):
             operator.kind = "stream"
             operator.random = torch.Tag.nondeterministic_seeded in tags
-            operator.closed = "_loss" in name and made[0].numel() < first.numel()
+            if "_loss" in name and made[0].numel() < first.numel():
+                operator.sums = (first.numel(), first.numel(), False)
             if name == "nll_loss_forward":  # one element of each row
+                operator.sums, operator.closed = None, True
                 reads[0] = reads[0]._replace(bytes=SECTOR * inputs[1].numel())
             elif name == "nll_loss_backward":  # of the logarithms only the shape
                 reads[1] = reads[1]._replace(bytes=0)
@@ -429,14 +438,17 @@ class Recorder(TorchDispatchMode):
             sums = x.numel(), max(1, length), columns
         between = self.add(8 * max(1, x.numel() // max(1, sums[1])))
         first, *rest = operator.writes
-        writes = [between, *([] if backward else rest)]
+        alone = backward and rest and "batch" not in name  # whose gradients are the same sums
+        writes = [between, *([] if alone else rest)]
         one = replace(operator, kind="stream", numel=x.numel(), writes=writes, sums=sums)
         reads = [*operator.reads, between]
         two = replace(one, reads=reads, writes=[first], sums=None, kernels=0)
-        if not (backward and rest):
+        if not alone:
             return [one, two]
-        weights = x.numel(), max(1, x.numel() // max(1, rest[0].bytes // x.element_size())), True
-        three = replace(two, reads=operator.reads, writes=rest, sums=weights, closed=True)
+        weights = x.numel(), max(1, x.numel() * x.element_size() // max(1, rest[0].bytes)), True
+        more = {"sums": weights, "closed": True, "alone": True, "kernels": 1}
+        three = replace(two, reads=operator.reads, writes=rest, **more)
+        three.moved = sum(use.bytes for use in (*three.reads, *rest))
         return [one, two, three]
 
 
@@ -450,6 +462,16 @@ def patched(method: tuple[str, str, str], make: Callable) -> AbstractContextMana
         return nullcontext()
     old = getattr(owner, name)
     return mock.patch.object(owner, name, lambda *args: make(old, *args))
+
+
+def unseen(launch: Callable) -> Callable:
+    """The same, of which no operator inside is recorded: those of Triton's interpreter."""
+
+    def run(*args, **kwargs) -> object:
+        with _disable_current_modes():
+            return launch(*args, **kwargs)
+
+    return run
 
 
 def seen_kernels(recorder: Recorder) -> ExitStack:
@@ -469,7 +491,7 @@ def seen_kernels(recorder: Recorder) -> ExitStack:
             if recorder.inside:  # of an operator
                 return launch(*args, **kwargs)
             written = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-            return recorder.call(name, launch, args, kwargs, written, "bytes and FLOPs")
+            return recorder.call(name, unseen(launch), args, kwargs, written, "bytes and FLOPs")
 
         return run
 

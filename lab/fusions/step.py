@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import logging
+import gc
 import math
 import re
 import statistics
 import sys
 import tempfile
-import time
-import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,16 +16,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
 from lab.cli import ToolError, note
-from lab.fusions.record import KERNELS, Operator, Recorded, Recorder, patched, whose
+from lab.fusions.fakes import NeedsRun, estimate, fake_mode, faked, needs_values, where
+from lab.fusions.record import Operator, Recorded, Recorder
 from lab.profile.kernels import NO_KERNELS, Kernel, kernels_of, load_trace, range_of_each, ranges_of
 from lab.script import import_file, load_script, script_arguments
 from lab.turns import captured, compare_in_turns, warm_up
@@ -50,15 +46,6 @@ class Step:
     take: Callable[[], object]
     weights: list[Tensor] = field(default_factory=list)
     compiled: Callable[[], Callable[[], object]] | None = None
-
-
-class NeedsRun(Exception):
-    """A step cannot go on without values."""
-
-
-def fake_mode() -> FakeTensorMode | None:
-    """The one that makes tensors fake here."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
 def placed(value: Tensor, device: torch.device) -> Tensor:
@@ -202,14 +189,6 @@ def from_model(
 # --- counted and timed
 
 
-def where(error: BaseException) -> str:
-    """The innermost line of the user's code in a traceback."""
-    frames = traceback.extract_tb(error.__traceback__)
-    at = [f"{whose(f.filename)}:{f.lineno}" for f in frames]
-    at = [place for place in at if not place.startswith((":", "optimizer:"))]
-    return f" at {at[-1]}" if at else ""
-
-
 @contextmanager
 def of_the_user(name: str) -> Iterator[None]:
     """Errors of the user's own code are one line, with the place where they came from."""
@@ -246,97 +225,20 @@ def count(build: Callable[[], Step], run: str = "") -> tuple[Step, Recorded]:
     "fake", at once if it is "real"."""
     if run != "real":
         try:
-            with faked():
+            with faked() as between:
                 return counted(build)
         except Exception as error:
             cause = error.__cause__ if isinstance(error, ToolError) else error
-            if cause is None or not (reason := needs_values(cause)):
+            if cause is None or not (reason := needs_values(cause, between)):
                 raise
         if run == "fake":
             raise ToolError(f"it cannot be looked at without running it: {reason}", status=1)
-        note(f"{reason}: the step is really taken on this CPU, twice; {estimate(build)}")
+        spent = estimate(lambda: counted(build)[1])
+        note(f"{reason}: the step is really taken on this CPU, twice; {spent}")
+    gc.collect()  # what the attempts before have left, such as workers of a DataLoader
     step, recorded = counted(build)
     recorded.run = "real"
     return step, recorded
-
-
-FOR_VALUES = r"fake|subclass|data pointer|symbolic|meta tensor|DataLoader worker|dynamo|compile"
-
-
-def needs_values(error: BaseException) -> str:
-    """What of a step needs values, operator and line, if that is why it failed."""
-    line, operator = where(error), getattr(error, "func", None)
-    if isinstance(error, NeedsRun):
-        return f"{error} needs to be run{line}"
-    if operator is not None:
-        name = getattr(operator, "__name__", operator)
-        return f"{name}{line} needs values"
-    known = type(error).__module__.startswith("torch._subclasses")
-    known |= isinstance(error, (NotImplementedError, AssertionError)) and not whose(
-        traceback.extract_tb(error.__traceback__)[-1].filename
-    )
-    text = str(error).partition("\n")[0]
-    if known or re.search(FOR_VALUES, str(error), re.IGNORECASE):
-        return f"fake tensors cannot take it{line} ({text})"
-    return ""
-
-
-@contextmanager
-def faked() -> Iterator[None]:
-    """Tensors without values: nothing is computed, and no kernel launched."""
-    from torch._dynamo import eval_frame
-
-    def refuse(callback: object) -> object:
-        if callable(callback):  # else nothing is compiled here
-            raise NeedsRun("what torch.compile makes")
-        return callback
-
-    logging.getLogger(FakeTensorMode.__module__).setLevel(logging.CRITICAL)  # the error is raised
-    # V4's optimizer compares places in memory, and a fake tensor has none.
-    warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-    compiled = mock.patch.object(eval_frame, "_callback_from_stance", refuse)
-    launches = patched(KERNELS, lambda launcher, *_: lambda *args, **named: None)
-    with FakeTensorMode(allow_non_fake_inputs=True), launches, compiled:
-        yield
-
-
-class MadeUp(TorchDispatchMode):
-    """Answers what asks for values: 1, and all elements."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = getattr(function, "overloadpacket", function).__name__
-        x, mask = args[0] if args else None, args[1] if len(args) > 1 else None
-        if name == "_local_scalar_dense":
-            return 1.0 if x.dtype.is_floating_point else x.dtype == torch.bool or 1
-        if name == "equal":
-            return True
-        if name == "nonzero":
-            return x.new_empty((x.numel(), x.dim()), dtype=torch.long)
-        if name == "masked_select":
-            return x.new_empty((x.numel(),))
-        if name == "index" and mask and isinstance(mask[0], Tensor) and mask[0].dtype == torch.bool:
-            return x.new_empty((mask[0].numel(), *x.shape[mask[0].dim() :]))
-        return function(*args, **(kwargs or {}))
-
-
-def estimate(build: Callable[[], Step]) -> str:
-    """How long two real steps take on this CPU, with answers that are made up."""
-    try:
-        with faked(), torch.compiler.set_stance("force_eager"), MadeUp():
-            recorded = counted(build)[1]
-    except Exception:
-        return "how long that takes cannot be told before"
-    a, large = torch.ones(512, 512), torch.ones(2**23)
-
-    def seconds(work: Callable[[], object]) -> float:
-        begin = (work(), time.perf_counter())[1]
-        work()
-        return time.perf_counter() - begin
-
-    flop = sum(recorded.flop().values())
-    products = flop / (2 * 512**3) * seconds(lambda: a @ a)
-    copies = sum(o.moved for o in recorded.operators) / (8 * 2**23) * seconds(large.clone)
-    return f"about {max(1, 2 * (products + copies)):.0f} s"
 
 
 def measure(step: Step) -> Recorded:
