@@ -175,9 +175,15 @@ def in_rows(folder: Path) -> tuple[Path, list[str], list[list[str]]]:
     """The counters of a profile as releases of 2026 have them, a row for each; which passes count
     them is up to the caller."""
     (path,) = folder.rglob("pmc_perf.csv")
-    header = (
-        "GPU_ID,Dispatch_ID,Kernel_Name,Start_Timestamp,End_Timestamp,Counter_Name,Counter_Value"
-    ).split(",")
+    header = [
+        "GPU_ID",
+        "Dispatch_ID",
+        "Kernel_Name",
+        "Start_Timestamp",
+        "End_Timestamp",
+        "Counter_Name",
+        "Counter_Value",
+    ]
     rows = []
     for dispatch in read_counters([path])[1]:
         cells = dispatch.row.cells

@@ -85,7 +85,7 @@ def from_script(name: str, argv: Sequence[str]) -> Step:
 
     def build(compiled: bool) -> tuple[Callable[[], object], list[Tensor]]:
         chosen = argparse.Namespace(**{**vars(args), "torch_compile": compiled})
-        trainer = module.Trainer(chosen, device)
+        trainer = module.Trainer(chosen).build()
         return partial(trainer.compute, batch), [*trainer.model.parameters()]
 
     return Step(module.SCRIPT, *build(False), lambda: build(True)[0])
