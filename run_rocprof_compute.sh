@@ -63,6 +63,12 @@ run_rocprofv3.sh works here"
     fi
 }
 
+options= # that the installed release has for profiles; where none is, those of ROCm 7.0
+takes() { # OPTION
+    options=${options:-$("$tool" profile --help 2>/dev/null || echo --kernel-names)}
+    grep -qe "$1\b" <<<"$options"
+}
+
 parse_arguments "$@"
 [[ $mode == profile || $mode == analyze ]] || fail 2 "--mode must be profile or analyze"
 if [[ $mode == profile ]] && ((${#dispatches[@]})); then fail 2 "--dispatch goes with --mode analyze"; fi
@@ -71,9 +77,7 @@ parent=${result_dir:-$output_dir/rocprof_compute_results}
 
 if [[ $mode == analyze ]]; then
     ((${#script_args[@]} == 0)) || fail 2 "--mode analyze runs no script: ${script_args[0]} has no meaning here"
-    last=$(find "$parent/workloads" -name pmc_perf.csv -not -path '*.failed/*' -printf '%T@ %h\0' 2>/dev/null |
-        sort -zn | tail -zn 1 | tr -d '\0' || true)
-    last=${last#* }
+    last=$("$python" "$root/lab/rocm/files.py" newest "$parent/workloads" 2>/dev/null || true)
     if [[ -z $last ]]; then
         if [[ $dry_run == no ]]; then fail 2 "no profile in $parent: run $program without --mode analyze first"; fi
         last=$parent/workloads/NAME/GPU
@@ -95,14 +99,16 @@ name=${name//[^A-Za-z0-9_]/_} # the tool takes no other
 command=("$tool" profile)
 if [[ $roof_only == yes ]]; then
     name+=_roof
-    command+=(--roof-only --kernel-names)
+    command+=(--roof-only)
+    if takes --kernel-names; then command+=(--kernel-names); fi
 fi
+if takes --output-directory; then place=--output-directory; else place=-p; fi
 folder=$parent/workloads/$name
 defaults=()
 given --num-steps || defaults+=(--num-steps 2)
 given --warmup-steps || defaults+=(--warmup-steps 1)
 application "$folder" ${defaults[@]+"${defaults[@]}"}
-command+=(-n "$name" -p "$folder" -- "${app[@]}")
+command+=(-n "$name" "$place" "$folder" -- "${app[@]}")
 if [[ $dry_run == yes ]]; then
     show "${command[@]}"
     exit
@@ -110,11 +116,17 @@ fi
 refuse_consumer_gpu
 open_results "$folder"
 run_tool "${command[@]}"
-if [[ $roof_only == yes ]]; then read_files require "$results" '*.pdf'; fi
+if [[ $roof_only == yes ]]; then
+    if takes --kernel-names; then
+        read_files require "$results" '*.pdf'
+    else
+        echo "$program: note: this release of rocprof-compute draws rooflines when it analyzes" >&2
+    fi
+fi
 read_files dispatches "$results" "$parent/roofline_analysis.csv"
 if [[ -n $result_dir && ! -e $folder/rocprof ]]; then # a name that does not depend on GPU and release
-    data=$(cd "$folder" && find . -name pmc_perf.csv -printf '%h\n' -quit)
-    ln -s "$data" "$folder/rocprof"
+    data=$("$python" "$root/lab/rocm/files.py" newest "$folder")
+    ln -s ".${data#"$folder"}" "$folder/rocprof"
 fi
 keep_results
 if [[ -n $result_dir ]]; then

@@ -39,9 +39,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 
-from lab.cli import Parser, ToolError, program
+from lab.cli import Parser, ToolError, documented_parser, program
 from lab.files import write_text
-from lab.script import interpret_without_gpu, model_and_version, parser_around
+from lab.profile.kernels import short_name
+from lab.script import interpret_without_gpu, model_and_version
 from lab.show import Column, drawing, render, save_figure
 
 PROG = Path(__file__).name
@@ -49,8 +50,8 @@ PROG = Path(__file__).name
 
 def build_parser() -> Parser:
     """The command line."""
-    parser = parser_around(PROG, __doc__, "tiny_llama_v1.py")
-    parser.add_argument("script", nargs="?", metavar="SCRIPT", help="a version script")
+    usage = "%(prog)s SCRIPT|--model FILE.py:FUNCTION [arguments] [arguments of the script]"
+    parser = documented_parser(PROG, __doc__, usage)
     model = "a function that returns a model and a batch, or a step"
     parser.add_argument("--model", metavar="FILE.py:FUNCTION", help=model)
     parser.add_count("--top", 12, "chains to print")
@@ -58,6 +59,8 @@ def build_parser() -> Parser:
         "--check", "compile the same with inductor, and measure both as graphs in turns"
     )
     parser.add_flag("--versions", "which chains of a script are left in the later versions")
+    parser.add_flag("--fake", "without a GPU: run nothing, even if that ends without a result")
+    parser.add_flag("--real", "without a GPU: really take two steps on the CPU")
     parser.add_path("--rates", "DIR", "without a GPU: times with the rates in this folder")
     parser.add_path("--json", "FILE.json", "also write all that was found")
     parser.add_path("--plot", "FILE.png", "also draw a bar for each chain, now and fused")
@@ -74,55 +77,72 @@ def model_options(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def script_of(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """The version script among arguments, and the others, which are its own."""
+    script = next((word for word in argv if word.endswith(".py") and word[0] != "-"), "")
+    rest = [*argv]
+    if script:
+        rest.remove(script)
+    return script, rest
+
+
 def examine(args: argparse.Namespace, argv: Sequence[str]) -> dict:
     """Record and predict, and check if asked for: all that the report and --json have."""
     import torch
 
+    from lab.fusions import step as steps
     from lab.fusions.groups import Finding
     from lab.fusions.rates import measure_rates, read_rates
-    from lab.fusions.step import compared, count, from_function, from_script, function_of, measure
 
-    if bool(args.script) == bool(args.model):
+    script, rest = ("", argv) if args.model else script_of(argv)
+    if bool(script) == bool(args.model) or (args.model and script_of(argv)[0]):
         raise ToolError("name a version script, or --model FILE.py:FUNCTION: one of the two")
-    gpu = torch.cuda.is_available() and not {"cpu", "--device=cpu"} & set(argv)
+    if args.fake and args.real:
+        raise ToolError("--fake or --real: one of the two")
+    rates = read_rates(args.rates) if args.rates else None
+    if args.model:
+        options = model_options(rest)
+        device = steps.device_of(options.device)
+        torch.set_float32_matmul_precision(options.matmul_precision)
+        make = steps.function_of(args.model)
+        build = partial(steps.from_function, args.model, make, options.use_amp, device)
+    else:
+        device = steps.device_of(steps.script_device(script, rest))
+        build = partial(steps.from_script, script, rest)
+    gpu, start = device.type == "cuda", time.perf_counter()
     if args.check and not gpu:
         raise ToolError("--check compares times, and needs a GPU", status=4)
-    if args.rates and gpu:
-        raise ToolError("--rates is for where there is no GPU: here they are measured")
-    rates = read_rates(args.rates) if args.rates else None
-    build = partial(from_script, args.script, argv)
-    if args.model:
-        options = model_options(argv)
-        torch.set_float32_matmul_precision(options.matmul_precision)
-        device = torch.device("cuda" if gpu else "cpu")
-        build = partial(from_function, args.model, function_of(args.model), options.use_amp, device)
-    precision, start = "bf16" if "--use-amp" in argv else "fp32", time.perf_counter()
+    if gpu and (args.rates or args.fake or args.real):
+        raise ToolError("--rates, --fake and --real are for where no GPU runs the step")
     if gpu:
         step = build()
-        rates = measure_rates(torch.bfloat16 if precision == "bf16" else torch.float32)
-        recorded = measure(step, rates)
+        recorded, rates = steps.measure(step), measure_rates()
     else:
-        step, recorded = count(build)
-    found = Finding(recorded, rates)
+        step, recorded = steps.count(build, "real" if args.real else "fake" * args.fake)
+    found, flop = Finding(recorded, rates), recorded.flop()
     result = {
-        "schema_version": 1,
+        "schema_version": 2,
         "name": step.name,
-        "precision": precision,
+        "precision": ", ".join(dtype for dtype, _ in flop.most_common()) or "no products",
+        "run": recorded.run,
         "measured": gpu,
         "rates": rates and asdict(rates),
+        "without_rate": sorted(found.without),
         "operators": len({operator.call for operator in recorded.operators}),
-        "flop": sum(operator.flop for operator in recorded.operators),
+        "flop": sum(flop.values()),
+        "flop_by_type": dict(flop),
         "levels": found.levels,
-        "untouched_us": rates and sum(o.us for o in recorded.operators if o.kind != "stream"),
+        "untouched_us": found.untouched_us(),
         "chains": found.rows(),
         "not_understood": found.unknown(),
         "unwritten": recorded.unwritten,
+        "remarks": found.remarks(),
         "seconds": time.perf_counter() - start,
     }
     if args.versions:
-        add_versions(result, Path(args.script or ""), argv)
+        add_versions(result, Path(script), rest)
     if args.check:
-        result["check"] = compared(step)
+        result["check"] = steps.compared(step, recorded.launched)
     return result
 
 
@@ -144,38 +164,56 @@ def add_versions(result: dict, script: Path, argv: Sequence[str]) -> None:
         result["versions"][f"V{number}"] = found.levels["now"]
 
 
+RUN = {
+    "fake": "nothing was run",
+    "real": "two steps were really taken on this CPU",
+    "measured": "measured",
+}
+
+
 def report(result: dict, top: int) -> str:
     """What a person reads."""
     from lab.fusions.groups import LEVELS
 
     levels, rates, rows = result["levels"], result["rates"], result["chains"]
     now = levels["now"]["us"]
-    where = "nothing was run" if rates is None else f"measured on {rates['device_name']}"
-    if rates and not result["measured"]:
-        where = f"nothing was run, times are estimates with the rates of {rates['device_name']}"
+    where = RUN[result["run"]]
+    if result["measured"]:
+        where = f"measured on {rates['device_name']}"
+    elif now is not None:
+        where += f", times are estimates with the rates of {rates['device_name']}"
     counted = f"{result['operators']} operators, {result['flop'] / 1e9:.1f} GFLOP in products"
     lines = [f"{result['name']}, {result['precision']}: {counted}; {where}"]
-    others = "These are a CPU's operators: attention, norms and dropout can be others on a GPU."
-    lines += [""] if result["measured"] else [others, ""]
+    if not result["measured"]:
+        lines += [
+            "These are a CPU's operators: attention, norms and dropout can be others on a GPU."
+        ]
+    if without := result["without_rate"]:
+        lines += [f"No times of the step: there is no rate for products in {', '.join(without)}."]
 
     def part(key: str, unit: float):
         return lambda row: None if row[key] is None else row[key] / unit
 
+    def saved(row: dict) -> float | None:
+        return None if now is None else 100 * (row["us_now"] - row["us_fused"]) / now
+
     columns = [
-        Column("saves", lambda row: 100 * (row["us_now"] - row["us_fused"]) / now, ".1f", " %"),
+        Column("saves", saved, ".1f", " %"),
         Column("ms now", part("us_now", 1e3), ".3f"),
         Column("fused", part("us_fused", 1e3), ".3f"),
         Column("MB now", part("bytes_now", 1e6), ".1f"),
         Column("fused", part("bytes_fused", 1e6), ".1f"),
         Column("places", "places"),
-        Column("kernels", "kernels"),
+        Column("kernels", "kernels_now"),
+        Column("fused", "kernels_fused"),
         *(Column(f"in {version}", version) for version in result.get("versions", ())),
         Column("pass", "pass", text=True),
         Column("lines", "lines", text=True),
         Column("chain", "chain", text=True),
     ]
+    timed = now is not None
     if rows:
-        lines += [render(columns[0 if rates else 3 :], rows[:top], "text")]
+        lines += ["", render(columns[0 if timed else 1 if rates else 3 :], rows[:top], "text")]
         lines += [f"and {len(rows) - top} more (--top {len(rows)})"] * (len(rows) > top)
     whole = [{"what": text, **levels[level]} for level, text in LEVELS.items()]
     whole += [{"what": f"{k} now", **v} for k, v in result.get("versions", {}).items()]
@@ -186,33 +224,50 @@ def report(result: dict, top: int) -> str:
         Column("GB", part("bytes", 1e9), ".3f"),
         Column("kernels", "kernels"),
     ]
-    lines += ["", render(columns if rates else [columns[0], *columns[3:]], whole, "text")]
-    if rates:
+    lines += ["", render(columns if timed else [columns[0], *columns[3:]], whole, "text")]
+    if timed:
         lines += [f"No chain touches {result['untouched_us'] / 1e3:.3f} ms of it."]
         lines += [f"A large copy reaches {rates['gb_per_s']:.0f} GB/s, "
                   f"the least kernel takes {rates['least_us']:.2f} us."]  # fmt: skip
     for row in result["not_understood"]:
-        time = f", {row['us'] / 1e3:.3f} ms" if rates else ""
-        lines += [f"Not understood: {row['operator']} ({row['calls']}x{time}) at {row['lines']}"]
+        spent = f", {row['us'] / 1e3:.3f} ms" if timed else ""
+        missing = f"; missing in the totals: {row['lacks']}" if row["lacks"] else ""
+        lines += [
+            f"Not understood: {row['operator']} ({row['calls']}x{spent}) at {row['lines']}{missing}"
+        ]
     if unwritten := result["unwritten"]:
         what = "operators read what no operator wrote: kernels that PyTorch does not see; the first"
         lines += [f"Not understood: {len(unwritten)} {what} is {unwritten[0]}"]
-    if check := result.get("check"):
-        fused = levels["chains"]["us"]
-        lines += ["", "as graphs in turns, and compiled by inductor:"]
-        for what, predicted, measured in (
-            ("ms now", now / 1e3, check["now_ms"]),
-            ("ms fused", fused / 1e3, check["compiled_ms"]),
-            ("speed-up", now / fused, check["speedup"]),
-        ):
-            off = 100 * (predicted / measured - 1)
-            lines += [f"{what}: predicted {predicted:.3f}, measured {measured:.3f} ({off:+.1f} %)"]
-    return "\n".join(lines)
+    lines += [f"Note: {remark}" for remark in result["remarks"]]
+    return "\n".join(lines + (checked(result) if "check" in result else []))
+
+
+def checked(result: dict) -> list[str]:
+    """What the step and the same compiled took, beside the prediction; what is another program than
+    was profiled is no verdict on it."""
+    levels, check = result["levels"], result["check"]
+    now, fused = levels["now"]["us"], levels["chains"]["us"]
+    lines = ["", "as graphs in turns, and compiled by inductor:"]
+    for what, key, predicted, sides in (
+        ("ms now", "now_ms", now / 1e3, ("now",)),
+        ("ms fused", "compiled_ms", fused / 1e3, ("compiled",)),
+        ("speed-up", "speedup", now / fused, ("now", "compiled")),
+    ):
+        if (measured := check.get(key)) is not None:
+            other = any(check["other"][side] for side in sides)
+            off = "another program" if other else f"{100 * (predicted / measured - 1):+.1f} %"
+            lines += [f"{what}: predicted {predicted:.3f}, measured {measured:.3f} ({off})"]
+    for side, names in check.get("other", {}).items():
+        if names:
+            lines += [f"{side} as a graph is another program than what was profiled: "
+                      f"only one of them runs {', '.join(map(short_name, names))}"]  # fmt: skip
+    return lines + [f"not compared: {check['error']}"] * ("error" in check)
 
 
 def draw(path: Path, result: dict, top: int) -> None:
     """A bar for each chain, now and fused: time, or bytes where there is none."""
-    key, scale, unit = ("us", 1e3, "ms") if result["rates"] else ("bytes", 1e6, "MB")
+    timed = result["levels"]["now"]["us"] is not None
+    key, scale, unit = ("us", 1e3, "ms") if timed else ("bytes", 1e6, "MB")
     rows = result["chains"][:top][::-1]
     figure, axes = drawing().subplots(figsize=(11, 1.5 + 0.5 * len(rows)), layout="constrained")
     for shift, when, colour in ((0.2, "now", "#9aa5b1"), (-0.2, "fused", "#1f77b4")):

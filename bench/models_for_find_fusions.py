@@ -1,83 +1,111 @@
-"""Training steps that nobody tuned for find_fusions.py: compact models in plain PyTorch.
+"""Steps on which find_fusions.py is held against torch.compile: a table of public libraries' models
+with random weights, some by hand, and the problems of KernelBench.
 
-Each function returns (model, batch) at the sizes of the study, or with `small=True` at sizes for a
-laptop, where all of them build and train in seconds.
+Each entry of MODELS is a function without arguments that returns (model, batch), where
+model(**batch) is the loss. Sizes are such that a step keeps an H100 busy and compiles in about a
+minute. What a module makes is made on the default device.
 """
 
 from __future__ import annotations
 
-import math
+import importlib
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lab.cli import ToolError
+from lab.script import import_file
 
-class Block(nn.Module):
-    """A pre-norm transformer layer; attention in plain operations or by SDPA."""
+Made = tuple[nn.Module, dict[str, object]]
+Make = Callable[[], Made]
 
-    def __init__(self, width: int, heads: int, plain: bool, dropout: float = 0.0):
+
+class WithLoss(nn.Module):
+    """A classifier and its cross-entropy; inputs go to it in their order, but for the labels."""
+
+    def __init__(self, model: nn.Module):
         super().__init__()
-        self.heads, self.plain, self.dropout = heads, plain, dropout
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.model = model
 
-    def forward(self, x: Tensor, causal: bool = False) -> Tensor:
-        """[B, S, D] to the same."""
-        batch, length, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        if self.plain:
-            scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
-            y = F.dropout(scores.softmax(-1), self.dropout, self.training) @ v
-        else:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-        y = self.out(y.transpose(1, 2).reshape(batch, length, width))
-        x = x + F.dropout(y, self.dropout, self.training)
-        y = self.down(F.gelu(self.up(self.norm2(x))))
-        return x + F.dropout(y, self.dropout, self.training)
+    def forward(self, labels: Tensor, **inputs: Tensor) -> Tensor:
+        found = self.model(*inputs.values())
+        found = found["out"] if isinstance(found, dict) else found  # a segmentation
+        return F.cross_entropy(found.float(), labels)
 
 
-class Transformer(nn.Module):
-    """Layers between an embedding of tokens or patches and logits."""
+# --- of libraries
 
-    def __init__(self, inputs: nn.Module, layers: list[nn.Module], width: int, classes: int):
+
+def pictures(name: str, batch: int, *shape: int, **sizes: object) -> Made:
+    """A model of torchvision on pictures, or films, of this shape [3, (T,) H, W]."""
+    models = importlib.import_module("torchvision.models")
+    model = models.get_model(name, weights=None, **sizes)
+    shape = shape or (3, 224, 224)
+    places = shape[1:] if "raspp" in name else ()  # a class for each
+    labels = torch.randint(21, (batch, *places))
+    return WithLoss(model), {"labels": labels, "x": torch.randn(batch, *shape)}
+
+
+def transformer(task: str, kind: str, batch: int, *shape: int, **sizes: object) -> Made:
+    """A model of Hugging Face for a task on words [S], pictures [3, H, W] or sounds.
+
+    `words` among the sizes is the length of what is to be said of a sound, `masks` are the names
+    of those which the library would make on the host.
+    """
+    library = importlib.import_module("transformers")
+    words, masks, given = sizes.pop("words", None), sizes.pop("masks", ()), {}
+    if attention := sizes.pop("attention", None):
+        given["attn_implementation"] = attention
+    if dtype := sizes.pop("dtype", None):
+        given["dtype"] = dtype
+    config = library.AutoConfig.for_model(kind, **sizes)
+    model = getattr(library, f"AutoModelFor{task}").from_config(config, **given).train()
+    name = model.main_input_name
+    if name == "input_ids":
+        inputs = torch.randint(5, config.vocab_size, (batch, *shape))
+        seen = {mask: torch.zeros(batch, 1, *shape, *shape) for mask in masks}
+        return model, {name: inputs, "labels": inputs, **seen}
+    labels = torch.randint(config.num_labels, (batch,))
+    if words:
+        labels = torch.randint(5, config.vocab_size, (batch, words))
+    elif "Segmentation" in task:
+        labels = torch.randint(config.num_labels, (batch, *shape[1:]))
+    return model, {name: torch.randn(batch, *shape), "labels": labels}
+
+
+def graph(name: str, nodes: int, edges: int, width: int, **sizes: object) -> Made:
+    """A model of torch_geometric on a random graph, a class for each node."""
+    models = importlib.import_module("torch_geometric.nn.models")
+    x, labels = torch.randn(nodes, width), torch.randint(10, (nodes,))
+    ends = torch.randint(nodes, (2, edges))
+    model = getattr(models, name)(width, width, 3, 10, **sizes)
+    return WithLoss(model), {"labels": labels, "x": x, "edges": ends}
+
+
+# --- by hand
+
+
+class Recurrent(nn.Module):
+    """The next word, by layers of nn.LSTM or nn.GRU."""
+
+    def __init__(self, kind: type[nn.Module], words: int, width: int):
         super().__init__()
-        self.inputs, self.layers = inputs, nn.ModuleList(layers)
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
+        self.embedding, self.head = nn.Embedding(words, width), nn.Linear(width, words)
+        self.layers = kind(width, width, 2, batch_first=True, dropout=0.2)
 
-    def forward(self, x: Tensor, labels: Tensor, causal: bool = False) -> Tensor:
-        """Tokens [B, S] or patches [B, S, P], and a label for each sample or each place."""
-        x = self.inputs(x)
-        for layer in self.layers:
-            x = layer(x, causal)
-        x = self.norm(x if labels.dim() == 2 else x.mean(1))
-        return F.cross_entropy(self.head(x).flatten(0, -2), labels.flatten())
+    def forward(self, x: Tensor) -> Tensor:
+        """Words [B, S]."""
+        logits = self.head(self.layers(self.embedding(x))[0][:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1).float(), x[:, 1:].flatten())
 
 
-def vision_transformer(small: bool = False):
-    width, layers, batch, length = (32, 2, 2, 16) if small else (768, 6, 64, 196)
-    blocks = [Block(width, width // 16 if small else 12, plain=True) for _ in range(layers)]
-    model = Transformer(nn.Linear(768, width), blocks, width, 1000)
-    x, labels = torch.randn(batch, length, 768), torch.randint(1000, (batch,))
-    return model, {"x": x, "labels": labels}
-
-
-def gpt(small: bool = False):
-    width, layers, batch, length, words = (32, 2, 2, 16, 100) if small else (768, 6, 8, 1024, 50304)
-    blocks = [Block(width, 2 if small else 12, plain=False) for _ in range(layers)]
-    model = Transformer(nn.Embedding(words, width), blocks, width, words)
-    tokens = torch.randint(words, (batch, length))
-    return model, {"x": tokens, "labels": tokens.roll(-1, 1), "causal": True}
-
-
-def encoder_with_dropout(small: bool = False):
-    width, layers, batch, length, words = (32, 2, 2, 16, 100) if small else (768, 6, 32, 256, 30522)
-    blocks = [Block(width, 2 if small else 12, plain=True, dropout=0.1) for _ in range(layers)]
-    model = Transformer(nn.Embedding(words, width), blocks, width, words)
-    tokens = torch.randint(words, (batch, length))
-    return model, {"x": tokens, "labels": tokens}
+def recurrent(kind: type[nn.Module], batch: int, length: int) -> Made:
+    return Recurrent(kind, 10_000, 512), {"x": torch.randint(10_000, (batch, length))}
 
 
 class Residual(nn.Module):
@@ -96,8 +124,15 @@ class Residual(nn.Module):
         return self.skip(x) + self.conv2(F.silu(self.norm2(y)))
 
 
+def waves(time: Tensor, width: int) -> Tensor:
+    """Times [B] as sines and cosines [B, width]."""
+    steps = torch.arange(width // 2, device=time.device)
+    angles = time[:, None] * torch.exp(-0.3 * steps)
+    return torch.cat([angles.sin(), angles.cos()], 1)
+
+
 class UNet(nn.Module):
-    """Predicts the noise in a noisy picture."""
+    """The noise in a picture, by convolutions at three resolutions (Ho et al. 2020)."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -108,25 +143,76 @@ class UNet(nn.Module):
         self.up2, self.up1 = Residual(2 * wide, wide, width), Residual(wide + width, width, width)
         self.norm = nn.GroupNorm(8, width)
 
-    def forward(self, picture: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """Pictures and noise [B, 3, H, W], times [B] between 0 and 1."""
-        mixed = torch.lerp(picture, noise, time[:, None, None, None])
-        steps = torch.arange(self.width // 2, device=time.device)
-        angles = time[:, None] * torch.exp(-0.3 * steps)
-        time = torch.cat([angles.sin(), angles.cos()], 1)
+    def forward(self, mixed: Tensor, time: Tensor) -> Tensor:
+        time = waves(time, self.width)
         one = self.down1(self.first(mixed), time)
         two = self.down2(F.avg_pool2d(one, 2), time)
         x = F.interpolate(self.middle(F.avg_pool2d(two, 2), time), scale_factor=2)
         x = F.interpolate(self.up2(torch.cat([x, two], 1), time), scale_factor=2)
-        x = self.last(F.silu(self.norm(self.up1(torch.cat([x, one], 1), time))))
-        return F.mse_loss(x.float(), noise)
+        return self.last(F.silu(self.norm(self.up1(torch.cat([x, one], 1), time))))
 
 
-def unet(small: bool = False):
-    width, batch, size = (16, 2, 16) if small else (128, 32, 64)
-    picture = torch.randn(batch, 3, size, size)
-    noise, time = torch.randn_like(picture), torch.rand(batch)
-    return UNet(width), {"picture": picture, "noise": noise, "time": time}
+class DiTBlock(nn.Module):
+    """A transformer layer whose norms are scaled and shifted by a condition."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width, elementwise_affine=False)
+        self.norm2 = nn.LayerNorm(width, elementwise_affine=False)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width)
+        )
+        self.condition = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        """[B, S, D] and [B, D] to the first."""
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.condition(condition).chunk(6, -1)
+        y = self.norm1(x) * (1 + scale1[:, None]) + shift1[:, None]
+        q, k, v = self.qkv(y).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + gate1[:, None] * self.out(y)
+        y = self.norm2(x) * (1 + scale2[:, None]) + shift2[:, None]
+        return x + gate2[:, None] * self.mlp(y)
+
+
+class DiT(nn.Module):
+    """The noise in a picture, by transformer layers over its patches (Peebles and Xie 2023)."""
+
+    def __init__(self, size: int, width: int, layers: int, patch: int = 4):
+        super().__init__()
+        self.width, self.patch = width, patch
+        self.first = nn.Conv2d(3, width, patch, patch)
+        self.positions = nn.Parameter(0.02 * torch.randn(1, (size // patch) ** 2, width))
+        self.blocks = nn.ModuleList(DiTBlock(width, width // 64) for _ in range(layers))
+        self.norm, self.last = nn.LayerNorm(width), nn.Linear(width, 3 * patch**2)
+
+    def forward(self, mixed: Tensor, time: Tensor) -> Tensor:
+        patches = self.first(mixed)
+        x, condition = patches.flatten(2).mT + self.positions, waves(time, self.width)
+        for block in self.blocks:
+            x = block(x, condition)
+        x = self.last(self.norm(x)).mT.unflatten(-1, patches.shape[2:])
+        return F.pixel_shuffle(x, self.patch)
+
+
+class Diffusion(nn.Module):
+    """How far a model is from the noise that it is to see in a picture."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, picture: Tensor, noise: Tensor, time: Tensor) -> Tensor:
+        """Pictures and noise [B, 3, H, W], times [B] between 0 and 1."""
+        mixed = torch.lerp(picture, noise, time[:, None, None, None])
+        return F.mse_loss(self.model(mixed, time).float(), noise)
+
+
+def diffusion(make: Callable[[], nn.Module], batch: int, size: int) -> Made:
+    picture, noise = torch.randn(2, batch, 3, size, size)
+    return Diffusion(make()), {"picture": picture, "noise": noise, "time": torch.rand(batch)}
 
 
 class MessagePassing(nn.Module):
@@ -137,142 +223,143 @@ class MessagePassing(nn.Module):
         self.edges = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(rounds))
         self.nodes = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(rounds))
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(rounds))
-        self.head = nn.Linear(width, 1)
+        self.head = nn.Linear(width, 10)
 
-    def forward(self, x: Tensor, source: Tensor, target: Tensor, y: Tensor) -> Tensor:
-        """Nodes [N, D], edges from `source` [E] to `target` [E], a number for each node."""
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        """Nodes [N, D] and the ends [2, E] of edges to a number for each class and node."""
+        source, target = edges
         for edge, node, norm in zip(self.edges, self.nodes, self.norms, strict=True):
             message = F.silu(edge(torch.cat([x[source], x[target]], 1)))
             total = torch.zeros_like(x).index_add(0, target, message.to(x.dtype))
             x = x + F.silu(node(torch.cat([norm(x), total], 1)))
-        return (self.head(x).float()[:, 0] - y).pow(2).mean()
+        return self.head(x)
 
 
-def message_passing(small: bool = False):
-    width, rounds, nodes, edges = (16, 2, 50, 200) if small else (128, 4, 50_000, 400_000)
-    source, target = torch.randint(nodes, (2, edges))
-    batch = {"x": torch.randn(nodes, width), "y": torch.randn(nodes)}
-    return MessagePassing(width, rounds), {**batch, "source": source, "target": target}
+def messages(nodes: int, edges: int, width: int) -> Made:
+    batch = {"labels": torch.randint(10, (nodes,)), "x": torch.randn(nodes, width)}
+    batch["edges"] = torch.randint(nodes, (2, edges))
+    return WithLoss(MessagePassing(width, 4)), batch
 
 
-class Bottleneck(nn.Module):
-    """A block of a ResNet."""
+# --- the tables
 
-    def __init__(self, channels: int, inner: int, out: int, stride: int):
-        super().__init__()
-        sizes = ((channels, inner, 1, 1), (inner, inner, 3, stride), (inner, out, 1, 1))
-        self.convs = nn.ModuleList(
-            nn.Conv2d(a, b, k, s, k // 2, bias=False) for a, b, k, s in sizes
-        )
-        self.norms = nn.ModuleList(nn.BatchNorm2d(b) for _, b, _, _ in sizes)
-        self.skip = nn.Sequential()
-        if channels != out:
-            self.skip = nn.Sequential(
-                nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out)
-            )
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.norms[0](self.convs[0](x)))
-        y = F.relu(self.norms[1](self.convs[1](y)))
-        return F.relu(self.skip(x) + self.norms[2](self.convs[2](y)))
-
-
-class ResNet(nn.Module):
-    """Convolutions with batch norm."""
-
-    def __init__(self, width: int, depth: int):
-        super().__init__()
-        self.first = nn.Sequential(
-            nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
-            nn.MaxPool2d(3, 2, 1),
-        )  # fmt: skip
-        blocks, channels = [], width
-        for stage in range(4):
-            out = 4 * width * 2**stage
-            for number in range(depth):
-                stride = 2 if stage and not number else 1
-                blocks.append(Bottleneck(channels, out // 4, out, stride))
-                channels = out
-        self.blocks, self.head = nn.Sequential(*blocks), nn.Linear(channels, 1000)
-
-    def forward(self, picture: Tensor, labels: Tensor) -> Tensor:
-        """Pictures [B, 3, H, W]."""
-        return F.cross_entropy(self.head(self.blocks(self.first(picture)).mean((2, 3))), labels)
-
-
-def resnet(small: bool = False):
-    width, depth, batch, size = (8, 1, 2, 32) if small else (64, 2, 64, 224)
-    picture, labels = torch.randn(batch, 3, size, size), torch.randint(1000, (batch,))
-    return ResNet(width, depth), {"picture": picture, "labels": labels}
-
-
-class StateSpace(nn.Module):
-    """A gated linear recurrence, as a scan in log2(S) rounds of whole tensors."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.into, self.out = nn.Linear(width, 4 * width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor, causal: bool = False) -> Tensor:
-        """[B, S, D] to the same: h(t) = a(t) h(t - 1) + b(t), along S."""
-        decay, value, gate, keep = self.into(self.norm(x)).float().chunk(4, -1)
-        a = torch.sigmoid(decay)
-        h = (1 - a) * torch.tanh(value)
-        shift = 1
-        while shift < x.shape[1]:
-            before = F.pad(h[:, :-shift], (0, 0, shift, 0))
-            h = h + a * before
-            a = a * F.pad(a[:, :-shift], (0, 0, shift, 0), value=1.0)
-            shift *= 2
-        return x + self.out(h * F.silu(gate) + torch.sigmoid(keep))
-
-
-def state_space(small: bool = False):
-    width, layers, batch, length, words = (16, 2, 2, 16, 100) if small else (512, 3, 8, 512, 8192)
-    blocks = [StateSpace(width) for _ in range(layers)]
-    model = Transformer(nn.Embedding(words, width), blocks, width, words)
-    tokens = torch.randint(words, (batch, length))
-    return model, {"x": tokens, "labels": tokens.roll(-1, 1)}
-
-
-class Experts(nn.Module):
-    """A mixture of experts of fixed capacity: each expert takes the tokens that want it most."""
-
-    def __init__(self, width: int, experts: int):
-        super().__init__()
-        self.norm, self.router = nn.LayerNorm(width), nn.Linear(width, experts)
-        self.up = nn.Parameter(0.02 * torch.randn(experts, width, 4 * width))
-        self.down = nn.Parameter(0.02 * torch.randn(experts, 2 * width, width))
-
-    def forward(self, x: Tensor, causal: bool = False) -> Tensor:
-        """[B, S, D] to the same."""
-        tokens = self.norm(x).flatten(0, 1)
-        weight = self.router(tokens).float().softmax(-1)
-        share, chosen = weight.topk(2 * len(tokens) // weight.shape[1], 0)
-        left, right = (tokens[chosen.t()] @ self.up).chunk(2, -1)
-        y = (F.silu(left) * right) @ self.down * share.t()[..., None]
-        total = torch.zeros_like(tokens, dtype=torch.float32)
-        return x + total.index_add(0, chosen.t().flatten(), y.flatten(0, 1).float()).view_as(x)
-
-
-def mixture_of_experts(small: bool = False):
-    width, layers, batch, length, words = (32, 1, 2, 16, 100) if small else (768, 2, 8, 512, 16384)
-    blocks = []
-    for _ in range(layers):
-        blocks += [Block(width, 2 if small else 12, plain=False), Experts(width, 4 if small else 8)]
-    model = Transformer(nn.Embedding(words, width), blocks, width, words)
-    tokens = torch.randint(words, (batch, length))
-    return model, {"x": tokens, "labels": tokens.roll(-1, 1), "causal": True}
-
-
-MODELS = {
-    "vision transformer": vision_transformer,
-    "GPT": gpt,
-    "encoder with dropout": encoder_with_dropout,
-    "diffusion U-Net": unet,
-    "message passing": message_passing,
-    "ResNet": resnet,
-    "state space": state_space,
-    "mixture of experts": mixture_of_experts,
+FOUR = {"num_hidden_layers": 4}
+TWO = {"num_hidden_layers": 2}
+EXPERTS = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 32_000}
+EXPERTS |= {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "dtype": torch.bfloat16,
 }
+NO_LOOPS = {"add_self_loops": False}  # to look for loops needs values
+UNMASKED = {"apply_spec_augment": False, "layerdrop": 0.0}  # both are drawn on the host
+MODELS: dict[str, Make] = {
+    "ResNet-50": partial(pictures, "resnet50", 64),
+    "ConvNeXt": partial(pictures, "convnext_tiny", 32),
+    "EfficientNet": partial(pictures, "efficientnet_b0", 64),
+    "MobileNet": partial(pictures, "mobilenet_v3_large", 128),
+    "RegNet": partial(pictures, "regnet_y_800mf", 64),
+    "ShuffleNet": partial(pictures, "shufflenet_v2_x1_0", 128),
+    "VGG": partial(pictures, "vgg11_bn", 32),
+    "video ResNet": partial(pictures, "r3d_18", 8, 3, 8, 112, 112),
+    "segmentation": partial(
+        pictures, "lraspp_mobilenet_v3_large", 32, num_classes=21, weights_backbone=None
+    ),
+    "ViT": partial(pictures, "vit_b_16", 32),
+    "Swin": partial(pictures, "swin_t", 32),
+    "BERT": partial(transformer, "MaskedLM", "bert", 32, 256, **FOUR),
+    "BERT, plain": partial(
+        transformer, "MaskedLM", "bert", 32, 256, attention="eager", masks=["attention_mask"],
+        **FOUR,
+    ),
+    "DistilBERT": partial(transformer, "MaskedLM", "distilbert", 32, 256, n_layers=4),
+    "ModernBERT": partial(transformer, "MaskedLM", "modernbert", 16, 512, **FOUR),
+    "ESM": partial(
+        transformer, "MaskedLM", "esm", 16, 512, hidden_size=768, num_attention_heads=12,
+        intermediate_size=3072, vocab_size=33, pad_token_id=1, mask_token_id=32,
+        position_embedding_type="rotary", **FOUR,
+    ),
+    "GPT-2": partial(transformer, "CausalLM", "gpt2", 8, 1024, n_layer=4),
+    "Llama": partial(
+        transformer, "CausalLM", "llama", 4, 1024, hidden_size=1024, intermediate_size=2816,
+        num_attention_heads=16, num_key_value_heads=4, **FOUR,
+    ),
+    "OLMo 2": partial(
+        transformer, "CausalLM", "olmo2", 4, 1024, hidden_size=1024, intermediate_size=4096,
+        num_attention_heads=16, num_key_value_heads=16, vocab_size=32_000, **FOUR,
+    ),
+    "Qwen": partial(
+        transformer, "CausalLM", "qwen3", 4, 1024, hidden_size=1024, intermediate_size=3072,
+        num_attention_heads=16, num_key_value_heads=8, vocab_size=32_000, **FOUR,
+    ),
+    "GPT-NeoX": partial(
+        transformer, "CausalLM", "gpt_neox", 8, 512, hidden_size=1024, num_attention_heads=16,
+        intermediate_size=4096, vocab_size=32_000, **FOUR,
+    ),
+    "Phi": partial(
+        transformer, "CausalLM", "phi", 4, 1024, hidden_size=1024, intermediate_size=4096,
+        num_attention_heads=16, **FOUR,
+    ),
+    "T5": partial(transformer, "Seq2SeqLM", "t5", 16, 256, num_layers=4, decoder_start_token_id=0),
+    "BART": partial(
+        transformer, "Seq2SeqLM", "bart", 16, 256, d_model=768, encoder_layers=3,
+        decoder_layers=3, encoder_attention_heads=12, decoder_attention_heads=12,
+        masks=["decoder_attention_mask"],
+    ),
+    "Mixtral": partial(transformer, "CausalLM", "mixtral", 4, 512, num_local_experts=8, **EXPERTS),
+    "OLMoE": partial(transformer, "CausalLM", "olmoe", 4, 512, num_experts=16, **EXPERTS),
+    "Mamba": partial(transformer, "CausalLM", "mamba", 256, 16, vocab_size=32_000, **TWO),
+    "Mamba-2": partial(
+        transformer, "CausalLM", "mamba2", 2, 512, hidden_size=768, num_heads=24, n_groups=1,
+        state_size=64, chunk_size=64, vocab_size=32_000, **TWO,
+    ),
+    "wav2vec 2.0": partial(
+        transformer, "AudioClassification", "wav2vec2", 8, 48_000, **UNMASKED, **FOUR
+    ),
+    "Whisper": partial(
+        transformer, "SpeechSeq2Seq", "whisper", 8, 80, 3000, words=64, d_model=512,
+        encoder_layers=3, decoder_layers=3, encoder_attention_heads=8, decoder_attention_heads=8,
+    ),
+    "spectrograms": partial(
+        transformer, "AudioClassification", "audio-spectrogram-transformer", 8, 1024, 128, **FOUR
+    ),
+    "DINOv2": partial(transformer, "ImageClassification", "dinov2", 32, 3, 224, 224, **FOUR),
+    "SegFormer": partial(
+        transformer, "SemanticSegmentation", "segformer", 8, 3, 256, 256, num_labels=21
+    ),
+    "ConvNeXt V2": partial(
+        transformer, "ImageClassification", "convnextv2", 32, 3, 224, 224, depths=[1, 1, 3, 1]
+    ),
+    "BEiT": partial(transformer, "ImageClassification", "beit", 32, 3, 224, 224, **FOUR),
+    "GCN": partial(graph, "GCN", 50_000, 400_000, 128, normalize=False, **NO_LOOPS),
+    "GAT": partial(graph, "GAT", 30_000, 300_000, 128, v2=True, heads=4, **NO_LOOPS),
+    "GraphSAGE": partial(graph, "GraphSAGE", 50_000, 400_000, 128),
+    "GIN": partial(graph, "GIN", 50_000, 400_000, 128),
+    "message passing": partial(messages, 50_000, 400_000, 128),
+    "LSTM": partial(recurrent, nn.LSTM, 512, 24),
+    "GRU": partial(recurrent, nn.GRU, 512, 24),
+    "diffusion U-Net": partial(diffusion, partial(UNet, 128), 32, 64),
+    "DiT": partial(diffusion, partial(DiT, 64, 768, 4), 32, 64),
+}  # fmt: skip
+IN_FP32 = (
+    "video ResNet", "DINOv2", "BERT, plain", "Llama", "GPT-2", "DiT", "diffusion U-Net",
+    "GraphSAGE", "message passing", "LSTM",
+)  # fmt: skip
+
+
+def problems(folder: Path) -> dict[str, Callable[[], tuple[nn.Module, list[Tensor]]]]:
+    """Every second problem of KernelBench's levels 2 and 3 by its number: what makes the model and
+    its inputs. The folder has level2 and level3."""
+    paths = [path for level in (2, 3) for path in (folder / f"level{level}").glob("*.py")]
+    if not paths:
+        raise ToolError(f"{folder}: no level2/*.py or level3/*.py, which KernelBench has")
+    numbers = {path: int(re.match(r"\d+", path.name)[0]) for path in paths}
+    chosen = sorted((path.parent.name, n, path) for path, n in numbers.items() if n % 2 == 0)
+    return {f"{path.parent.name}/{path.stem}": partial(problem, path) for *_, path in chosen}
+
+
+def problem(path: Path) -> tuple[nn.Module, list[Tensor]]:
+    """A model of KernelBench and its inputs."""
+    module = import_file(path)
+    return module.Model(*module.get_init_inputs()), module.get_inputs()

@@ -269,6 +269,11 @@ def letter_of(name: str) -> str:
     return letter if letter in AMINO_ACIDS else "X"
 
 
+def is_modified(name: str) -> bool:
+    """Is it an amino acid that has been changed, such as MSE?"""
+    return letter_of(name) != "X" and not gemmi.find_tabulated_residue(name).is_standard()
+
+
 @dataclass(frozen=True)
 class Atom:
     """One of the atoms N, CA, C and CB, at one location."""
@@ -334,8 +339,13 @@ class Contents:
 
 
 def read_pdb(text: str) -> Contents:
-    """Read a PDB file, whose sequences are in SEQRES."""
+    """Read a PDB file, whose sequences are in SEQRES.
+
+    Ligands come behind the TER of their chain. There is also a modified residue, as a HETATM, where
+    a program has put a TER before it: more of the chain follows, or it is the next residue.
+    """
     atoms: list[Atom] = []
+    behind: dict[str, list[Atom]] = {}  # the TER of a chain, and what follows decides
     sequences: dict[str, list[str]] = {}
     ended, chain = set(), ""
     for i, line in enumerate(lines_of(text), 1):
@@ -352,7 +362,7 @@ def read_pdb(text: str) -> Contents:
         if is_long_name(line[17:21]):
             residue = line[17:21]
         chain = line[20 + len(residue) // 4 : 22].strip() or line[72:76].strip()
-        if name not in ATOMS or (record == "HETATM" and chain in ended):  # ligands come after TER
+        if name not in ATOMS:
             continue
         if len(line) < 54:
             raise InputError(f"line {i} is cut off")
@@ -363,7 +373,17 @@ def read_pdb(text: str) -> Contents:
         except ValueError:
             raise InputError(f"line {i} has no numbers where PDB's columns have them") from None
         occupancy = 1.0 if math.isnan(occupancy) else occupancy
-        atoms.append(Atom(*place, residue, name, location, occupancy, position))
+        atom = Atom(*place, residue, name, location, occupancy, position)
+        if record == "HETATM" and chain in ended:
+            behind.setdefault(chain, []).append(atom)
+        else:
+            atoms += [*behind.pop(chain, []), atom]
+    for chain, others in behind.items():
+        last = max((atom.number for atom in atoms if atom.chain == chain), default=0)
+        for atom in others:
+            if is_modified(atom.residue) and atom.number in (last, last + 1):
+                atoms.append(atom)
+                last = atom.number
     return Contents(atoms, sequences, numbered=False)
 
 

@@ -24,7 +24,7 @@ from conftest import ROOT, TRITON
 import run_pytorch_profiler
 from lab.cli import ToolError
 from lab.profile import kernels
-from lab.profile.dispatches import decimal_of, read_counters, valid_ends
+from lab.profile.dispatches import decimal_of, read_counters, read_kernel_trace, valid_ends
 from lab.rocm import files
 
 T = 13_386_710_965_731_450  # nanoseconds since boot: more than a float64 counts exactly
@@ -67,7 +67,7 @@ def ns_of_rocprofv3(folder: Path) -> dict[str, int]:
 
 def ns_of_counters(folder: Path) -> dict[str, int]:
     found: dict[str, int] = {}
-    for dispatch in read_counters(folder / "pmc_perf.csv")[1]:
+    for dispatch in read_counters([folder / "pmc_perf.csv"])[1]:
         found[dispatch.name] = found.get(dispatch.name, 0) + dispatch.end - dispatch.start
     return found
 
@@ -146,6 +146,50 @@ def test_a_kernel_lies_within_its_trace(tmp_path: Path):
         assert kernels.check_events(events, "x")[1]["dur"] == expected
     plausible = [host, event("kernel", "a", 20, 100)]
     assert kernels.check_events(plausible, "x") == plausible
+
+    last = [event("cpu_op", "aten::mm", 0, 20), event("kernel", "a", 30, 21_000.0)]
+    assert kernels.check_events(last, "x") == last  # nothing says that it ended before
+
+
+@pytest.mark.parametrize("streams", ["", ",Stream_Id"])
+def test_a_queue_is_no_stream(streams: str, tmp_path: Path):
+    """Of several streams on one hardware queue, kernels run side by side."""
+    spans = [("nccl", 0, 10_000_000)] + [("gemm", 600_000 * i + 9, 500_000) for i in range(3)]
+    lines = [f"Kernel_Name,Queue_Id{streams},Start_Timestamp,End_Timestamp"]
+    for name, start, ns in spans:
+        stream = f",{name == 'nccl':d}" if streams else ""
+        lines.append(f"{name},3{stream},{T + start},{T + start + ns}")
+    (tmp_path / "7_kernel_trace.csv").write_text("\n".join(lines))
+    found = read_kernel_trace(tmp_path / "7_kernel_trace.csv")
+    assert sum(d.end - d.start for d in found) == 11_500_000
+    hip = event("cuda_runtime", "hipLaunchKernel", 0, 1)
+    events = [hip, *(event("kernel", n, a / 1e3, ns / 1e3) for n, a, ns in spans)]
+    assert sum(e["dur"] for e in kernels.check_events(events, "x")[1:]) == 11_500
+    hip["name"] = "cudaLaunchKernel"  # whose streams are streams
+    assert sum(e["dur"] for e in kernels.check_events(events, "x")[1:]) == 1_500 + 0.009
+
+
+def of_rank(host: int, gpu: int, us: float) -> list[dict]:
+    """The trace of a process that launches one kernel, as its first."""
+    launch = event("cuda_runtime", "hipLaunchKernel", 5, 3, correlation=1)
+    kernel = event("kernel", "gemm", 30, us, correlation=1, **{"External id": 1})
+    call = event("cpu_op", "aten::mm", 0, 20, **{"External id": 1})
+    for each, pid in ((call, host), (launch, host), (kernel, gpu)):
+        each["pid"] = pid
+    return [call, launch, kernel, {"ph": "i", "name": "Record Window End", "ts": 2000}]
+
+
+@pytest.mark.parametrize(
+    ("host", "gpu", "mixed"), [(200, 1, False), (200, 1, True), (100, 0, False)]
+)
+def test_ranks_in_one_file_stay_apart(host: int, gpu: int, mixed: bool):
+    """Each counts from one; in containers each has the same process and GPU, too."""
+    events = [*of_rank(100, 0, 100.0), *of_rank(host, gpu, 900.0)]
+    if mixed:
+        events.sort(key=lambda each: (each["ts"], each.get("dur", 0)))
+    found = kernels.check_events(events, "x")
+    launched = {k.operator: k.duration_ns for k in kernels.kernels_of(found)}
+    assert launched == {(0, 1): 100_000, (1, 1): 900_000}
 
 
 # --- names

@@ -464,6 +464,23 @@ def test_rocprof_compute_and_analyze_of_its_last_profile(bench):
     assert "is of --roof-only" in bench.run(COMPUTE, "--list-stats").succeeded().stderr
 
 
+def test_the_installed_rocprof_compute_says_what_it_takes(bench):
+    """Later releases name the folder otherwise, draw nothing, and leave a table for each pass."""
+    new = {"STANDIN_ROCM": "new"}
+    result = bench.run(COMPUTE, **new).succeeded()
+    assert "--output-directory" in bench.calls("rocprof-compute")[-1]["argv"]
+    rows = read_rows(bench.results(COMPUTE) / "roofline_analysis.csv")
+    assert {int(row["Dispatch_ID"]) for row in rows} == {*range(FUSED[1])}
+    argv = ["--mode", "analyze", "--dispatch", rows[0]["Dispatch_ID"]]
+    assert rows[0]["Kernel_Name"] in bench.run(COMPUTE, *argv, **new).succeeded().stdout
+    assert "draws rooflines when it analyzes" in bench.run(COMPUTE, "--roof-only", **new).stderr
+    folder = bench.work / "mine"
+    result = bench.run(COMPUTE, "--result-dir", folder, **new).succeeded()
+    (link,) = folder.glob("workloads/*/rocprof")
+    assert [*link.glob("results_pmc_perf_*.csv.gz")] and str(link) in result.stdout
+    bench.run(COMPUTE, STANDIN_FAIL="truncated", **new).failed("results_pmc_perf")
+
+
 # --- run_all_profilers.sh
 
 

@@ -304,6 +304,16 @@ def test_of_two_copies_under_one_chain_the_first_is_read():
     assert "22 of its residues are not in the query" in check(renumbered, QUERY, WHOLE)
 
 
+@pytest.mark.parametrize("place", [5, 21])
+def test_a_modified_residue_behind_a_ter_is_of_its_chain(place: int):
+    """Inside of the chain or at its end; a ligand, even of the next number, is not."""
+    before, after = (chain_of(QUERY, i, i) for i in (WHOLE[:place], WHOLE[place + 1 :]))
+    modified = residue("MSE", place, place).replace("ATOM  ", "HETATM")
+    ligand = residue("E", place + 30, 23).replace("ATOM  ", "HETATM")
+    sequence = f"{QUERY[:place]}M{QUERY[place + 1 :]}"
+    check(f"{before}TER\n{modified}TER\n{after}TER\n{ligand}", sequence, WHOLE)
+
+
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
@@ -398,7 +408,7 @@ def test_a_script_finds_the_reader_through_a_link_and_a_copy_needs_none(tmp_path
     argv = [*sizes, "--profile-dir", str(tmp_path)]
     command = [sys.executable, link, *argv, *files(tmp_path, cif(QUERY, WHOLE))]
     done = subprocess.run([*command, "--seq-len", "22"], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, "error" in done.stderr) == (0, False)
     np.savez(npz, **prepared())
     copied = import_file(shutil.copy(script, tmp_path / "copied.py"), "copied")
     copied.parse_args([*argv, "--seq-len", "4", "--msa", str(npz)])

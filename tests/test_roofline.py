@@ -5,13 +5,16 @@ FLOPs, bytes and times by group, rates, and what rocprof-compute's files give.
 
 from __future__ import annotations
 
+import gzip
 import json
+import sqlite3
 from pathlib import Path
 
 import pytest
 from conftest import CPU, assert_refused, call, load, parse, read_rows, strict_json, words
 
 from analysis_tools import roofline_analysis
+from lab.cli import ToolError
 from lab.profile.ceilings import Ceilings
 from lab.profile.dispatches import read_counters
 from lab.profile.kernels import kernels_of
@@ -160,9 +163,88 @@ def test_counters_in_rows_are_those_in_columns(tmp_path: Path):
     columns = "GPU_ID,Dispatch_ID,Kernel_Name,Start_Timestamp,End_Timestamp"
     lines = [f"{columns},Counter_Name,Counter_Value"]
     for run, name in enumerate([*FLOP_COUNTERS, *BYTE_COUNTERS["MI200"]]):
-        for dispatch in read_counters(path)[1]:
+        for dispatch in read_counters([path])[1]:
             cells, later = dispatch.row.cells, 10**6 * run
             times = f"{dispatch.start + later},{dispatch.end + later + run}"
             lines.append(f"4,{cells['Dispatch_ID']},{dispatch.name},{times},{name},{cells[name]}")
     path.write_text("\n".join([*lines, ""]))
     assert read_rocprof_compute(folder) == expected
+
+
+def in_rows(folder: Path) -> tuple[Path, list[str], list[list[str]]]:
+    """The counters of a profile as releases of 2026 have them, a row for each; which passes count
+    them is up to the caller."""
+    (path,) = folder.rglob("pmc_perf.csv")
+    header = [
+        "GPU_ID",
+        "Dispatch_ID",
+        "Kernel_Name",
+        "Start_Timestamp",
+        "End_Timestamp",
+        "Counter_Name",
+        "Counter_Value",
+    ]
+    rows = []
+    for dispatch in read_counters([path])[1]:
+        cells = dispatch.row.cells
+        known = ["4", cells["Dispatch_ID"], dispatch.name, str(dispatch.start), str(dispatch.end)]
+        rows += [[*known, n, cells[n]] for n in (*FLOP_COUNTERS, *BYTE_COUNTERS["MI200"])]
+    path.unlink()
+    return path.parent, header, rows
+
+
+def write_table(path: Path, header: list[str], rows: list[list[str]]) -> None:
+    text = "\n".join(",".join(row) for row in [header, *rows]).encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+
+
+@pytest.mark.parametrize("end", ["csv", "csv.gz"])
+def test_a_table_of_each_pass_is_the_table_of_all(end: str, tmp_path: Path):
+    """And an older one beside is not read."""
+    folder = profile(tmp_path, "MI200", SQ_INSTS_VALU_FMA_F32=1000, TCC_EA_RDREQ_sum=1000)
+    expected = read_rocprof_compute(folder)
+    place, header, rows = in_rows(folder)
+    write_table(place / "pmc_perf.csv.gz", header, rows)
+    assert read_rocprof_compute(folder) == expected
+    write_table(place / "pmc_perf.csv", header, [[*row[:-1], "7"] for row in rows])
+    assert read_rocprof_compute(folder) == expected
+    passes = [[row for row in rows if ("TCC" in row[5]) == (number == 1)] for number in range(2)]
+    for number, own in enumerate(passes):
+        later = [[*r[:3], f"{int(r[3]) + 5}", f"{int(r[4]) + 9 * number + 5}", *r[5:]] for r in own]
+        write_table(place / f"results_pmc_perf_{number}.{end}", header, later)
+    assert read_rocprof_compute(folder) == expected
+    other = [[*row[:2], "other", *row[3:]] for row in passes[1]]
+    write_table(place / f"results_pmc_perf_1.{end}", header, other)
+    with pytest.raises(ToolError, match="it is other, but dispatch 0 is Cijk_Ailk_Bljk in another"):
+        read_rocprof_compute(folder)
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_database_of_each_process_and_pass_is_the_table_of_all(beside: bool, tmp_path: Path):
+    """Processes count their dispatches from one; their counters are beside, or in the database."""
+    folder = profile(tmp_path, "MI200", SQ_INSTS_VALU_FMA_F32=1000, TCC_EA_RDREQ_sum=1000)
+    gpu, ceilings, (row,) = read_rocprof_compute(folder)
+    place, _, rows = in_rows(folder)
+    for number, pid in ((number, pid) for number in range(2) for pid in (99, 100)):
+        own = [row for row in rows if ("TCC" in row[5]) == (number == 1)]
+        path = place / f"out/pmc_perf_{number}/host/{pid + 10 * number}_results.db"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with sqlite3.connect(path) as database:
+            columns = "agent_absolute_index, dispatch_id, {}name, start int, end int"
+            database.execute(f"create table kernels ({columns.format('')})")
+            columns = f"{columns.format('kernel_')}, counter_name, value"
+            database.execute(f"create table counters_collection ({columns})")
+            for kernel in dict.fromkeys(tuple(row[:5]) for row in own):
+                database.execute("insert into kernels values (?, ?, ?, ?, ?)", kernel)
+            if not beside:
+                fill = "insert into counters_collection values (?, ?, ?, ?, ?, ?, ?)"
+                database.executemany(fill, own)
+        if beside:
+            name = f"{pid + 10 * number}_native_counter_collection.csv.gz"
+            header = ["dispatch_id", "counter_name", "counter_value"]
+            table = [[row[1], *row[5:]] for row in own]
+            write_table((path.parent if pid == 99 else path.parent.parent) / name, header, table)
+    found_gpu, found_ceilings, (found,) = read_rocprof_compute(folder)
+    assert (found_gpu, found_ceilings, found["calls"]) == (gpu, ceilings, 2 * row["calls"])
+    assert (found["flop"], found["bytes"]) == (2 * row["flop"], 2 * row["bytes"])
+    assert found["ms"] == pytest.approx(2 * row["ms"])

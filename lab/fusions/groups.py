@@ -3,19 +3,16 @@ the time that follows."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
-from lab.fusions.rates import NO_RATES, Rates
-from lab.fusions.record import MOVES, Operator, Recorder, Use
+from lab.fusions.rates import CONSTANTS, NO_RATES, Constants, Rates
+from lab.fusions.record import MOVES, Operator, Recorded, Use
 
 Key = tuple[int, int]
-MOVED = 2  # times that an element goes elsewhere, before it must lie in memory
-MIXED = 2**22  # elements from which a compiler sums rows and columns in one kernel
-LONGEST = 4096  # a row that the registers of a block hold
-RAGGED = 1.5  # how much longer rows take that no vector load fits, of elements of two bytes
-ATTENTION = 0.5  # of the rate of a large product, which one kernel reaches on an H100
 LEVELS = {
     "now": "the step now",
     "chains": "(a) chains of streaming operators, each as one kernel",
@@ -24,101 +21,154 @@ LEVELS = {
     "optimizer": "(d) and the optimizer with the casts of weights as one",
     "joined": "(e) and products of one matrix, or that are added up, as one product",
 }
+WHAT = ("us", "moved", "kernels")
 SOFTMAX = {"_softmax", "_safe_softmax", "_softmax_backward_data"}
 SUMS = {"sum", "_to_copy", "clone"}  # of the gradient of what attention adds
+JOINED = ("mm", "addmm")
+ALIGNED = {"bf16": 8, "fp16": 8, "TF32": 4, "fp32": 4}  # elements of a vector load
 SUMMED = {"add", "add_", "_to_copy", "clone"}  # between products and their sum
 
 
 class Group:
-    """Operators that are one kernel, or would be: its bytes, time and launches when fused so far as
+    """Operators that are one kernel, or would be: its bytes, time and kernels when fused so far as
     the last level says."""
 
-    def __init__(self, root: int, members: list[Operator]):
-        self.root, self.members, self.segment = root, members, members[0].segment
+    def __init__(self, members: list[Operator], number: int, segment: int):
+        self.members, self.number, self.segment = members, number, segment
         self.kind, self.phase = members[0].kind, members[0].phase
-        self.names = [*{operator.call: operator.name for operator in members}.values()]
+        self.calls = {operator.call: operator.name for operator in members}
+        self.names = [*self.calls.values()]
         self.reads: dict[Key, int] = {}  # bytes that come from memory
         self.keeps: dict[Key, int] = {}  # bytes that others need
+        self.us, self.moved, self.kernels = (self.now(what) for what in WHAT)
 
     def now(self, what: str) -> float:
-        """The sum of `moved`, `us` or `kernels` of its operators."""
+        """The sum of `us`, `moved` or `kernels` of its operators."""
         return sum(getattr(operator, what) for operator in self.members)
 
-    def becomes(self, moved: int, us: float, launches: int) -> None:
-        self.moved, self.us, self.launches = moved, us, launches
+    def bytes(self) -> int:
+        """What must cross memory."""
+        return sum(self.reads.values()) + sum(self.keeps.values())
+
+
+def cap(groups: Collection[Group], what: str, most: float) -> None:
+    """Together these take no more than this: fusing makes nothing worse."""
+    if sum(getattr(group, what) for group in groups) > most:
+        for group in groups:
+            setattr(group, what, 0)
+        setattr(min(groups, key=lambda group: group.number), what, most)
 
 
 class Joiner:
-    """Joins operators where that saves bytes and no group comes to wait for itself. Sets of
-    operators are the bits of a number; a group has the number of its first operator."""
+    """Joins operators where that saves bytes and no group comes to wait for itself. A group has the
+    number of its first operator, and a place in an order in which none waits for a later one."""
 
-    def __init__(self, operators: Sequence[Operator]):
-        self.operators = operators
-        self.members = {i: [i] for i in range(len(operators))}
-        self.root, self.mask = [*self.members], [1 << i for i in self.members]
-        self.waits: list[set[int]] = []
-        self.before = [0] * len(operators)  # what they wait for, and what that waits for
+    def __init__(self, operators: Sequence[Operator], constants: Constants):
+        self.operators, self.constants = operators, constants
+        count = range(len(operators))
+        self.members = {i: [i] for i in count}
+        self.root, self.place, self.segment = [*count], [*count], [0] * len(operators)
+        self.ahead: list[set[int]] = [set() for _ in count]  # groups that wait for this one
+        self.behind: list[set[int]] = [set() for _ in count]  # those that it waits for
         self.writer: dict[Key, int] = {}
         self.readers: dict[Key, list[int]] = defaultdict(list)
         for i, operator in enumerate(operators):
             last = operators[i - 1] if i else operator
-            operator.segment = last.segment + (last.barrier or last.phase != operator.phase)
+            self.segment[i] = self.segment[i - 1] + (last.barrier or last.phase != operator.phase)
             old = [use.old for use in operator.writes]
             wanted = [*(use.key for use in operator.reads), *old]
             earlier = {self.writer[key] for key in wanted if key in self.writer}
             earlier |= {reader for key in old for reader in self.readers[key]}  # of what was there
-            self.waits.append(earlier)
-            for j in earlier:
-                self.before[i] |= self.before[j] | self.mask[j]
+            for j in earlier - {i}:
+                self.ahead[j].add(i)
+                self.behind[i].add(j)
             for use in operator.reads:
                 self.readers[use.key].append(i)
             self.writer |= {use.key: i for use in operator.writes}
 
-    def between(self, a: int, b: int) -> bool:
-        """Does one of these groups wait for something that waits for the other one?"""
-        for first, last in ((a, b), (b, a)):
-            direct = {self.root[j] for i in self.members[last] for j in self.waits[i]} - {a, b}
-            if any(self.before[x] & self.mask[first] for x in direct):
-                return True
-        return False
+    def late(self, operator: Operator) -> bool:
+        """Are its results complete only when its kernel has ended? Sums of an optimizer are, whose
+        kernels have many weights."""
+        _, length, columns = operator.sums or (0, 0, False)
+        longest = self.constants.longest_column if columns else self.constants.longest_row
+        return operator.closed or length > (1 if operator.phase == "optimizer" else longest)
 
-    def waits_for(self, a: int, b: int) -> bool:
-        """Does one of these groups wait for the other one?"""
-        return bool(self.before[a] & self.mask[b] or self.before[b] & self.mask[a])
+    def between(self, block: Collection[int], edges: list[set[int]]) -> set[int] | None:
+        """The groups that these edges lead to from a block, as far as its other end in the order;
+        None if they lead back into it."""
+        places = [self.place[i] for i in block]
+        low, high = min(places), max(places)
+        found: set[int] = set()
+        todo = [x for i in block for x in edges[i] if x not in block]
+        while todo:
+            x = todo.pop()
+            if x in block:
+                return None
+            if low < self.place[x] < high and x not in found:
+                found.add(x)
+                todo += edges[x]
+        return found
+
+    def merge(self, block: Collection[int]) -> bool:
+        """Make these groups one, unless that would come to wait for itself."""
+        behind, before = self.between(block, self.ahead), None
+        if behind is not None:
+            before = self.between(block, self.behind)
+        if behind is None or before is None:
+            return False
+        order = [*sorted(before, key=self.place.__getitem__), min(block)]
+        order += sorted(behind, key=self.place.__getitem__)
+        free = sorted(self.place[i] for i in {*block, *behind, *before})
+        keep, *others = sorted(block)
+        for i in others:
+            for edges, back in ((self.ahead, self.behind), (self.behind, self.ahead)):
+                for x in edges[i]:
+                    back[x].discard(i)
+                    back[x].add(keep)
+                edges[keep] |= edges[i]
+            for member in self.members[i]:
+                self.root[member] = keep
+            self.members[keep] += self.members.pop(i)
+        self.members[keep].sort()
+        self.ahead[keep] -= {*block}
+        self.behind[keep] -= {*block}
+        for i, place in zip(order, free, strict=False):
+            self.place[i] = place
+        return True
+
+    def apart(self, a: int, b: int) -> bool:
+        """Does none of these groups wait for the other one?"""
+        return (
+            b not in self.ahead[a] | self.behind[a] and self.between({a, b}, self.ahead) is not None
+        )
 
     def fits(self, a: int, b: int) -> bool:
-        """Could these groups be one kernel?"""
+        """Could these groups be one kernel, whatever stands between them?"""
+        if self.segment[a] != self.segment[b]:
+            return False
         numbers = sorted(self.members[a] + self.members[b])
         both = [self.operators[i] for i in numbers]
-        if len({o.segment for o in both}) > 1 or any(o.kind != "stream" for o in both):
+        if len(both) > self.constants.most or any(o.kind != "stream" for o in both):
             return False
-        numel, over = max(o.numel for o in both), {o.reduced for o in both} - {None}
-        if len(over) > 1 or any(r[0] != numel for r in over):
-            return False
-        if any(o.apart or (o.closed and o.numel != numel) for o in both):
+        late = [self.late(o) for o in both]
+        sums = {o.sums for o, ends in zip(both, late, strict=True) if o.sums and not ends}
+        rows = {each for each in sums if each[1] > 1}
+        numel = max(o.numel for o in both)
+        if len(rows) > 1 or any(row[0] != numel for row in rows):
             return False
         made: dict[Key, tuple[int, int, bool]] = {}  # how often it moved, its bytes, is it late
-        for operator in both:
+        for operator, ends in zip(both, late, strict=True):
+            if ends and (operator.numel != numel or (operator.alone and operator.sums[2])):
+                return False
             inside = [(use, *made[use.key]) for use in operator.reads if use.key in made]
-            if any(late or use.key in operator.source for use, _, _, late in inside):
+            if any(too or use.key in operator.source for use, _, _, too in inside):
                 return False
             moves = max((n + (0 < use.bytes < size) for use, n, size, _ in inside), default=0)
             moves += bool(inside and MOVES.fullmatch(operator.name))
-            if moves > MOVED:
+            if moves > self.constants.moves:
                 return False
-            made |= {use.key: (moves, use.bytes, operator.closed) for use in operator.writes}
-        return not self.between(a, b)
-
-    def merge(self, a: int, b: int) -> None:
-        """Make these groups one; `a` is the earlier one."""
-        self.members[a] = sorted(self.members[a] + self.members.pop(b))
-        for i in self.members[a]:
-            self.root[i] = a
-        self.mask[a] |= self.mask[b]
-        self.before[a] = (self.before[a] | self.before[b]) & ~self.mask[a]
-        for x in self.members:
-            if self.before[x] & self.mask[a]:
-                self.before[x] |= self.before[a] | self.mask[a]
+            made |= {use.key: (moves, use.bytes, ends) for use in operator.writes}
+        return True
 
     def groups(self) -> list[Group]:
         """Join each operator to those that make what it reads; then such as read the same and go
@@ -135,8 +185,11 @@ class Joiner:
         for i, j in pairs:
             a, b = sorted((self.root[i], self.root[j]))
             if a != b and self.fits(a, b):
-                self.merge(a, b)
-        return [Group(root, [self.operators[i] for i in m]) for root, m in self.members.items()]
+                self.merge((a, b))
+        return [
+            Group([self.operators[i] for i in numbers], root, self.segment[root])
+            for root, numbers in self.members.items()
+        ]
 
 
 def covered(uses: Iterable[Use], size: int) -> int:
@@ -148,27 +201,38 @@ def covered(uses: Iterable[Use], size: int) -> int:
 
 class Finding:
     """The groups of a step, and what each level of fusion would make of the whole: microseconds
-    (None without rates), bytes, launches."""
+    (None without rates), bytes, kernels. No level has more of these than the one before."""
 
     def __init__(
-        self, recorded: Recorder, rates: Rates | None, levels: Iterable[str] = tuple(LEVELS)
+        self,
+        recorded: Recorded,
+        rates: Rates | None,
+        levels: Iterable[str] = tuple(LEVELS),
+        constants: Constants = CONSTANTS,
     ):
-        self.recorded, self.timed, self.rates = recorded, bool(rates), rates or NO_RATES
-        operators = recorded.operators
+        self.recorded, self.rates, self.constants = recorded, rates or NO_RATES, constants
+        operators = [replace(operator) for operator in recorded.operators]
         # what in-place operators have changed, and when
         self.gone = {use.old: o.call for o in operators for use in o.writes}
         same: dict[Key, Key] = {}
         first: dict[tuple, Key] = {}
         for o in operators:
             if o.us is None:
-                o.us = self.rates.us(o.moved, o.flop) if o.kernels else 0.0
+                o.us = self.us(o.moved, o.flop, o.dtype) if o.kernels and rates else 0.0
+            else:
+                o.us += o.kernels * self.rates.gap_us
             # a second cast of the same is none when fused
             o.reads = [use._replace(key=same.get(use.key, use.key)) for use in o.reads]
             o.operands = [(same.get(key, key), *form) for key, *form in o.operands]
             if o.name in ("_to_copy", "clone") and o.writes and o.writes[0].key not in self.gone:
-                what, key = (o.name, o.dtype, o.phase, *o.reads), o.writes[0].key
+                size = o.writes[0].bytes
+                what, key = (o.name, size, o.phase, *o.reads), o.writes[0].key
                 same[key] = first.setdefault(what, key)
-        self.joiner = Joiner(operators)
+        # types of products that have no rate: there is no time of the whole
+        self.without = {o.dtype for o in operators if math.isnan(o.us)}
+        self.timed = bool(rates) and not self.without
+        self.operators = operators
+        self.joiner = Joiner(operators, constants)
         self.groups = self.joiner.groups()
         self.maker: dict[Key, Group] = {}
         self.users: dict[Key, set[Group]] = defaultdict(set)
@@ -183,14 +247,29 @@ class Finding:
                 if self.needed_by(key) - {group} or (blind and key not in read)
             }
         self.remake()
+        self.clusters = self.passes_together()
         self.levels: dict[str, dict] = {}
         for level in levels:
-            getattr(self, level)()
+            if level != "now":
+                getattr(self, level)()
             self.levels[level] = {
-                "us": sum(group.us for group in self.groups) if rates else None,
+                "us": sum(group.us for group in self.groups) if self.timed else None,
                 "bytes": sum(group.moved for group in self.groups),
-                "kernels": sum(group.launches for group in self.groups),
+                "kernels": sum(group.kernels for group in self.groups),
             }
+
+    def us(self, moved: float, flop: float = 0.0, dtype: str = "") -> float:
+        return self.rates.us(moved, flop, dtype, self.constants)
+
+    def passes_together(self) -> list[list[Group]]:
+        """The groups by what they are now: those together that have passes of the same call."""
+        of: dict[int, list[Group]] = {}
+        for group in self.groups:
+            cluster = [group]
+            for old in {id(of[call]): of[call] for call in group.calls if call in of}.values():
+                cluster += old
+            of |= {call: cluster for each in cluster for call in each.calls}
+        return [*{id(cluster): cluster for cluster in of.values()}.values()]
 
     def memory_of(self, group: Group) -> None:
         """What a group reads from memory and what it makes. What is written in part is what was
@@ -217,6 +296,7 @@ class Finding:
         than to write and read it: what compilers do with what the backward pass needs."""
         certain = self.recorded.alive | {(number, v - 1) for number, v in self.maker}  # in place
         certain |= {key for g in self.groups if g.kind != "stream" for key in (*g.reads, *g.keeps)}
+        self.again: list[Operator] = []  # gathers that are
         order = [(count, key, g) for g in self.groups for key, count in g.keeps.items()]
         for count, key, group in sorted(order, key=lambda item: item[:2], reverse=True):
             leaves, others = self.leaves(group, key), self.users[key] - {group}
@@ -226,17 +306,16 @@ class Finding:
             if any(self.gone.get(leaf, last) < last for leaf in leaves):
                 continue  # something of it has changed in place by then
             # of a tensor of which a group takes a part, it computes that part
-            extra = {
-                g: {k: c * g.reads[key] // count for k, c in leaves.items() if k not in g.reads}
-                for g in others
-            }
-            now = count + sum(g.reads[key] for g in others)
-            if sum(sum(more.values()) for more in extra.values()) < now:
+            extra = {g: {k: c * g.reads[key] // count for k, c in leaves.items()} for g in others}
+            more = sum(max(0, c - g.reads.get(k, 0)) for g in others for k, c in extra[g].items())
+            if more < count + sum(g.reads[key] for g in others):
                 del group.keeps[key]
+                self.again += [o for o in group.members if o.source][:1]
                 certain |= leaves.keys()
                 for other in others:
                     del other.reads[key]
-                    other.reads |= extra[other]
+                    for leaf, wanted in extra[other].items():
+                        other.reads[leaf] = max(wanted, other.reads.get(leaf, 0))
                     for leaf in leaves:
                         self.users[leaf].add(other)
                 self.users[key] -= others
@@ -248,7 +327,7 @@ class Finding:
         wanted = {key}
         for operator in reversed(group.members):
             if wanted & {use.key for use in operator.writes}:
-                if operator.closed or operator.random:
+                if self.joiner.late(operator) or operator.random:
                     return None
                 wanted |= {use.key for use in operator.reads}
                 for use in operator.reads:
@@ -257,44 +336,34 @@ class Finding:
 
     # --- the levels
 
-    def now(self) -> None:
-        """As it is."""
-        for group in self.groups:
-            group.becomes(*(group.now(what) for what in ("moved", "us", "kernels")))
+    def fuse(self, cluster: list[Group]) -> None:
+        """A group is one kernel, or two where it adds up long columns: blocks have a part of each.
+        Where others compute what they need of it, it is none."""
+        now = {what: sum(group.now(what) for group in cluster) for what in WHAT}
+        for group in cluster:
+            sums = any(o.sums and o.sums[2] and self.joiner.late(o) for o in group.members)
+            group.kernels = 1 + sums if group.keeps else 0
+            group.moved = group.bytes() if group.keeps else 0
+            group.us = (self.us(group.moved) if group.keeps else 0) + self.us(0) * sums
+        for what, most in now.items():
+            cap(cluster, what, most)
 
     def chains(self) -> None:
-        """A group is one kernel, or two where sums are long: their last step is another one. Where
-        others compute what they need of it, it is none."""
-        for group in self.groups:
-            if group.kind == "stream" and group.launches:
-                moved = sum(group.reads.values()) + sum(group.keeps.values())
-                launches = 1 + any(o.closed and o.sums for o in group.members)
-                if not group.keeps:
-                    moved = launches = 0
-                group.becomes(moved, min(group.us, self.time(group, moved, launches)), launches)
-        self.fused = [(group.us, group.moved) for group in self.groups]
-
-    def time(self, group: Group, moved: int, launches: int) -> float:
-        """Kernels move bytes as fast as a copy, with three exceptions."""
-        rows = [o.reduced for o in group.members if o.reduced]
-        if group.phase == "forward" and any(length > LONGEST for _, length, _ in rows):
-            moved += sum(group.reads.values())  # no block holds such a row: it is read twice
-        if any(length % 8 for _, length, columns in rows if not columns):
-            moved = int(RAGGED * moved)
-        for o in group.members if rows else ():
-            if o.closed and o.sums and not o.apart and o.numel >= MIXED:
-                # sums of columns beside those of rows: PyTorch adds up what blocks have left, in
-                # the time of reading a float32 tensor of that size
-                launches += len(o.writes) - 1
-                moved += len(o.writes) * 4 * o.numel
-        return (launches - 1) * self.rates.us(0) + self.rates.us(moved)
+        """The kernel of each group of streaming operators moves its bytes as fast as a copy."""
+        for cluster in self.clusters:
+            if cluster[0].kind == "stream" and cluster[0].phase != "optimizer":
+                self.fuse(cluster)
+        self.fused = [
+            {what: sum(getattr(group, what) for group in cluster) for what in WHAT}
+            for cluster in self.clusters
+        ]
 
     def products(self) -> None:
         """A group without sums that the product before it could finish with, or those behind it
         begin with, is no kernel any more: it costs what it moves beyond what these move anyway."""
         for group in self.groups:
-            closed = any(o.reduced or o.closed or o.source for o in group.members)
-            if closed or group.kind != "stream":
+            closed = any(o.sums or o.closed or o.source for o in group.members)
+            if closed or group.kind != "stream" or group.phase == "optimizer":
                 continue
             read, kept, rest = sum(group.reads.values()), sum(group.keeps.values()), []
             for key, count in group.reads.items():
@@ -306,13 +375,12 @@ class Finding:
                 rest.append(max(0, len(takers) * (read - kept)))
             us = min(rest, default=0) / self.rates.gb_per_s / 1e3
             if rest and min(rest) <= group.moved and us <= group.us:
-                group.becomes(min(rest), us, 0)
+                group.moved, group.us, group.kernels = min(rest), us, 0
 
-    def attention(self) -> None:
-        """Products with a softmax between them: one kernel reads queries, keys, values, and what is
-        added, and writes the result; the backward pass computes the probabilities again."""
+    def blocks(self) -> list[set[Group]]:
+        """Attention that is written out: a softmax with the products around it."""
         softmax = [group for group in self.groups if SOFTMAX & {*group.names}]
-        blocks = []
+        found = []
         for group in softmax:
             made = {key: count for key, count in group.reads.items() if key in self.maker}
             if not made:
@@ -324,24 +392,52 @@ class Finding:
             ahead = {g for g in behind if g.phase == group.phase}
             products = {g for g in ahead if not {*g.names} <= SUMS}  # the gradient of a bias is one
             if products and all(g.kind == "matrix" for g in {before} | products):
-                blocks.append({group, before} | ahead)
-        inside = set().union(*blocks)
-        for block in blocks:
+                found.append({group, before} | ahead)
+        return found
+
+    def attention(self) -> None:
+        """One kernel reads queries, keys, values, and what is added, and writes the result; the
+        backward pass computes the probabilities again."""
+        self.written_out = [block for block in self.blocks() if self.merge(block)]
+        inside = set().union(*self.written_out)
+        for block in self.written_out:
             flop = sum(o.flop for group in block for o in group.members)
-            self.replace(block, self.needed(block, inside), flop / ATTENTION)
+            (dtype,) = {o.dtype for group in block for o in group.members if o.flop} or {""}
+            moved = self.needed(block, inside)
+            self.replace(block, moved, self.us(moved, flop / self.constants.attention, dtype))
 
     def optimizer(self) -> None:
-        """The optimizer with the casts of its weights and gradients: one kernel that reads and
-        writes weights and moments once, and writes the copies."""
-        own = {g for g in self.groups if g.phase == "optimizer" and g.kind == "library"}
-        block = set(own)
-        for group in self.groups if own else ():
-            of_weights = {key[0] for key in group.reads} <= self.recorded.weights
-            of_gradients = all(self.users[k] and self.users[k] <= own for k in group.keeps)
-            if {*group.names} == {"_to_copy"} and (of_weights or of_gradients):
-                block.add(group)
-        if block:
-            self.replace(block, self.needed(block, block))
+        """The optimizer with the casts of its weights and gradients: one kernel for all weights
+        reads and writes them and their moments once, and writes the copies. What waits for products
+        or sums of it is another kernel."""
+        depth: dict[Group, int] = {}
+        layers: dict[tuple, set[Group]] = defaultdict(set)
+        by_root = {self.root(group): group for group in self.groups}
+        for root in sorted(by_root, key=self.joiner.place.__getitem__):
+            group = by_root[root]
+            if group.phase != "optimizer":
+                continue
+            before = [by_root[i] for i in self.joiner.behind[root] if by_root[i] in depth]
+            before = [g for g in before if g.segment == group.segment]
+            depth[group] = max((depth[g] + (g.kind != "matrix") for g in before), default=0)
+            if group.kind in ("stream", "library"):
+                layers[group.segment, depth[group]].add(group)
+        own = set().union(*layers.values())
+        for cluster in self.clusters:
+            if cluster[0] in own and cluster[0].kind == "stream":
+                self.fuse(cluster)
+        casts = [g for g in self.groups if {*g.names} == {"_to_copy"} and g not in own]
+        for layer in layers.values():
+            made = {key[0] for group in layer for o in group.members for key, *_ in o.writes}
+            for cast in casts:
+                of_weights = {key[0] for key in cast.reads} <= self.recorded.weights & made
+                of_gradients = all(self.users[k] and self.users[k] <= layer for k in cast.keeps)
+                if cast.kind == "stream" and (of_weights or of_gradients):
+                    layer |= {cast}
+            casts = [cast for cast in casts if cast not in layer]
+            moved = self.needed(layer, layer)
+            more = max(group.kernels for group in layer) - 1
+            self.replace(layer, moved, self.us(moved) + max(0, more) * self.us(0), 1 + max(0, more))
 
     def needed(self, block: Iterable[Group], inside: set[Group]) -> int:
         """Bytes that one kernel in place of these groups moves, where what goes from one group to
@@ -356,83 +452,108 @@ class Finding:
     def joined(self) -> None:
         """Products of one matrix, or whose results are added up, are one product. It takes as long
         as the longest of them, or as their bytes or FLOPs together."""
-        flop: Counter = Counter()
         alike: dict[tuple, dict[Group, int]] = defaultdict(dict)  # products, what is moved once
         for group in self.groups:
-            for o in group.members:
-                flop[o.dtype] += o.flop
-                for place, operand in enumerate(o.operands if group.launches else ()):
+            for o in group.members if group.kernels else ():
+                for place, operand in enumerate(o.operands if o.name in JOINED else ()):
                     shared = next(use.bytes for use in o.reads if use.key == operand[0])
                     alike[o.dtype, group.segment, place, operand][group] = shared
-                for product in self.summands(group, o):
-                    result = product.members[0]
-                    alike[result.dtype, product.segment, o.call][product] = result.writes[0].bytes
-        usual = max(flop, key=flop.get, default="")  # rates are those of this type
+            for sum_, products in self.summands(group):
+                for product in products:
+                    o = product.members[0]
+                    alike[o.dtype, product.segment, sum_.call][product] = o.writes[0].bytes
         done: set[Group] = set()
         for (dtype, *_), products in sorted(alike.items(), key=lambda item: -len(item[1])):
-            own: list[Group] = []
-            for product in sorted(products.keys() - done, key=lambda group: group.root):
-                if not any(self.joiner.waits_for(product.root, other.root) for other in own):
-                    own.append(product)
-            if len(own) > 1 and dtype == usual:
-                done |= {*own}
-                moved = sum(g.moved for g in own) - (len(own) - 1) * max(products.values())
-                longest = max(group.us for group in own)
-                self.replace(own, moved, sum(o.flop for g in own for o in g.members), longest)
+            left = sorted(products.keys() - done, key=lambda group: group.number)
+            runs: list[list[Group]] = []
+            for product in left:
+                if runs and self.merge((runs[-1][0], product), apart=True):
+                    runs[-1].append(product)
+                else:
+                    runs.append([product])
+            for own in runs:
+                if len(own) > 1:
+                    done |= {*own}
+                    moved = sum(g.moved for g in own) - (len(own) - 1) * max(products.values())
+                    us = self.us(moved, sum(o.flop for g in own for o in g.members), dtype)
+                    self.replace(own, moved, max(us, *(group.us for group in own)))
 
-    def summands(self, group: Group, operator: Operator) -> set[Group]:
-        """Products whose results a group adds up in this operator, and nobody else reads."""
-        found: set[Group] = set()
-        for use in operator.reads if operator.name in SUMMED else ():
-            maker = self.maker.get(use.key)
-            if maker is group:
-                writer = self.joiner.operators[self.joiner.writer[use.key]]
-                found |= self.summands(group, writer)
-            elif maker and maker.launches and self.users[use.key] == {group}:
-                found |= {maker} if maker.members[0].operands else set()
+    def summands(self, group: Group) -> list[tuple[Operator, set[Group]]]:
+        """Products whose results a group adds up, and nobody else reads: by the last sum of
+        them."""
+        writer = {use.key: o for o in group.members for use in o.writes}
+        found, seen = [], set()
+        for last in reversed(group.members):
+            todo, products = [last], set()
+            while todo:
+                operator = todo.pop()
+                if operator.name not in SUMMED or id(operator) in seen:
+                    continue
+                seen.add(id(operator))
+                for use in operator.reads:
+                    maker = self.maker.get(use.key)
+                    if use.key in writer:
+                        todo.append(writer[use.key])
+                    elif maker and maker.kernels and self.users[use.key] == {group}:
+                        products |= {maker} if maker.members[0].name in JOINED else set()
+            if products:
+                found.append((last, products))
         return found
 
-    def replace(
-        self, block: Iterable[Group], moved: int, flop: float = 0.0, longest: float = 0.0
-    ) -> None:
-        """One kernel in place of these groups, which takes no longer than they do."""
-        first, *others = sorted(block, key=lambda group: group.root)
-        us = max(self.rates.us(moved, flop), longest)
-        first.becomes(moved, min(us, sum(group.us for group in (first, *others))), 1)
-        for group in others:
-            group.becomes(0, 0.0, 0)
+    def root(self, group: Group) -> int:
+        return self.joiner.root[group.number]
+
+    def merge(self, block: Iterable[Group], apart: bool = False) -> bool:
+        """Make these one, unless something stands between them; with `apart` also unless one waits
+        for another."""
+        roots = {self.root(group) for group in block}
+        return (not apart or self.joiner.apart(*roots)) and self.joiner.merge(roots)
+
+    def replace(self, block: Iterable[Group], moved: int, us: float, kernels: int = 1) -> None:
+        """One kernel, or so many, in place of these groups, which takes no longer than they do."""
+        first, *_ = block = sorted(block, key=lambda group: group.number)
+        most = {what: sum(getattr(group, what) for group in block) for what in WHAT}
+        for group in block:
+            group.moved = group.us = group.kernels = 0
+        first.moved, first.kernels = min(moved, most["moved"]), min(kernels, most["kernels"])
+        first.us = most["us"] if math.isnan(us) else min(us, most["us"])
 
     # --- in words
 
     def rows(self) -> list[dict]:
         """The chains by what they save, those of the same operators and lines together."""
         rows: dict[tuple, dict] = {}
-        for group, (us, moved) in zip(self.groups, self.fused, strict=True):
-            now = group.now("us")
-            if group.kind != "stream" or (len(group.names) == 1 and us >= 0.9 * now):
+        for cluster, fused in zip(self.clusters, self.fused, strict=True):
+            members = [operator for group in cluster for operator in group.members]
+            now = {what: sum(getattr(o, what) for o in members) for what in WHAT}
+            if cluster[0].kind != "stream" or now == fused:
                 continue
-            lines = places(operator.line for operator in group.members)
-            sums = {
-                "places": 1,
-                "kernels": group.now("kernels"),
-                "bytes_now": group.now("moved"),
-                "bytes_fused": moved,
-                "us_now": now,
-                "us_fused": us,
-            }
-            names = {"chain": words(group.names), "pass": group.phase, "lines": lines}
-            row = rows.setdefault((*group.names, *names.values()), names | dict.fromkeys(sums, 0))
+            members.sort(key=lambda operator: operator.call)
+            called = [*{operator.call: operator.name for operator in members}.values()]
+            lines = places(operator.line for operator in members)
+            names = {"chain": words(called), "pass": cluster[0].phase, "lines": lines}
+            sums = {"places": 1}
+            for what, title in (("kernels", "kernels"), ("moved", "bytes"), ("us", "us")):
+                sums |= {f"{title}_now": now[what], f"{title}_fused": fused[what]}
+            row = rows.setdefault((*called, *names.values()), names | dict.fromkeys(sums, 0))
             for key, value in sums.items():
                 row[key] += value
-        key = "us" if self.timed else "bytes"
+        timed = self.rates is not NO_RATES
+        key = "us" if timed else "bytes"
         best = sorted(rows.values(), key=lambda row: row[f"{key}_fused"] - row[f"{key}_now"])
-        return best if self.timed else [{**row, "us_now": None, "us_fused": None} for row in best]
+        return best if timed else [{**row, "us_now": None, "us_fused": None} for row in best]
+
+    def untouched_us(self) -> float | None:
+        """The time of what no chain has."""
+        left = (o.us for o in self.operators if o.kind != "stream" or o.phase == "optimizer")
+        return sum(left) if self.timed else None
 
     def unknown(self) -> list[dict]:
-        """Operators that keep their time because nobody knows what they do, and kernels unseen."""
+        """Operators that keep their time because nobody knows what they do, and kernels unseen;
+        also those of which something is missing in the totals."""
         found = defaultdict(list)
-        for operator in self.recorded.operators:
-            if operator.kind == "unknown":
+        for operator in self.operators:
+            if operator.kind == "unknown" or operator.lacks:
                 found[operator.name].append(operator)
         return [
             {
@@ -440,9 +561,39 @@ class Finding:
                 "calls": len(same),
                 "lines": places(o.line for o in same),
                 "us": sum(o.us for o in same) if self.timed else None,
+                "lacks": same[0].lacks,
             }
             for name, same in found.items()
         ]
+
+    def remarks(self) -> list[str]:
+        """Why a compiled step can be another than predicted, where that is known before."""
+        products = [o for o in self.operators if o.operands]
+        layout = [o for o in products if "conv" in o.name and not channels_last(*o.operands[0][1:])]
+        ragged = [o for o in products if o.name in JOINED and o.dtype in ALIGNED and is_ragged(o)]
+        softmax = [
+            g.members[0]
+            for g in getattr(self, "written_out", ())
+            for g in g
+            if SOFTMAX & {*g.names}
+        ]
+        found = [
+            (layout, "convolutions are not channels_last: a compiler changes that"),
+            (ragged, "products have a side that no vector load fits: a compiler pads them"),
+            (softmax, "times attention is written out: a compiler may put a kernel there, see (c)"),
+            (self.again, "gathers are taken again by several kernels, maybe slower than a copy"),
+        ]
+        return [f"{len(o)} {what} ({places(each.line for each in o)})" for o, what in found if o]
+
+
+def channels_last(shape: tuple, strides: tuple) -> bool:
+    return len(shape) != 4 or shape[1] == 1 or strides[1] == 1
+
+
+def is_ragged(operator: Operator) -> bool:
+    """Has a product a side that does not fit into vectors?"""
+    sides = {side for _, shape, _ in operator.operands for side in shape}
+    return any(side % ALIGNED[operator.dtype] for side in sides if side > 1)
 
 
 def words(names: Iterable[str]) -> str:

@@ -1,43 +1,62 @@
-"""What a device reaches, measured in the same run: copies, products, and how long a kernel takes
-that does next to nothing."""
+"""What a device reaches, measured in the same run: copies, products of each type, and how long a
+kernel takes that does next to nothing; and the constants of all predictions."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lab.cli import ToolError
 from lab.files import read_json
 
-if TYPE_CHECKING:  # where it is missing, --help of the programs works
-    import torch
 
-# A kernel among others begins and ends in so many times the time of the least one, which repeats
-# itself: of the compiled steps in results/h100/find_fusions.json
-AMONG_OTHERS = 1.75
+@dataclass(frozen=True)
+class Constants:
+    """All that predictions take from elsewhere than the step and its device."""
+
+    # A kernel among others begins and ends in so many times the time of the least one, which
+    # repeats itself: from compiled steps, see bench/find_fusions.py.
+    among_others: float = 1.75
+    # A block holds a row of so many elements in its registers: 1,024 threads, four each. Sums over
+    # longer rows are complete when their kernel has ended.
+    longest_row: int = 4096
+    # Along columns a block adds up so many, as its threads lie along the rows.
+    longest_column: int = 64
+    most: int = 64  # operators that inductor makes one kernel: its max_fusion_size
+    moves: int = 2  # times that an element goes elsewhere before it must lie in memory
+    attention: float = 0.5  # of the rate of a large product, which FlashAttention reaches
+
+
+CONSTANTS = Constants()
 
 
 @dataclass
 class Rates:
-    """Rates of a device: GB/s, TFLOP/s, and microseconds of a kernel."""
+    """Rates of a device: GB/s, microseconds of a kernel, and TFLOP/s by type."""
 
     device_name: str
     gb_per_s: float  # of a copy of 1 GiB, read and written
     least_us: float  # of the smallest copy, in a graph
     gap_us: float  # what a kernel takes in a graph beyond what the profiler says
-    gemm_tflops: float  # of a large product
+    tflops: dict[str, float] = field(default_factory=dict)  # of a large product
 
-    def us(self, moved: float, flop: float = 0.0) -> float:
-        """The time of a kernel that moves so many bytes, or computes a product."""
-        least = AMONG_OTHERS * self.least_us
-        return max(least + moved / self.gb_per_s / 1e3, flop / self.gemm_tflops / 1e6)
+    def us(
+        self, moved: float, flop: float = 0.0, dtype: str = "", constants: Constants = CONSTANTS
+    ) -> float:
+        """The time of a kernel that moves so many bytes, or computes a product; nan for products of
+        a type that has no rate."""
+        least = constants.among_others * self.least_us
+        rate = self.tflops.get(dtype, math.nan) if flop else math.inf
+        products = flop / rate / 1e6
+        return (
+            products if math.isnan(products) else max(least + moved / self.gb_per_s / 1e3, products)
+        )
 
 
-NO_RATES = Rates("", math.inf, 0.0, 0.0, math.inf)  # nothing takes time
+NO_RATES = Rates("", math.inf, 0.0, 0.0)  # nothing takes time
 
 
 def read_rates(folder: Path) -> Rates:
@@ -47,42 +66,55 @@ def read_rates(folder: Path) -> Rates:
         raise ToolError(f"{path}: no such file; a run on a GPU writes one by --json")
     content = read_json(path)
     try:
-        found = content.get("rates") or content["rows"][0]["rates"]
-        rates = Rates(**{rate.name: found[rate.name] for rate in fields(Rates)})
-        name, copy, least, gap, gemm = astuple(rates)
-        positive = all(0 < rate < math.inf for rate in (copy, least, gemm))
-        if not (isinstance(name, str) and positive and 0 <= gap < math.inf):
+        found = dict(content.get("rates") or content["rows"][0]["rates"])
+        if "gemm_tflops" in found:  # of files before there were several types
+            found["tflops"] = {"bf16": found.pop("gemm_tflops")}
+        rates = Rates(**found)
+        positive = rates.gb_per_s, rates.least_us, *rates.tflops.values()
+        if not all(0 < rate < math.inf for rate in positive) or not 0 <= rates.gap_us < math.inf:
             raise ValueError("no rates")
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise ToolError(f"{path}: it has no rates as a run on a GPU writes them") from error
     return rates
 
 
-def measure_rates(dtype: torch.dtype) -> Rates:
+def measure_rates() -> Rates:
     """The rates of this GPU; some seconds."""
     import torch
 
     from lab.turns import compare_in_turns
 
+    def product(dtype: torch.dtype, size: int, precision: str = "highest"):
+        a, b = torch.randn(2, size, size, device="cuda").to(dtype)
+
+        def multiply() -> None:
+            before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision(precision)
+            torch.mm(a, b)
+            torch.set_float32_matmul_precision(before)
+
+        return multiply
+
     source = torch.ones(2**27, device="cuda")
     target = torch.empty_like(source)
     # negated, as the driver does a copy_ in a way of its own
     small = partial(torch.neg, source[:1024], out=target[:1024])
-    a, b = torch.randn(2, 8192, 8192, device="cuda").to(dtype)
-    turns = compare_in_turns(
-        {
-            "copy": partial(torch.neg, source, out=target),
-            "least": small,
-            "product": lambda: torch.mm(a, b),
-        },
-        turns=5,
-    )
-    us = {side: min(times) for side, times in turns.us.items()}
+    sizes = {"bf16": 8192, "fp16": 8192, "TF32": 8192, "fp32": 4096, "fp64": 4096}
+    products = {
+        "bf16": product(torch.bfloat16, sizes["bf16"]),
+        "fp16": product(torch.float16, sizes["fp16"]),
+        "TF32": product(torch.float32, sizes["TF32"], "high"),
+        "fp32": product(torch.float32, sizes["fp32"]),
+        "fp64": product(torch.float64, sizes["fp64"]),
+    }
+    sides = {"copy": partial(torch.neg, source, out=target), "least": small, **products}
+    us = {side: min(times) for side, times in compare_in_turns(sides, turns=5).us.items()}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(20):
             small()
         torch.cuda.synchronize()
     shown = [event.device_time_total for event in profile.events() if event.device_time_total]
     gap = max(0.0, us["least"] - statistics.median(shown)) if shown else 0.0
-    gb_per_s, gemm = source.nbytes * 2 / us["copy"] / 1e3, 2 * 8192**3 / us["product"] / 1e6
-    return Rates(torch.cuda.get_device_name(), gb_per_s, us["least"], gap, gemm)
+    tflops = {name: 2 * size**3 / us[name] / 1e6 for name, size in sizes.items()}
+    gb_per_s = source.nbytes * 2 / us["copy"] / 1e3
+    return Rates(torch.cuda.get_device_name(), gb_per_s, us["least"], gap, tflops)

@@ -1,36 +1,47 @@
 """The operators of a training step: the memory that each reads and writes, the line that calls it.
 
-What an operator does is told by PyTorch's own tags, by its category in lab/profile/kernels.py, and
-by the few lists here. What none of these knows is `unknown`, and is never fused.
+What an operator does is told by PyTorch's own schemas and tags, by its category in
+lab/profile/kernels.py, and by the few lists here. What none of these knows is `unknown`, and is
+never fused.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
+import os
 import re
 import sys
 import sysconfig
 import threading
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from functools import cache
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache, partial
 from pathlib import Path
+from types import CodeType
 from typing import NamedTuple
+from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass_type,
+)
 from torch.utils._pytree import tree_leaves
 
 from lab.files import ROOT
+from lab.fusions.flops import flop_of, is_product, type_of
 from lab.profile.kernels import category
-from lab.profile.roofline import flop_counter
 from lab.profile.traffic import OVERWRITING, bytes_behind
 
-NO_WORK = ("empty", "new_empty", "_unsafe_view", "detach", "lift_fresh", "_record_function")
+NO_WORK = ("empty", "new_empty", "lift_fresh")
 RANDOM = ("normal_", "uniform_", "bernoulli_", "exponential_", "random_")  # nor do these read it
-PRODUCTS = re.compile("conv|scaled_dot|lstm|gru|rnn")
 # The first tensor must lie in memory, as any element of it may be wanted: some, or all
 GATHERS = re.compile("embedding|index|_unsafe_index|index_select|gather|take")
 WINDOWS = re.compile(
@@ -51,11 +62,12 @@ STREAMS = re.compile(  # element by element, or a loss of elements
     r"|polar|complex|arange|linspace|eye|scalar_tensor|diagonal_backward|lift_fresh_copy"
     r"|pixel_(un)?shuffle"
 )
-OWN = tuple(str(ROOT / folder) for folder in ("lab", "analysis_tools"))
+OWN = tuple(f"{ROOT / folder}{os.sep}" for folder in ("lab", "analysis_tools"))
+TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 SECTOR = 32  # bytes that a GPU reads at least
-# With fewer sums than these a GPU computes long ones in several blocks: two for each of its 132
-# multiprocessors, of a row or of 32 columns
-FEW, LONG = {False: 264, True: 8448}, {False: 8192, True: 64}
+KERNELS = ("triton.runtime", "KernelInterface", "__getitem__")
+GRAPHS = ("torch._inductor.output_code", "CompiledFxGraph", "__call__")
+COMPILED = "compiled code"  # the name of what torch.compile has made of a part of the step
 
 
 class Use(NamedTuple):
@@ -83,35 +95,112 @@ class Operator:
     writes: list[Use]
     numel: int = 0  # elements that it goes over
     kind: str = "unknown"  # stream, matrix, library (left as it is)
-    # elements, length, and whether columns, of sums that the same kernel can use
-    reduced: tuple[int, int, bool] | None = None
+    # elements, length, and whether columns, of what it adds up
+    sums: tuple[int, int, bool] | None = None
     closed: bool = False  # its results are complete when its last block has ended
     source: set = field(default_factory=set)  # keys that must lie in memory before
     operands: list[tuple] = field(default_factory=list)  # both of a product: key, shape, strides
-    sums: bool = False  # it adds up
     random: bool = False  # a second time it would make other numbers
-    apart: bool = False  # sums of columns, which compilers leave to a kernel of its own
+    alone: bool = False  # long sums of columns are a kernel of their own
     barrier: bool = False  # the host waits for its result, or nobody sees what it does
-    segment: int = 0  # between barriers; a phase that comes again is another
-    dtype: str = ""
+    dtype: str = ""  # in which a product is computed
     flop: int = 0
+    lacks: str = ""  # what is not known of it
     moved: int = 0  # bytes, read and written; like kernels and time of the first pass alone
     kernels: int = 1
-    us: float | None = None
+    us: float | None = None  # of its kernels, where they were timed
+
+
+@dataclass
+class Recorded:
+    """What a step did: its operators, and the storages that they name by number."""
+
+    operators: list[Operator] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)  # bytes of each storage
+    alive: set[tuple[int, int]] = field(default_factory=set)  # there when the step is over
+    weights: set[int] = field(default_factory=set)  # storages of weights
+    unwritten: list[str] = field(default_factory=list)  # operators that read what none wrote
+    run: str = "fake"  # or "real" on a CPU, or "measured" on a GPU
+    launched: dict[str, float] = field(default_factory=dict)  # microseconds by name of the kernel
+
+    def flop(self) -> Counter:
+        """FLOPs by the type of the products."""
+        found: Counter = Counter()
+        for operator in self.operators:
+            found[operator.dtype] += operator.flop
+        return +found
+
+    def to_json(self) -> dict:
+        """For a file; `from_json` makes the same of it."""
+        found = asdict(self)
+        for operator in found["operators"]:
+            operator["source"] = sorted(operator["source"])
+        return found | {key: sorted(found[key]) for key in ("alive", "weights")}
+
+    @classmethod
+    def from_json(cls, content: dict) -> Recorded:
+        def uses(found: list) -> list[Use]:
+            return [Use((*key,), offset, size) for key, offset, size in found]
+
+        operators = []
+        for row in content["operators"]:
+            row = {each.name: row[each.name] for each in fields(Operator) if each.name in row}
+            row |= {"reads": uses(row["reads"]), "writes": uses(row["writes"])}
+            row["source"] = {(*key,) for key in row["source"]}
+            row["operands"] = [((*k,), (*s,), (*t,)) for k, s, t in row["operands"]]
+            row["sums"] = row["sums"] and (*row["sums"],)
+            operators.append(Operator(**row))
+        alive = {(*key,) for key in content["alive"]}
+        rest = content["unwritten"], content["run"], content["launched"]
+        return cls(operators, content["sizes"], alive, {*content["weights"]}, *rest)
+
+
+# --- which line
 
 
 @cache
 def whose(path: str) -> str:
     """The path of the user's code as a reader wants it; "" of a file that no user looks into, and
     "optimizer"."""
-    packages = re.search(r"(?:site|dist)-packages/(.*)", path)
-    if path.startswith(str(Path(torch.__file__).parent)):
+    if path.startswith(TORCH):
         return "optimizer" if "/torch/optim/" in path else ""
-    own = path.startswith((*OWN, "<")) or "/einops/" in path
+    packages = re.search(r"(?:site|dist)-packages/(.*)", path)
+    own = path.startswith((*OWN, "<")) or "/torchinductor_" in path
+    own = own or (packages and packages[1].startswith("einops/"))
     if own or (path.startswith(sysconfig.get_paths()["stdlib"]) and not packages):
         return ""
     here = Path(path).is_relative_to(Path.cwd())
     return packages[1] if packages else str(Path(path).relative_to(Path.cwd())) if here else path
+
+
+def code_of(function: object) -> CodeType | None:
+    """The code of a function, also of one that is bound, wrapped or partial, or of an object that
+    can be called."""
+    while isinstance(function, partial) or hasattr(function, "__wrapped__"):
+        function = getattr(function, "func", None) or function.__wrapped__
+    if not hasattr(function, "__code__") and callable(function):
+        function = type(function).__call__ if not inspect.ismethod(function) else function.__func__
+    return getattr(function, "__code__", None)
+
+
+def of_optimizer(frame, inner: set[CodeType]) -> bool | None:
+    """Is what runs in this frame an optimizer's? None if the frame does not tell. Of `inner` code
+    between, that of a function which the optimizer was given, a closure, is not."""
+    code = frame.f_code
+    path = whose(code.co_filename)
+    if not path:
+        return False if f"{TORCH}nn{os.sep}modules" in code.co_filename else None
+    owner = frame.f_locals.get("self") if code.co_varnames[:1] == ("self",) else None
+    if isinstance(owner, nn.Module) and path != "optimizer":
+        return False
+    if path != "optimizer" and not isinstance(owner, torch.optim.Optimizer):
+        inner.add(code)
+        return None
+    given = [*frame.f_locals.values(), *getattr(owner, "__dict__", {}).values()] if inner else ()
+    return not any(callable(value) and code_of(value) in inner for value in given)
+
+
+# --- what runs
 
 
 class Recorder(TorchDispatchMode):
@@ -122,20 +211,21 @@ class Recorder(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What torch.compile has made runs as it is, see `seen_kernels`."""
+        return True
+
     def __init__(self, timed: bool = False):
         super().__init__()
-        self.timed, self.calls = timed, 0
-        self.operators: list[Operator] = []
+        self.timed, self.calls, self.inside = timed, 0, False
+        self.recorded = Recorded()
+        self.operators, self.sizes = self.recorded.operators, self.recorded.sizes
         self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.sizes: list[int] = []  # bytes, by number of the storage
         self.version: list[int] = []
         self.blank: set[int] = set()  # storages that no operator has written
         self.lines: dict[tuple[int, int], str] = {}  # by thread and number of the autograd node
         self.main = threading.get_ident()
-        self.flops = flop_counter().flop_registry
-        self.unwritten: list[str] = []  # operators that read what no operator wrote
-        self.alive: set[tuple[int, int]] = set()  # what is there when the step is over
-        self.weights: set[int] = set()  # their storages
 
     # --- which memory
 
@@ -162,23 +252,27 @@ class Recorder(TorchDispatchMode):
         size = min(bytes_behind(tensor), self.sizes[number])  # of views whose rows overlap
         return Use((number, self.version[number]), offset, size)
 
+    def __enter__(self) -> Recorder:
+        self.outer = seen_kernels(self)
+        return super().__enter__()
+
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
+        self.outer.close()
         found = self.storages.values()
-        self.alive = {(n, self.version[n]) for reference, n in found if not reference.expired()}
-
-    # --- which line
+        self.recorded.alive = {(n, self.version[n]) for ref, n in found if not ref.expired()}
 
     def place(self) -> tuple[str, str]:
         """Phase and line of what runs now: the innermost line outside of PyTorch. In the backward
         pass it is that of the forward pass, unless code of the user runs in it: that of a custom
         Function, or once more that of a checkpoint."""
-        line, optimizer, frame = "", False, sys._getframe(2)
+        line, optimizer, frame, inner = "", None, sys._getframe(2), set()
         while frame and frame.f_code.co_name != "_engine_run_backward":
             path = whose(frame.f_code.co_filename)
-            optimizer |= path == "optimizer"
             if path not in ("", "optimizer") and not line:
                 line = f"{path}:{frame.f_lineno}"
+            if optimizer is None:
+                optimizer = of_optimizer(frame, inner)
             frame = frame.f_back
         node, thread = torch._C._current_autograd_node(), threading.get_ident()
         if line and (node is None or thread != self.main or frame):
@@ -196,39 +290,67 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if getattr(function, "namespace", "") == "prim":  # what a tensor says of itself
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # of which tensors it is made, it says itself
+        if getattr(function, "namespace", "") in ("prim", "profiler"):
             return function(*args, **kwargs)
-        place, call = self.place(), self.calls
+        if is_composite(function):  # inference mode leaves it to us to take it apart
+            with self:
+                return function.decompose(*args, **kwargs)
+        name = getattr(function, "overloadpacket", function).__name__
+        return self.call(name, function, args, kwargs)
+
+    def call(
+        self,
+        name: str,
+        function: Callable,
+        args: Sequence,
+        kwargs: dict,
+        written: Sequence[Tensor] = (),
+        lacks: str = "",
+    ) -> object:
+        """Run an operator, and record what it is; of what is none, what it writes and lacks."""
+        place, call, within = self.place(), self.calls, self.inside
         self.calls += 1
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         dense = [t for t in tensors if t.layout == torch.strided and not t.is_nested]
         before = [self.use(t) for t in dense]
-        with torch.profiler.record_function(f"#{call}") if self.timed else nullcontext():
-            result = function(*args, **kwargs)
+        self.inside = True
+        try:
+            with torch.profiler.record_function(f"#{call}") if self.timed else nullcontext():
+                result = function(*args, **kwargs)
+        finally:
+            self.inside = within
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-        name = getattr(function, "overloadpacket", function).__name__
-        operator = Operator(name, call, *place, list(dict.fromkeys(before)), [])
+        operator = Operator(name, call, *place, list(dict.fromkeys(before)), [], lacks=lacks)
         if len(dense) < len(tensors) or any(t.layout != torch.strided or t.is_nested for t in made):
             operator.barrier = True  # sparse, or another kind whose memory is not one piece
+            operator.lacks = "bytes and FLOPs"
             self.operators.append(operator)
         else:
-            found = self.describe(function, operator, args, kwargs, dense, made, result)
+            found = self.describe(function, operator, args, kwargs, dense, made, result, written)
             for whole in found[:1]:
-                whole.moved = sum(use.bytes for use in (*operator.reads, *operator.writes))
+                known = not lacks or name == COMPILED
+                whole.moved = sum(u.bytes for u in (*operator.reads, *operator.writes)) * known
+            for each in found if within else ():
+                each.kind = "library"  # of compiled code
             self.operators += found
         return result
 
-    def describe(self, function, operator, args, kwargs, inputs, made, result) -> list[Operator]:
-        """What a call does, as one or more passes over its data; none for a view."""
+    def describe(
+        self, function, operator, args, kwargs, inputs, made, result, written
+    ) -> list[Operator]:
+        """What a call does, as one or more passes over its data; none for a view, or a question."""
         name, reads, tags = operator.name, operator.reads, getattr(function, "tags", ())
         arguments = getattr(getattr(function, "_schema", None), "arguments", ())
         given = [args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(arguments)]
-        pairs = zip(arguments, given, strict=True)
-        written = [t for a, value in pairs if a.is_write for t in tree_leaves(value)]
-        written = [t for t in written if isinstance(t, Tensor)]
+        pairs = [*zip(arguments, given, strict=True)]
+        changed = [t for a, value in pairs if a.is_write for t in tree_leaves(value)]
+        written = [*written, *(t for t in changed if isinstance(t, Tensor))]
         known = {self.number(t) for t in inputs}
         fresh = [t for t in made if self.number(t) not in known]
-        if made and not fresh and (not written or torch.Tag.inplace_view in tags):
+        waits = torch.Tag.data_dependent_output in tags
+        if not fresh and (not written or torch.Tag.inplace_view in tags) and not waits:
             return []
         if name.startswith(NO_WORK):
             self.blank |= {self.number(t) for t in fresh if "empty" in name}
@@ -239,31 +361,39 @@ class Recorder(TorchDispatchMode):
             reads[:] = [use for use in reads if use not in blind] + rest
         own = getattr(function, "namespace", "") != "aten"
         if not own and any(u.key[0] in self.blank and u.bytes for u in reads):
-            self.unwritten.append(f"{name} at {operator.line}")
+            self.recorded.unwritten.append(f"{name} at {operator.line}")
         operator.writes = [self.use(t, write=True) for t in [*written, *fresh]]
         operator.numel = max((t.numel() for t in [*inputs, *made]), default=0)
-        operator.dtype = str(made[0].dtype) if made else ""
+        kind, named = category(f"aten::{name}"), {a.name: value for a, value in pairs}
+        if named.get("training"):  # a batch norm changes these without a word in its schema
+            averages = [named.get("running_mean"), named.get("running_var")]
+            operator.writes += [self.use(t, write=True) for t in averages if t is not None]
+        flop = flop_of(function, name, args, kwargs, named, result)
+        if flop is not None or is_product(name):
+            operator.flop = flop or 0
+            operator.dtype = type_of(name, made[0].dtype if made else inputs[0].dtype)
         if own:
+            operator.lacks = operator.lacks or ("" if flop is not None else "FLOPs")
             return [operator]
-        formula, kind = self.flops.get(function.overloadpacket), category(f"aten::{name}")
-        operator.flop = formula(*args, **kwargs, out_val=result) if formula else 0
         first = inputs[0] if inputs else None
         masks = any(t.dtype in (torch.bool, torch.uint8) for t in inputs[1:])
         dynamic = torch.Tag.dynamic_output_shape in tags and (name != "index" or masks)
-        if torch.Tag.data_dependent_output in tags or dynamic:
+        plain = name.removeprefix("_foreach_")
+        if waits or dynamic:
             operator.kind, operator.barrier = "library", True
-        elif formula or PRODUCTS.search(name) or kind == "GEMM":
-            operator.kind = "matrix"
-            if name in ("mm", "addmm"):
-                both = [t for t in args if isinstance(t, Tensor)][-2:]
-                operator.operands = [(self.use(t).key, t.shape, t.stride()) for t in both]
-        elif "optimizer" in (kind, operator.phase) or name in ("sort", "topk"):
+        elif operator.dtype:
+            operator.kind, operator.lacks = "matrix", "" if flop is not None else "FLOPs"
+            if name in ("mm", "addmm") or "conv" in name:
+                both = [t for t in args if isinstance(t, Tensor)]
+                both = both[-2:] if "mm" in name else both[name.endswith("backward") :][:2]
+                operator.operands = [(self.use(t).key, (*t.shape,), t.stride()) for t in both]
+        elif (kind == "optimizer" and plain == name) or name in ("sort", "topk"):
             operator.kind = "library"
         elif kind == "normalisation" or "softmax" in name:
             return self.passes(operator, args, inputs, made)
         elif GATHERS.fullmatch(name):
             row = (first.shape[-1] if first.dim() > 1 else 1) * first.element_size()
-            wanted = sum(w.bytes for w in operator.writes) * max(1, SECTOR // row)
+            wanted = sum(w.bytes for w in operator.writes) * max(1, SECTOR // max(1, row))
             operator.kind, operator.source = "stream", {reads[0].key}
             reads[0] = Use(reads[0].key, -1 - operator.call, wanted)
             operator.numel = max(t.numel() for t in made)
@@ -277,15 +407,17 @@ class Recorder(TorchDispatchMode):
                 reads[0], operator.source = reads[0]._replace(bytes=0), {reads[0].key}
             whole = 0 if written else target.bytes
             operator.writes[0] = Use(target.key, -1 - operator.call, whole + added)
-        elif kind == "reductions":
-            operator.kind = "stream"
+        elif category(f"aten::{plain}") == "reductions":
+            operator.kind, operator.alone = "stream", True
             dim = [*args[2 if "norm" in name else 1 :], kwargs.get("dim")][0]
-            operator.apart = sums(operator, first.numel(), *reduced(first, dim))
-        elif torch.Tag.pointwise in tags or kind in ("element-wise", "copies") or streams(name):
+            operator.sums = reduced(first, None if plain != name else dim)
+        elif torch.Tag.pointwise in tags or kind in ("element-wise", "copies") or streams(plain):
             operator.kind = "stream"
             operator.random = torch.Tag.nondeterministic_seeded in tags
-            operator.closed = "_loss" in name and made[0].numel() < first.numel()
+            if "_loss" in name and made[0].numel() < first.numel():
+                operator.sums = (first.numel(), first.numel(), False)
             if name == "nll_loss_forward":  # one element of each row
+                operator.sums, operator.closed = None, True
                 reads[0] = reads[0]._replace(bytes=SECTOR * inputs[1].numel())
             elif name == "nll_loss_backward":  # of the logarithms only the shape
                 reads[1] = reads[1]._replace(bytes=0)
@@ -299,22 +431,85 @@ class Recorder(TorchDispatchMode):
         name, x = operator.name, inputs[0]
         backward = "backward" in name
         if "softmax" in name:
-            length, columns = reduced(x, next(a for a in args if isinstance(a, int)))
+            sums = reduced(x, next(a for a in args if isinstance(a, int)))
         else:  # one sum for each mean or deviation, which are the second result
             means = next((t.numel() for t in (inputs[2:] if backward else made[1:])), 0)
             length, columns = x.numel() // (means or x.shape[1]), "batch" in name and x.dim() == 2
-        between = self.add(8 * max(1, x.numel() // max(1, length)))
+            sums = x.numel(), max(1, length), columns
+        between = self.add(8 * max(1, x.numel() // max(1, sums[1])))
         first, *rest = operator.writes
-        one = replace(operator, kind="stream", writes=[between, *([] if backward else rest)])
-        sums(one, x.numel(), max(1, length), columns)
+        alone = backward and rest and "batch" not in name  # whose gradients are the same sums
+        writes = [between, *([] if alone else rest)]
+        one = replace(operator, kind="stream", numel=x.numel(), writes=writes, sums=sums)
         reads = [*operator.reads, between]
-        none = {"reduced": None, "closed": False, "sums": False, "kernels": 0}
-        two = replace(one, reads=reads, writes=[first], **none)
-        if not (backward and rest):
+        two = replace(one, reads=reads, writes=[first], sums=None, kernels=0)
+        if not alone:
             return [one, two]
-        return [one, two, replace(two, reads=operator.reads, writes=rest, closed=True, sums=True)]
+        weights = x.numel(), max(1, x.numel() * x.element_size() // max(1, rest[0].bytes)), True
+        more = {"sums": weights, "closed": True, "alone": True, "kernels": 1}
+        three = replace(two, reads=operator.reads, writes=rest, **more)
+        three.moved = sum(use.bytes for use in (*three.reads, *rest))
+        return [one, two, three]
 
 
+def patched(method: tuple[str, str, str], make: Callable) -> AbstractContextManager:
+    """While it lasts a method of a class, by module, class and name, is what `make` does with it as
+    its first argument; nothing where the package is not installed."""
+    module, owner, name = method
+    try:
+        owner = getattr(importlib.import_module(module), owner)
+    except ImportError:
+        return nullcontext()
+    old = getattr(owner, name)
+    return mock.patch.object(owner, name, lambda *args: make(old, *args))
+
+
+def unseen(launch: Callable) -> Callable:
+    """The same, of which no operator inside is recorded: those of Triton's interpreter."""
+
+    def run(*args, **kwargs) -> object:
+        with _disable_current_modes():
+            return launch(*args, **kwargs)
+
+    return run
+
+
+def seen_kernels(recorder: Recorder) -> ExitStack:
+    """What launches kernels without an operator is recorded like one: code that torch.compile has
+    made, whose products are operators inside, and Triton kernels, which may write what they get."""
+
+    def run(old: Callable, graph: object, inputs: list) -> object:
+        written = [inputs[i] for i in graph.mutated_input_idxs]
+        lacks, given = "kernels, bytes and FLOPs inside", [*inputs]
+        inputs.clear()  # it frees what it has used
+        return recorder.call(COMPILED, lambda *x: old(graph, [*x]), given, {}, written, lacks)
+
+    def choose(old: Callable, kernel: object, grid: object) -> Callable:
+        launch, name = old(kernel, grid), f"Triton kernel {kernel.fn.__name__}"
+
+        def run(*args, **kwargs) -> object:
+            if recorder.inside:  # of an operator
+                return launch(*args, **kwargs)
+            written = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+            return recorder.call(name, unseen(launch), args, kwargs, written, "bytes and FLOPs")
+
+        return run
+
+    stack = ExitStack()
+    stack.enter_context(patched(GRAPHS, run))
+    stack.enter_context(patched(KERNELS, choose))
+    return stack
+
+
+@cache
+def is_composite(function: Callable) -> bool:
+    """Is it made of other operators, whatever the device?"""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return isinstance(function, torch._ops.OpOverload) and has(function.name(), key)
+
+
+@cache
 def streams(name: str) -> bool:
     """Does it go element by element, as its name or that of its forward operator says? PyTorch tags
     only some gradients."""
@@ -324,22 +519,13 @@ def streams(name: str) -> bool:
     return bool(STREAMS.fullmatch(plain)) or any(torch.Tag.pointwise in found for found in tags)
 
 
-def reduced(x: Tensor, dim: object) -> tuple[int, bool]:
-    """The length of a reduction over these dimensions, all unless given, and whether it goes along
-    columns: the innermost dimension stays."""
+def reduced(x: Tensor, dim: object) -> tuple[int, int, bool]:
+    """Elements of a reduction over these dimensions, all unless given; how many of them make one
+    result; and whether it goes along columns: the innermost dimension stays."""
     dims = [dim] if isinstance(dim, int) else dim
     if not isinstance(dims, (list, tuple)) or not dims:
         dims = range(x.dim())
     dims = {d % max(1, x.dim()) for d in dims}
     wide = [d for d in range(x.dim()) if x.shape[d] > 1]
     length = math.prod(x.shape[d] for d in dims)
-    return max(1, length), bool(wide) and min(wide, key=x.stride) not in dims
-
-
-def sums(operator: Operator, numel: int, length: int, columns: bool) -> bool:
-    """Note sums of so many elements each: few long ones are complete when the kernel has ended. Are
-    they such, of columns?"""
-    operator.numel, operator.sums = numel, True
-    operator.closed = numel // length < FEW[columns] and length > LONG[columns]
-    operator.reduced = None if operator.closed or length == 1 else (numel, length, columns)
-    return operator.closed and columns
+    return x.numel(), max(1, length), bool(wide) and min(wide, key=x.stride) not in dims

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import argparse
-import logging
+import gc
+import math
+import re
 import statistics
+import sys
 import tempfile
-import traceback
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from unittest import mock
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
 from lab.cli import ToolError, note
-from lab.fusions.rates import Rates
-from lab.fusions.record import Operator, Recorder, whose
-from lab.profile.kernels import NO_KERNELS, kernels_of, load_trace, range_of_each, ranges_of
+from lab.fusions.fakes import NeedsRun, estimate, fake_mode, faked, needs_values, where
+from lab.fusions.record import Operator, Recorded, Recorder
+from lab.profile.kernels import NO_KERNELS, Kernel, kernels_of, load_trace, range_of_each, ranges_of
 from lab.script import import_file, load_script, script_arguments
-from lab.turns import compare_in_turns
+from lab.turns import captured, compare_in_turns, warm_up
 
 REPEATS = 3  # profiled steps
+OTHER = 0.05  # of a step's time in kernels of which the other side has none: another program
+ATTENTION = re.compile("flash|fmha|attn|attention|sdpa", re.IGNORECASE)
 NEEDED = (
     "it must return (model, batch) so that model(**batch) is the loss, a scalar or with a .loss;"
     " or a function without arguments that takes a training step"
@@ -44,16 +48,27 @@ class Step:
     compiled: Callable[[], Callable[[], object]] | None = None
 
 
-def fake_mode() -> FakeTensorMode | None:
-    """The one that makes tensors fake here."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-
-
 def placed(value: Tensor, device: torch.device) -> Tensor:
     """A tensor on the device, or without its values where tensors are fake."""
     mode = fake_mode()
-    real = mode and not isinstance(value, FakeTensor)
-    return mode.from_tensor(value) if real else value.to(device)
+    if mode and not isinstance(value, FakeTensor):
+        value = mode.from_tensor(value)
+    if value.is_meta and device.type != "meta":  # there are no values to move
+        return torch.empty_like(value, device=device).requires_grad_(value.requires_grad)
+    return value if mode else value.to(device)
+
+
+def device_of(name: str) -> torch.device:
+    """The device of --device; ToolError if it is not there."""
+    there = torch.cuda.is_available()
+    if name == "cuda" and not there:
+        raise ToolError("--device cuda: PyTorch finds no GPU", status=4)
+    return torch.device("cuda" if there and name != "cpu" else "cpu")
+
+
+def script_device(name: str, argv: Sequence[str]) -> str:
+    """The --device of a version script with these arguments."""
+    return script_arguments(load_script(name), argv, tempfile.gettempdir())[1].device
 
 
 def from_script(name: str, argv: Sequence[str]) -> Step:
@@ -70,10 +85,20 @@ def from_script(name: str, argv: Sequence[str]) -> Step:
 
     def build(compiled: bool) -> tuple[Callable[[], object], list[Tensor]]:
         chosen = argparse.Namespace(**{**vars(args), "torch_compile": compiled})
-        trainer = module.Trainer(chosen, device)
+        trainer = module.Trainer(chosen).build()
         return partial(trainer.compute, batch), [*trainer.model.parameters()]
 
     return Step(module.SCRIPT, *build(False), lambda: build(True)[0])
+
+
+def import_as_main(path: Path) -> ModuleType:
+    """Import a file as `python FILE.py` would run it: its folder is the first on the path, and what
+    was pickled in a run of it, or of a file that imports it, finds its classes."""
+    sys.path.insert(0, str(path.parent))
+    taken = path.stem in sys.modules or path.stem in sys.stdlib_module_names
+    name = f"{path.stem} of the user" if taken else path.stem
+    sys.modules["__main__"].__getattr__ = lambda wanted: getattr(sys.modules[name], wanted)
+    return import_file(path, name)
 
 
 def function_of(place: str) -> Callable[[], object]:
@@ -82,7 +107,7 @@ def function_of(place: str) -> Callable[[], object]:
     if not file.endswith(".py") or not Path(file).is_file():
         raise ToolError(f"--model {place}: it must be FILE.py:function, of a file that is there")
     with of_the_user(f"--model {file}"):
-        make = getattr(import_file(Path(file).resolve()), name, None)
+        make = getattr(import_as_main(Path(file).resolve()), name, None)
     if not callable(make):
         raise ToolError(f"--model {place}: {file} has no function {name!r}; {NEEDED}")
     return make
@@ -92,54 +117,69 @@ def from_function(
     place: str, make: Callable[[], object], use_amp: bool, device: torch.device
 ) -> Step:
     """The step of what a function returns, which `place` names."""
-    title = Path(place).name.replace(".py:", ":")
     with of_the_user(f"--model {place}"):
         try:
             made = make()
         except Exception:
+            if not fake_mode():
+                raise
             with unset_fake_temporarily():  # it may ask for values; from_model takes them away
                 made = make()
             if not isinstance(made, tuple):
                 raise
     if callable(made) and not isinstance(made, nn.Module):
-        return Step(title, made, [], lambda: torch.compile(made))
+        return Step(place, made, [], lambda: torch.compile(made))
     pair = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    if not isinstance(pair[0], nn.Module) or not isinstance(pair[1], dict):
+    if not isinstance(pair[0], nn.Module) or not isinstance(pair[1], Mapping):
         found = ", ".join(type(part).__name__ for part in pair)
         raise ToolError(f"--model {place} returned {found}: {NEEDED}")
-    return from_model(title, *pair, use_amp, device)
+    return from_model(place, *pair, use_amp, device)
+
+
+def loss_of(title: str, out: object) -> Tensor:
+    """The loss in what a model returns: a scalar, .loss, ["loss"], or the first of several."""
+    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
+    loss = loss[0] if isinstance(loss, tuple) and loss else loss
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = [*loss.shape] if isinstance(loss, Tensor) else type(loss).__name__
+        raise ToolError(f"{title}: the loss is of shape or type {shape}: {NEEDED}")
+    return loss
 
 
 def from_model(
-    title: str, model: nn.Module, batch: dict, use_amp: bool, device: torch.device
+    title: str, model: nn.Module, batch: Mapping, use_amp: bool, device: torch.device
 ) -> Step:
     """The step of a model on a batch, both moved to the device: forward, backward, AdamW."""
     if fake_mode():
+        if isinstance(model, torch.jit.ScriptModule):
+            raise NeedsRun("a model of torch.jit")
+        moved: dict[int, Tensor] = {}  # weights can be shared
         for module in model.modules():
             for held in (module._parameters, module._buffers):
-                held |= {k: placed(x, device) for k, x in held.items() if x is not None}
+                known = {k: x for k, x in held.items() if x is not None}
+                held |= {k: moved.setdefault(id(x), placed(x, device)) for k, x in known.items()}
+    elif any(weight.is_meta for weight in model.parameters()):
+        model.to_empty(device=device)
     else:
         model.to(device)
-    batch = tree_map_only(Tensor, partial(placed, device=device), batch)
+    batch = tree_map_only(Tensor, partial(placed, device=device), dict(batch))
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     if not weights:
         raise ToolError(f"{title}: the model has no weight to train")
 
-    def train(compiled: bool) -> Callable[[], None]:
+    def train(compiled: bool) -> Callable[[], Tensor]:
         forward = torch.compile(model) if compiled else model
         gpu = device.type == "cuda"
         optimizer = torch.optim.AdamW(weights, 1e-5, fused=True, capturable=gpu)
 
-        def take() -> None:
+        def take() -> Tensor:
             optimizer.zero_grad()
             with torch.autocast(device.type, torch.bfloat16, enabled=use_amp):
-                loss = forward(**batch)
-            loss = getattr(loss, "loss", loss)
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                shape = [*loss.shape] if isinstance(loss, Tensor) else type(loss).__name__
-                raise ToolError(f"{title}: the loss is of shape or type {shape}: {NEEDED}")
+                out = forward(**batch)
+            loss = loss_of(title, out)
             loss.backward()
             optimizer.step()
+            return loss.detach()
 
         return take
 
@@ -150,66 +190,58 @@ def from_model(
 
 
 @contextmanager
-def of_the_user(name: str, compiled: bool = False) -> Iterator[None]:
+def of_the_user(name: str) -> Iterator[None]:
     """Errors of the user's own code are one line, with the place where they came from."""
     try:
         yield
     except (ToolError, KeyboardInterrupt):
         raise
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        at = [f"{whose(f.filename)}:{f.lineno}" for f in frames]
-        at = [place for place in at if not place.startswith((":", "optimizer:"))]
-        where = f" at {at[-1]}" if at else ""
         what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        if not compiled and any("/torch/_dynamo/" in f.filename for f in frames):
-            what = f"what torch.compile makes, as FlexAttention does, is not understood ({what})"
-        raise ToolError(f"{name} failed{where}: {what}", status=1) from error
+        raise ToolError(f"{name} failed{where(error)}: {what}", status=1) from error
 
 
-def record(step: Step, timed: bool = False) -> Recorder:
+def record(step: Step, timed: bool = False) -> Recorded:
     """One step, of which no tensor stays."""
     recorder = Recorder(timed)
-    recorder.weights = {recorder.number(weight) for weight in step.weights}
+    recorder.recorded.weights = {recorder.number(weight) for weight in step.weights}
     with recorder, of_the_user(step.name):
+        loss = step.take()  # which is there when the step is over
+    del loss
+    return recorder.recorded
+
+
+def counted(build: Callable[[], Step]) -> tuple[Step, Recorded]:
+    """A step, and what it does: the second one, as the first makes the optimizer's state."""
+    step = build()
+    with of_the_user(step.name):
         step.take()
-    return recorder
+    return step, record(step)
 
 
-def count(build: Callable[[], Step]) -> tuple[Step, Recorder]:
-    """Operators, bytes and FLOPs of a step of fake tensors: nothing is computed. A step that these
-    cannot take is really taken, on the CPU."""
-
-    def counted() -> tuple[Step, Recorder]:
-        step = build()
-        with of_the_user(step.name):
-            step.take()  # the first one makes the optimizer's state
-        return step, record(step)
-
-    logging.getLogger(FakeTensorMode.__module__).setLevel(logging.CRITICAL)  # the error is raised
-    # V4's optimizer compares places in memory, and a fake tensor has none.
-    warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True), without_launches():
-            return counted()
-    except Exception as error:
-        if isinstance(error, ToolError) and error.__cause__ is None:
-            raise
-    found = counted()
-    note("fake tensors cannot take this step, so two real ones were taken on this CPU")
-    return found
+def count(build: Callable[[], Step], run: str = "") -> tuple[Step, Recorded]:
+    """Operators, bytes and FLOPs of a step of fake tensors, with which nothing is computed. A step
+    that these cannot take is really taken on the CPU, which is said before; never if `run` is
+    "fake", at once if it is "real"."""
+    if run != "real":
+        try:
+            with faked() as between:
+                return counted(build)
+        except Exception as error:
+            cause = error.__cause__ if isinstance(error, ToolError) else error
+            if cause is None or not (reason := needs_values(cause, between)):
+                raise
+        if run == "fake":
+            raise ToolError(f"it cannot be looked at without running it: {reason}", status=1)
+        spent = estimate(lambda: counted(build)[1])
+        note(f"{reason}: the step is really taken on this CPU, twice; {spent}")
+    gc.collect()  # what the attempts before have left, such as workers of a DataLoader
+    step, recorded = counted(build)
+    recorded.run = "real"
+    return step, recorded
 
 
-def without_launches() -> AbstractContextManager:
-    """Kernels of Triton are not launched: fake tensors have nothing that they could read."""
-    try:
-        from triton.runtime import KernelInterface
-    except ImportError:
-        return nullcontext()
-    return mock.patch.object(KernelInterface, "__getitem__", lambda *_: lambda *args, **named: None)
-
-
-def measure(step: Step, rates: Rates) -> Recorder:
+def measure(step: Step) -> Recorded:
     """The operators of a step with the times of their kernels, medians of some steps."""
     with of_the_user(step.name):
         for _ in range(REPEATS):
@@ -217,11 +249,9 @@ def measure(step: Step, rates: Rates) -> Recorder:
     times: dict[tuple, list[list[float]]] = {}  # of steps that were the same
     for _ in range(REPEATS):
         torch.cuda.synchronize()
-        kinds = torch.profiler.ProfilerActivity
-        with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
-            found = record(step, timed=True)
-            torch.cuda.synchronize()
-        attribute(found, profile, rates)
+        found, events = profiled(lambda: record(step, timed=True))
+        attribute(found, events)
+        found.run = "measured"
         same = tuple(operator.name for operator in found.operators)
         times.setdefault(same, []).append([operator.us for operator in found.operators])
     for operator, us in zip(found.operators, zip(*times[same], strict=True), strict=True):
@@ -229,29 +259,58 @@ def measure(step: Step, rates: Rates) -> Recorder:
     return found
 
 
-def attribute(found: Recorder, profile: torch.profiler.profile, rates: Rates) -> None:
-    """Give each operator the time of the kernels that its call launched; kernels that no operator
-    launched become operators that are not understood."""
+def profiled(work: Callable[[], object]) -> tuple[object, list[dict]]:
+    """What this returns, and the events of its trace."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds) as profile:
+        found = work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
-        events = load_trace(path)
+        return found, load_trace(path)
+
+
+def alone(kernels: Sequence[Kernel]) -> list[float]:
+    """Microseconds in which each kernel ran and none did that began before it, on whatever stream:
+    their sum is the time in which any ran."""
+    spent, end = [], -math.inf
+    for kernel in kernels:
+        us = kernel.duration_ns / 1e3
+        if kernel.start_us is not None:
+            stop = kernel.start_us + us
+            us, end = max(0.0, stop - max(kernel.start_us, end)), max(end, stop)
+        spent.append(us)
+    return spent
+
+
+def attribute(found: Recorded, events: list[dict]) -> None:
+    """Give each operator the time of the kernels that its call launched; kernels that no operator
+    launched become operators that are not understood."""
     first = {operator.call: operator for operator in reversed(found.operators)}
     for operator in found.operators:
         operator.us, operator.kernels = 0.0, 0
     ranges = ranges_of(events, {f"#{call}" for call in range(1 + max(first, default=0))})
-    kernels = sorted(kernels_of(events), key=lambda kernel: kernel.launch_us or 0)
+    kernels = kernels_of(events)
     if not any(kernel.launch_us for kernel in kernels):
         raise ToolError(NO_KERNELS, status=1)
+    began = sorted(kernels, key=lambda kernel: kernel.start_us or 0)
+    spent = {id(kernel): us for kernel, us in zip(began, alone(began), strict=True)}
+    kernels.sort(key=lambda kernel: kernel.launch_us or 0)
     call = -1
     for name, kernel in zip(range_of_each(kernels, ranges), kernels, strict=True):
         call = int(name[1:]) if name else call
+        us = spent[id(kernel)]
+        found.launched[kernel.name] = found.launched.get(kernel.name, 0.0) + us
         if name is None or call not in first:  # it comes behind the one before
             own = Operator(f"kernel {kernel.name[:40]}", call, "forward", "?", [], [], barrier=True)
-            own.us = kernel.duration_ns / 1e3 + rates.gap_us
+            own.us, own.lacks = us, "bytes and FLOPs"
             found.operators.append(own)
         else:
-            first[call].us += kernel.duration_ns / 1e3 + rates.gap_us
+            first[call].us += us
             first[call].kernels += 1
     found.operators.sort(key=lambda operator: operator.call)
 
@@ -259,10 +318,48 @@ def attribute(found: Recorder, profile: torch.profiler.profile, rates: Rates) ->
 # --- compiled
 
 
-def compared(step: Step) -> dict:
-    """A step beside the same compiled: medians of the turns and of their ratios."""
-    with of_the_user(f"{step.name}, compiled", compiled=True):
-        sides = {"now": step.take, "compiled": step.compiled()}
+def compared(step: Step, launched: Mapping[str, float]) -> dict:
+    """A step beside the same compiled: medians of the turns and of their ratios, and where one is
+    another program than what was profiled, whose kernels took so many microseconds. What cannot be
+    compared is an `error`."""
+    result, sides = {}, {}
+    try:
+        for name, make in (("now", lambda: step.take), ("compiled", step.compiled)):
+            with of_the_user(f"{step.name}, {name} as a graph"):
+                take = make()
+                compare_in_turns({name: take}, turns=1)
+                sides[name] = take
+    except (ToolError, torch.OutOfMemoryError) as error:
+        result["error"] = " ".join(str(error).split())
+    if sides:
         turns = compare_in_turns(sides)
-    result = {f"{name}_ms": statistics.median(ms) for name, ms in turns.ms.items()}
-    return result | {"speedup": statistics.median(turns.ratios("compiled")), "turns_ms": turns.ms}
+        result |= {f"{name}_ms": statistics.median(ms) for name, ms in turns.ms.items()}
+        result["turns_ms"] = turns.ms
+        result["other"] = {n: others(n, graph_kernels(take), launched) for n, take in sides.items()}
+    if "compiled" in sides:
+        result["speedup"] = statistics.median(turns.ratios("compiled"))
+    return result
+
+
+def graph_kernels(take: Callable[[], object]) -> Counter:
+    """Microseconds of the kernels of a step as a graph, by name."""
+    warm_up(take)
+    replay = captured(take, 1)
+    replay()
+    found: Counter = Counter()
+    for kernel in kernels_of(profiled(replay)[1]):
+        found[kernel.name] += kernel.duration_ns / 1e3
+    return found
+
+
+def others(side: str, kernels: Mapping[str, float], launched: Mapping[str, float]) -> list[str]:
+    """Kernels that tell that a graph is another program than what was profiled; compiled, these are
+    those of attention."""
+    found = []
+    for mine, other in ((kernels, launched), (launched, kernels)):
+        only = {name: us for name, us in mine.items() if name not in other}
+        if side == "compiled":
+            only = {name: us for name, us in only.items() if ATTENTION.search(name)}
+        if sum(only.values()) > OTHER * sum(mine.values()):
+            found += sorted(only, key=only.get, reverse=True)[:3]
+    return found

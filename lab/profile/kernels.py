@@ -24,7 +24,9 @@ from lab.cli import ToolError, note
 from lab.files import reads, write_file
 from lab.profile.dispatches import (
     HOUR_NS,
+    SECOND_NS,
     Dispatch,
+    latest_end,
     read_kernel_trace,
     read_table,
     say_changes,
@@ -46,8 +48,11 @@ CATEGORIES = (
     "other",
 )
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # what a trace calls these events
-NUMBERS = ("correlation", "External id", "Ev Idx")  # by which events know each other
+CALLS = ("cuda_runtime", "cuda_driver")  # and calls of CUDA, or of HIP
+SHARED = ("correlation", "External id")  # numbers by which events know each other
+NUMBERS = (*SHARED, "Ev Idx")
 FOR_GPU = ("kernel", "gpu_", "Trace")  # and how the names of those begin that last as long as they
+WINDOW_END = "Record Window End"  # the profiler's mark of the end, one for each process
 NO_KERNELS = "the profiler saw no kernels on the GPU: may this user profile it?"
 
 # The first pattern that is found in the name decides, so what is specific comes first. Upper and
@@ -250,22 +255,29 @@ class Kernel:
     launch_us: float | None
     category: str
     is_copy: bool = False  # a memcpy or memset, which does not count as a kernel
-    operator: int | None = None  # "External id" of the operator that launched it
+    operator: Hashable = None  # "External id" of the operator that launched it
+    start_us: float | None = None  # when it began on the GPU
 
 
 def load_trace(path: Path) -> list[dict]:
     """The events, checked, of a trace of the PyTorch profiler; ToolError if it is none."""
+    return read_trace(path)["traceEvents"]
+
+
+def read_trace(path: Path) -> dict:
+    """What is in a trace of the PyTorch profiler, its events checked; ToolError if it is none."""
     try:
         content = reads(path).read_bytes()
         if content[:2] == b"\x1f\x8b":
             content = gzip.decompress(content)
-        events = trace_json(content.decode("utf-8-sig", "replace"))["traceEvents"]
+        content = trace_json(content.decode("utf-8-sig", "replace"))
+        events = content["traceEvents"]
         if not all(isinstance(event, dict) for event in events):
             raise TypeError("its events are no objects")
     except (EOFError, zlib.error, gzip.BadGzipFile, ValueError, LookupError, TypeError) as error:
         what = "not a trace of the PyTorch profiler, or cut off"
         raise ToolError(f"{path}: {what} ({error})") from error
-    return check_events(events, path)
+    return content | {"traceEvents": check_events(events, path)}
 
 
 def trace_json(text: str) -> dict:
@@ -285,24 +297,90 @@ def check_events(events: Sequence[dict], source: object) -> list[dict]:
     A note on stderr counts what is left out or shortened; ToolError if that is every kernel.
     """
     good = [{**event, "args": arguments_of(event)} for event in events if has_place(event)]
-    work = [event for event in good if event.get("ph") == "X" and event.get("cat") in ON_GPU]
-    spans = [(e["ts"], e["ts"] + e["dur"], (str(e["pid"]), str(e["tid"]))) for e in work]
-    # One microsecond is the clock of older traces, and what kernels of Hopper may overlap by.
-    ends = valid_ends(spans, end_of_trace(good, work), HOUR_NS / 1e3, slack=1.0)
-    late, gone = 0, set()
-    for event, (start, was, _), end in zip(work, spans, ends, strict=True):
-        if end is None:
-            gone.add(id(event))
-        elif end != was:
-            event["dur"], late = end - start, late + 1
+    ranks, work, gone, late = processes(good), 0, set(), 0
+    for rank, own in enumerate(ranks):
+        late += mend_ends(own, gone)
+        for event in own if len(ranks) > 1 else ():
+            numbers = {n: (rank, event["args"][n]) for n in SHARED if n in event["args"]}
+            event["args"] = event["args"] | numbers
+            event |= {"rank": rank, "pid": f"{event.get('pid')} of process {rank}"}
+        work += sum(event.get("cat") in ON_GPU and event["ph"] == "X" for event in own)
     lacking = sum(event.get("cat") in ON_GPU for event in events if not has_place(event))
-    total, left_out = len(work) + lacking, len(gone) + lacking
+    total, left_out = work + lacking, len(gone) + lacking
     say_changes(source, total, left_out, late)
     if total and left_out == total:
         raise ToolError(f"{source}: none of its kernels has a valid start and duration")
     if others := len(events) - len(good) - lacking:
         note(f"{source}: other events left out, which lack a name, a place or a time: {others}")
     return [event for event in good if id(event) not in gone]
+
+
+def mend_ends(events: Sequence[dict], gone: set[int]) -> int:
+    """Shorten the work of a GPU that ends too late, and add the id of an event without a valid time
+    to `gone`; the number of those that are shorter now.
+
+    What a trace of HIP calls a stream is a hardware queue.
+    """
+    work, late = complete(events, *ON_GPU), 0
+    spans = [(e["ts"], e["ts"] + e["dur"], (str(e["pid"]), str(e["tid"]))) for e in work]
+    queues = any(call["name"].startswith("hip") for call in complete(events, *CALLS))
+    # One microsecond is the clock of older traces, and what kernels of Hopper may overlap by.
+    last = end_of_trace(events, spans)
+    ends = valid_ends(spans, last, HOUR_NS / 1e3, slack=1.0, queues=queues)
+    for event, (start, was, _), end in zip(work, spans, ends, strict=True):
+        if end is None:
+            gone.add(id(event))
+        elif end != was:
+            event["dur"], late = end - start, late + 1
+    return late
+
+
+def processes(events: Sequence[dict]) -> list[list[dict]]:
+    """The events of each process, where a file has those of several: traces of ranks that were put
+    one behind the other, or mixed. Each counts its calls from one."""
+    blocks: list[list[dict]] = [[]]
+    for event in events:
+        blocks[-1].append(event)
+        if event.get("name") == WINDOW_END:
+            blocks.append([])
+    *whole, rest = blocks
+    if all(complete(block, "cpu_op", *CALLS) for block in whole) and len(whole) > 1:
+        whole[-1] += rest
+        return [own for block in whole for own in of_each_host(block)]
+    return of_each_host(events)
+
+
+def of_each_host(events: Sequence[dict]) -> list[list[dict]]:
+    """The events of each process that launches, by its number. Work on a GPU goes to the process
+    that has made the most of its launches, before it began; where several have as many, GPUs and
+    processes are in the same order."""
+    launched: dict[object, dict] = {}
+    for call in complete(events, "cpu_op", *CALLS):
+        own = launched.setdefault(call["pid"], {})
+        if call["cat"] in CALLS:
+            own[call["args"].get("correlation")] = call["ts"]
+    if len(launched) < 2:
+        return [[*events]]
+    work = defaultdict(list)
+    for event in complete(events, *ON_GPU):
+        work[event["pid"]].append(event)
+    owner = {}
+    for place, (device, own) in enumerate(work.items()):
+
+        def made(host: object, own: list = own) -> int:
+            starts = launched[host]
+            times = ((starts.get(k["args"].get("correlation"), math.inf), k["ts"]) for k in own)
+            return sum(launch <= start for launch, start in times)
+
+        most = max(map(made, launched))
+        able = [host for host in launched if made(host) == most]
+        owner[device] = able[place % len(able)]
+    first, parts = next(iter(launched)), {host: [] for host in launched}
+    for event in events:
+        on_gpu = str(event.get("cat")).startswith(FOR_GPU)
+        host = owner.get(event.get("pid")) if on_gpu else event.get("pid")
+        parts[host if host in parts else first].append(event)
+    return [*parts.values()]
 
 
 def has_place(event: dict) -> bool:
@@ -327,18 +405,18 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and abs(value) < 2**63
 
 
-def end_of_trace(events: Iterable[dict], work: Sequence[dict]) -> float:
-    """When everything must have ended, in microseconds, by the profiler's mark of it. Without the
-    mark, work on a GPU may go on after the host's last event, but not for ten times the rest's
-    time."""
-    marks = [event.get("ts") for event in events if event.get("name") == "Record Window End"]
+def end_of_trace(events: Iterable[dict], spans: Sequence[tuple[float, float, Hashable]]) -> float:
+    """When the work on a GPU must have ended, in microseconds: by the profiler's mark of it, or
+    where that is missing by what else is in the trace."""
+    marks = [event.get("ts") for event in events if event.get("name") == WINDOW_END]
+    if marks := list(filter(is_number, marks)):
+        return max(marks)
     timed = [event for event in events if event.get("ph") == "X"]
-    on_host = [e["ts"] + e["dur"] for e in timed if not str(e.get("cat")).startswith(FOR_GPU)]
-    if (marks := list(filter(is_number, marks))) or not (work and on_host):
-        return max(marks, default=math.inf)
-    last = max([*on_host, *(event["ts"] for event in work)])
-    longest = last + 10 * (last - min(event["ts"] for event in timed))
-    return last if any(e["ts"] + e["dur"] > longest for e in work) else math.inf
+    host = [event for event in timed if not str(event.get("cat")).startswith(FOR_GPU)]
+    if not (spans and host):
+        return math.inf
+    moments = [moment for e in host for moment in (e["ts"], e["ts"] + e["dur"])]
+    return latest_end(spans, moments, SECOND_NS / 1e3)
 
 
 def complete(events: Iterable[dict], *categories: str) -> list[dict]:
@@ -393,7 +471,7 @@ def kernels_of(events: Sequence[dict]) -> list[Kernel]:
     correlation id, which all kernels of a CUDA or HIP graph share."""
     if not has_gpu(events):
         return operators_of(events)
-    calls = complete(events, "cuda_runtime", "cuda_driver")  # Kineto's names for HIP's calls, too
+    calls = complete(events, *CALLS)  # Kineto's names for HIP's calls, too
     # should a correlation be shared, the launch is the one
     calls.sort(key=lambda call: "Launch" in call["name"])
     known = [call for call in calls if "correlation" in call.get("args", {})]
@@ -403,7 +481,7 @@ def kernels_of(events: Sequence[dict]) -> list[Kernel]:
         name, arguments, is_copy = event["name"], event.get("args", {}), event["cat"] != "kernel"
         launch, duration = launches.get(arguments.get("correlation")), round(1e3 * event["dur"])
         kind, operator = "copies" if is_copy else category(name), arguments.get("External id")
-        kernels.append(Kernel(name, duration, launch, kind, is_copy, operator))
+        kernels.append(Kernel(name, duration, launch, kind, is_copy, operator, event["ts"]))
     return kernels
 
 

@@ -8,7 +8,7 @@ from lab.profile.ceilings import Ceilings
 from lab.profile.dispatches import read_counters, read_table
 from lab.profile.kernels import category
 from lab.profile.roofline import make_row
-from lab.rocm.files import matching
+from lab.rocm.files import profiles
 
 # What AMD's counters count, as rocprof-compute adds them up for its roofline: an instruction of the
 # vector units works on 64 lanes, a unit of MFMA_MOPS is 512 operations. Beside them the column of
@@ -36,11 +36,11 @@ def read_rocprof_compute(directory: Path) -> tuple[str, Ceilings | None, list[di
     """Which GPU's counters are in the folder, the ceilings measured there, and a row per kernel,
     the longest first; ToolError says what is wrong with a file. What was executed and not measured
     has neither times nor ceilings, and what moves most is first."""
-    files = matching(directory, "pmc_perf.csv", "rocprof-compute")
-    if len(files) > 1:
-        several = ", ".join(str(file.parent) for file in files)
+    (folder, files), *others = profiles(directory).items()
+    if others:
+        several = ", ".join(map(str, profiles(directory)))
         raise ToolError(f"{directory}: several profiles ({several}), name one")
-    header, dispatches = read_counters(files[0])
+    header, dispatches = read_counters(files)
     likely = "MI200" if any(name.startswith("TCC_EA_") for name in header) else "MI300"
     gpu = next((gpu for gpu, names in BYTE_COUNTERS.items() if {*names} <= {*header}), likely)
     if missing := [name for name in (*FLOP_COUNTERS, *BYTE_COUNTERS[gpu]) if name not in header]:
@@ -56,7 +56,7 @@ def read_rocprof_compute(directory: Path) -> tuple[str, Ceilings | None, list[di
             flop[name] += round(counted(column) * each)
             by_unit[unit] += counted(column) * each
     unit = max(by_unit, key=by_unit.get) if any(by_unit.values()) else None
-    ceilings = read_ceilings(files[0].with_name("roofline.csv"), unit) if ns else None
+    ceilings = read_ceilings(folder / "roofline.csv", unit) if ns else None
     rows = []
     for name, _ in (ns or moved).most_common():
         names = {"kernel": name, "group": category(name).lower(), "calls": calls[name]}

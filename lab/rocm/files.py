@@ -5,7 +5,8 @@ Usage:
   files.py statistics DIR OUT.csv    merge *_kernel_stats.csv, or databases, of all processes in DIR
   files.py convert FILE.db OUT.csv   kernel statistics of a ROCm 7 database, by rocpd or from SQLite
   files.py show DIR                  top kernels of DIR/stats.csv
-  files.py dispatches DIR OUT.csv    kernels and their times from rocprof-compute's pmc_perf.csv
+  files.py dispatches DIR OUT.csv    kernels and their times of a profile of rocprof-compute
+  files.py newest DIR                print the folder of the newest profile of rocprof-compute
   files.py counters DIR PATTERN      print the counter files below DIR, after a look at each row
   files.py require DIR PATTERN       print the files below DIR that match; none is an error
 
@@ -40,6 +41,19 @@ from lab.profile.kernels import (
     write_statistics,
 )
 from lab.show import Column, render, write_csv
+
+# What releases of rocprof-compute leave in the folder of a profile, the newest first: databases of
+# each process and pass (with the counters beside), or of each pass; a table of each pass; all in
+# one table, which its analysis makes of these.
+COUNTERS = (
+    "out/*/*/*.db",
+    "pmc_perf*.db",
+    "results_pmc_perf_*.csv.gz",
+    "results_pmc_perf_*.csv",
+    "pmc_perf.csv.gz",
+    "pmc_perf.csv",
+    "pmc_perf_*.csv",
+)
 
 
 def matching(directory: Path, pattern: str, writer: str) -> list[Path]:
@@ -111,14 +125,44 @@ def show(directory: Path) -> None:
 
 def dispatches(directory: Path, out: Path) -> None:
     """What rocprof-compute profiled; with categories, so that `grep gemm` finds Cijk_ kernels."""
-    path = matching(directory, "pmc_perf.csv", "rocprof-compute")[0]
     lines = []
-    for dispatch in read_counters(path)[1]:
+    for dispatch in read_counters(next(iter(profiles(directory).values())))[1]:
         line = {"Dispatch_ID": dispatch.row.cells["Dispatch_ID"]}
         line["Category"] = category(dispatch.name).lower()
         line["TimeNs"] = dispatch.end - dispatch.start
         lines.append({**line, "Kernel_Name": dispatch.name})
     write_csv(out, lines)
+
+
+def profiles(directory: Path) -> dict[Path, list[Path]]:
+    """The folders below one in which rocprof-compute has left a profile, each with the files of its
+    counters: those that its newest release has written, should there be others beside."""
+    found: dict[Path, tuple[str, list[Path]]] = {}
+    for pattern in COUNTERS:
+        for path in sorted(directory.rglob(pattern)):
+            folder = next((p.parent for p in path.parents if p.name == "out"), path.parent)
+            kept, files = found.setdefault(folder, (pattern, []))
+            if kept == pattern:
+                files.append(path)
+    paths = {folder: files for folder, (_, files) in found.items()}
+    if not paths:
+        missing = f"rocprof-compute wrote no {', '.join(COUNTERS[::-1])} into {directory}"
+        raise ToolError(f"{missing}: did anything run on an AMD GPU?")
+    if empty := [path for files in paths.values() for path in files if not path.stat().st_size]:
+        raise ToolError(f"{empty[0]}: the file is empty")
+    return paths
+
+
+def newest(directory: Path) -> None:
+    """Print the folder of the profile that was written last, but for those of failed runs."""
+
+    def written(item: tuple[Path, list[Path]]) -> float:
+        return max(path.stat().st_mtime for path in item[1])
+
+    found = profiles(directory).items()
+    good = [item for item in found if not any(p.suffix == ".failed" for p in item[0].parents)]
+    if good:
+        print(max(good, key=written)[0])
 
 
 def require(directory: Path, pattern: Path) -> None:
@@ -135,8 +179,10 @@ def counters(directory: Path, pattern: Path) -> None:
 
 
 def main(argv: list[str]) -> int:
-    commands = {f.__name__: f for f in (statistics, convert, show, dispatches, counters, require)}
-    if not argv or argv[0] not in commands or len(argv) != (2 if argv[0] == "show" else 3):
+    alone = {f.__name__: f for f in (show, newest)}
+    pairs = {f.__name__: f for f in (statistics, convert, dispatches, counters, require)}
+    commands = alone | pairs
+    if not argv or argv[0] not in commands or len(argv) != (2 if argv[0] in alone else 3):
         print(__doc__, file=sys.stderr)
         return 2
     try:

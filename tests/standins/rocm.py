@@ -9,6 +9,8 @@ formats follow rocprofiler-sdk 1.0 (ROCm 7).
 Environment variables for tests:
 STANDIN_LOG=FILE     append a line of JSON per call: tool, argv, application
 STANDIN_ROCM=6       rocprofv3 of ROCm 6: no --selected-regions, --pmc and databases; csv by default
+STANDIN_ROCM=new     rocprof-compute of later releases: --output-directory in place of --path, no
+                     plots, and a compressed table for each pass
 STANDIN_PROCESSES=2  rocprofv3 writes files for so many processes
 STANDIN_GPU=NAMES    rocminfo lists these GPUs
 STANDIN_FAIL=MODE    status, killed: the tool dies so; nothing: it writes no files; truncated: they
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import gzip
 import io
 import json
 import os
@@ -34,6 +37,7 @@ from pathlib import Path
 
 TOOL = Path(sys.argv[0]).name
 NEW = os.environ.get("STANDIN_ROCM") != "6"
+PASSES = os.environ.get("STANDIN_ROCM") == "new"
 FAIL = os.environ.get("STANDIN_FAIL", "")
 # Name, dispatches, ns of one. Names as the profilers print them: commas, templates and quotes.
 KERNELS = (
@@ -55,8 +59,8 @@ OPTIONS = {
     + ",rocpd --selected-regions --pmc=+SQ_WAVES,SQ_INSTS_VALU,GRBM_GUI_ACTIVE"
     * NEW,
     "rocprof-sys-run": "-T/--trace -P/--profile -S/--sample=*cputime,realtime -o/--output=+",
-    "rocprof-compute profile": "-n/--name= -p/--path= --no-roof --roof-only"
-    " --kernel-names --device=",
+    "rocprof-compute profile": "-n/--name= --no-roof --roof-only --device= "
+    + ("--output-directory=" if PASSES else "-p/--path= --kernel-names"),
     "rocprof-compute analyze": "-p/--path= --list-stats -d/--dispatch=+",
     "rocpd convert": "-i/--input=+ -f/--output-format=+csv,pftrace,otf2 -d/--output-path="
     " -o/--output-file=",
@@ -227,7 +231,9 @@ def rocprof_compute(args: argparse.Namespace) -> int:
     if args.command.endswith("profile"):
         if not args.name or re.search(r"[./,-]", args.name):
             sys.exit("-n NAME: '.', ',', '-' and '/' are not permitted in a workload name")
-        place = Path(args.path or f"workloads/{args.name}") / "MI300A_A1"
+        default = f"workloads/{args.name}"
+        place = Path((args.output_directory if PASSES else args.path) or default)
+        place = place if PASSES and args.output_directory else place / "MI300A_A1"
         place.mkdir(parents=True, exist_ok=True)
         for _ in range(2):  # one run for each set of counters
             if status := run_application(args.application)[0]:
@@ -236,12 +242,16 @@ def rocprof_compute(args: argparse.Namespace) -> int:
             header = ("Dispatch_ID", "GPU_ID", "Kernel_Name", "Start_Timestamp", "End_Timestamp")
             records = enumerate(dispatches(args.application))
             rows = [{**record, "Dispatch_ID": number} for number, record in records]
+            if PASSES:
+                write_passes(place, header, rows)
+                return 0
             write_csv(place / "pmc_perf.csv", (*header, "SQ_INSTS_VALU"), rows)
             plots = ["empirRoof_gpu-0_FP32", *["kernelName_legend"] * args.kernel_names]
             for name in plots if args.roof_only and FAIL != "noplots" else ():
                 write(place / f"{name}.pdf", "%PDF-1.4\n%%EOF\n")
         return 0
-    with (Path(args.path) / "pmc_perf.csv").open(newline="") as lines:
+    name = "results_pmc_perf_0.csv.gz" if PASSES else "pmc_perf.csv"
+    with (gzip.open if PASSES else open)(Path(args.path) / name, "rt", newline="") as lines:
         rows = {row["Dispatch_ID"]: row for row in csv.DictReader(lines)}
     if unknown := set(args.dispatch or ()) - set(rows):
         sys.exit(f"ERROR dispatch id {unknown.pop()} is not in this profile of {len(rows)}")
@@ -254,6 +264,16 @@ def rocprof_compute(args: argparse.Namespace) -> int:
     if not args.list_stats:
         print("2. System Speed-of-Light")
     return 0
+
+
+def write_passes(place: Path, header: tuple, rows: Rows) -> None:
+    """A table for each pass, with a row for each counter of a dispatch."""
+    for number, counter in enumerate(("SQ_INSTS_VALU", "SQ_WAVES")):
+        path = place / f"results_pmc_perf_{number}.csv"
+        counted = [{**row, "Counter_Name": counter, "Counter_Value": 0} for row in rows]
+        write_csv(path, (*header, "Counter_Name", "Counter_Value"), counted)
+        (place / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
 
 
 def rocpd(args: argparse.Namespace) -> int:

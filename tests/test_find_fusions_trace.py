@@ -1,0 +1,234 @@
+"""A step predicted from a trace: the same operators and bytes as of the step itself, times of the
+trace, and what the trace does not tell said. Traces are small, in the form that Kineto writes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from analysis_tools import find_fusions
+from bench import others_traces
+from lab.cli import ToolError
+from lab.fusions import record, trace
+from lab.fusions.groups import Finding
+from lab.profile.kernels import check_events, complete
+from lab.profile.spans import alone
+
+SHAPE = [1024, 2048]
+SIZE = 4 * 1024 * 2048
+ROWS = (1, 256, 1024)  # of tensors that are not the same
+ALL = sum(4 * rows * 2048 for rows in ROWS)
+
+
+class Writer:
+    """A trace of a process in which each call launches kernels one behind the other."""
+
+    def __init__(self, pid: int = 100, gpu: int = 0):
+        self.pid, self.gpu, self.events, self.now = pid, gpu, [], 0.0
+
+    def call(self, name: str, us: float, *inputs: object, gap: float = 0.0, **args: object) -> None:
+        """An operator on tensors of shapes (lists) and scalars, whose kernel takes so long."""
+        shapes = [x if isinstance(x, list) else [] for x in inputs]
+        number = len(self.events) + 1
+        told = {
+            "External id": number,
+            "Concrete Inputs": ["" if isinstance(x, list) else str(x) for x in inputs],
+            "Input type": ["float" if isinstance(x, list) else "Scalar" for x in inputs],
+            "Input Strides": [torch.empty(shape).stride() for shape in shapes],
+            "Input Dims": shapes,
+        }
+        told = json.loads(json.dumps(told | args))
+        self.add("cpu_op", name, self.now, 10, **told)
+        self.add("cuda_runtime", "hipLaunchKernel", self.now + 2, 3, correlation=number)
+        self.add("kernel", f"kernel of {name}", self.now + 5 + gap, us, correlation=number)
+        self.now += max(20, us)
+
+    def add(self, cat: str, name: str, ts: float, dur: float, **args: object) -> None:
+        pid = self.gpu if cat == "kernel" else self.pid
+        event = {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": 7, "ts": ts, "dur": dur}
+        self.events.append({**event, "args": args})
+
+
+def written(path: Path, *writers: Writer) -> Path:
+    events = [event for writer in writers for event in writer.events]
+    device = {"deviceProperties": [{"id": 0, "name": "AMD Instinct MI300X"}]}
+    path.write_bytes(gzip.compress(json.dumps({**device, "traceEvents": events}).encode()))
+    return path
+
+
+def us(size: float) -> float:
+    """Kernels of this GPU take 3 us, and their bytes 2000 GB/s."""
+    return 3 + size / 2e6
+
+
+def chain(writer: Writer, shape: list[int] = SHAPE) -> None:
+    size = 4 * shape[0] * shape[1]
+    writer.call("aten::mul", us(3 * size), shape, shape)
+    writer.call("aten::relu", us(2 * size), shape)
+    writer.call("aten::add", us(2 * size), shape, 1, 1)
+
+
+@pytest.fixture
+def simple(tmp_path: Path) -> Path:
+    writer = Writer()
+    for rows in ROWS:
+        chain(writer, [rows, 2048])
+    writer.call("custom::op", 50.0, SHAPE)
+    return written(tmp_path / "trace.json.gz", writer)
+
+
+def test_a_chain_has_the_bytes_of_its_shapes_and_times_of_the_trace(simple: Path):
+    name, recorded, rates, remarks = trace.from_trace(simple)
+    found = Finding(recorded, rates)
+    (row,) = found.rows()
+    assert (row["chain"], row["kernels_now"], row["kernels_fused"]) == ("mul, relu, add", 9, 3)
+    assert (row["bytes_now"], row["bytes_fused"]) == (7 * ALL, 3 * ALL)
+    assert row["us_now"] == pytest.approx(3 * us(3 * ALL / 3) + 6 * us(2 * ALL / 3))
+    assert row["us_fused"] == pytest.approx(3 * us(3 * ALL / 3), rel=0.05)
+    assert (name, rates.device_name) == ("trace.json.gz", "AMD Instinct MI300X")
+    assert any("median error 0 %" in remark or "median error 1 %" in remark for remark in remarks)
+    unknown = {row["operator"]: row for row in found.unknown()}
+    assert unknown["custom::op"]["us"] == 50.0 and unknown["custom::op"]["lacks"]
+
+
+def test_the_report_names_what_a_trace_does_not_tell(simple: Path, capsys, tmp_path: Path):
+    json_path = tmp_path / "found.json"
+    assert find_fusions.main(["--trace", str(simple), "--json", str(json_path)]) == 0
+    said = capsys.readouterr().out
+    for text in (
+        "measured on AMD Instinct MI300X",
+        "mul, relu, add",
+        "custom::op",
+        "Note: a trace",
+    ):
+        assert text in said
+    assert json.loads(json_path.read_text())["levels"]["now"]["us"] > 0
+    assert find_fusions.main(["--trace", str(simple), "tiny_llama_v1.py"]) == 2
+
+
+def test_only_the_last_step_counts(tmp_path: Path):
+    writer = Writer()
+    for step in range(3):
+        start = writer.now
+        for rows in range(1, 2 + step):
+            chain(writer, [rows, 2048])
+        writer.add("user_annotation", f"ProfilerStep#{step}", start, writer.now - start)
+    _, recorded, *_ = trace.from_trace(written(tmp_path / "trace.json.gz", writer))
+    assert len(recorded.operators) == 9
+
+
+def test_of_several_processes_the_one_that_is_busy_longest(tmp_path: Path):
+    short, long = Writer(100, 0), Writer(200, 1)
+    chain(short)
+    for _ in range(2):
+        chain(long)
+    _, recorded, _, remarks = trace.from_trace(written(tmp_path / "t.json.gz", short, long))
+    assert len(recorded.operators) == 6
+    assert any(remark.startswith("2 processes") for remark in remarks)
+
+
+def test_beside_others_a_kernel_counts_once_and_a_collective_what_nothing_hides():
+    writer = Writer()
+    writer.add("kernel", "ncclDevKernel_AllReduce", 0, 100)
+    writer.add("kernel", "gemm", 10, 50)
+    writer.add("kernel", "gemm", 40, 40)
+    writer.add("kernel", "relu", 120, 5)
+    spent = alone(writer.events)
+    assert [spent[id(event)] for event in writer.events] == [30, 50, 20, 5]
+
+
+def test_in_a_backward_pass_the_tensors_of_the_forward_pass_are_read(tmp_path: Path):
+    writer = Writer()
+    for number in (1, 2):  # both read and make tensors of one form
+        writer.call("aten::relu", us(2 * SIZE), SHAPE, **{"Sequence number": number})
+    writer.call("aten::mul", us(2 * SIZE), SHAPE, 2.0)  # the loss, more or less
+    for number in (2, 1):
+        start, engine = writer.now, "autograd::engine::evaluate_function: ReluBackward0"
+        writer.call("aten::threshold_backward", us(3 * SIZE), SHAPE, SHAPE, 0)
+        writer.add("cpu_op", engine, start, writer.now - start, **{"Sequence number": number})
+    writer.call("aten::sum", us(SIZE), SHAPE, **{"Concrete Inputs": [""]})
+    _, recorded, *_ = trace.from_trace(written(tmp_path / "t.json.gz", writer))
+    first, second, loss, last, before, _ = recorded.operators
+    assert last.phase == before.phase == "backward"
+    assert loss.writes[0] in last.reads and second.writes[0] in last.reads
+    assert last.writes[0] in before.reads and first.writes[0] in before.reads
+
+
+def test_errors_are_those_of_kernels_that_told_nothing(tmp_path: Path, capsys):
+    """A kernel that takes twice as long as its bytes say is off by half, and changes no other."""
+    paths = []
+    for name in ("one", "two"):
+        writer = Writer()
+        for rows in ROWS:
+            chain(writer, [rows, 2048])
+        writer.call("aten::neg", 2 * us(2 * SIZE), SHAPE)
+        paths.append(str(written(tmp_path / f"{name}__1.json.gz", writer)))
+    result = tmp_path / "result.json"
+    assert others_traces.main([str(result), *paths]) == 0
+    printed = capsys.readouterr().out
+    rows = json.loads(result.read_text())["rows"]
+    assert [(row["model"], row["kernels"]) for row in rows] == [
+        ("one", 10),
+        ("two", 10),
+        ("all", 20),
+    ]
+    assert all(row["error_percent"] < 2 for row in rows)
+    assert rows[0]["time_off_percent"] < -5
+    assert others_traces.main([str(result), "--table"]) == 0
+    assert capsys.readouterr().out == printed
+
+
+def test_what_is_no_trace_of_a_gpu_with_shapes_is_one_line(tmp_path: Path):
+    writer = Writer()
+    chain(writer)
+    for event in writer.events:
+        event["args"].pop("Input type", None)
+    without_shapes = written(tmp_path / "without.json.gz", writer)
+    with pytest.raises(ToolError, match=r"without\.json\.gz.*record_shapes=True"):
+        trace.from_trace(without_shapes)
+    writer.events = [event for event in writer.events if event["cat"] == "cpu_op"]
+    with pytest.raises(ToolError, match="no kernels on the GPU"):
+        trace.from_trace(written(tmp_path / "cpu.json.gz", writer))
+
+
+def test_a_trace_tells_the_same_operators_and_bytes_as_the_step_itself(tmp_path: Path):
+    """PyTorch writes a trace of a step on this CPU; its operators get kernels."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.LayerNorm(96), nn.Linear(96, 8))
+    model.append(nn.Softmax(-1))
+    x, target, other = torch.randn(32, 64), torch.rand(32, 8), torch.rand(64, 8)
+
+    def step() -> None:
+        y = model(x).to(torch.bfloat16).float() * 2 + 1
+        nn.functional.mse_loss(torch.cat([y, target]), other).backward()
+
+    step()
+    with record.Recorder() as recorder:
+        step()
+    options = {"record_shapes": True, "with_stack": True}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], **options) as p:
+        step()
+    p.export_chrome_trace(str(tmp_path / "cpu.json"))
+    content = json.loads((tmp_path / "cpu.json").read_text())
+    events = check_events(content["traceEvents"], "x")
+    for number, call in enumerate(complete(events, "cpu_op")):
+        inner = {"ph": "X", "pid": call["pid"], "tid": call["tid"], "ts": call["ts"], "dur": 0.001}
+        args = {"args": {"correlation": number}}
+        launch = {**inner, **args, "cat": "cuda_runtime", "name": "hipLaunchKernel"}
+        events += [launch, {**inner, **args, "cat": "kernel", "name": "k", "pid": -1, "dur": 1.0}]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    recorded = trace.from_trace(path)[1]
+
+    def moved(operators: list[record.Operator]) -> Counter:
+        return Counter((o.name, o.kind, o.phase, o.moved) for o in operators if o.moved)
+
+    direct = moved(recorder.recorded.operators)
+    assert direct == moved(o for o in recorded.operators if o.kind != "unknown")
+    assert {o.line.rpartition("/")[2] for o in recorded.operators if o.phase == "forward"} != {"?"}
