@@ -652,8 +652,9 @@ def read_proteins(args: argparse.Namespace) -> list[Protein]:
 
         found = reader.read_proteins(args.msa, args.structure)
     except ImportError as error:
-        missing = f"the package {error.name}" if error.name == "gemmi" else "examples/proteins.py"
-        fail(f"--structure needs {missing}, which is not there", 4)
+        gemmi = "the package gemmi: pip install gemmi"
+        needed = gemmi if error.name == "gemmi" else "examples/proteins.py beside this script"
+        fail(f"--structure needs {needed}", 4)
     except reader.InputError as error:
         fail(str(error))
     return [Protein(**arrays, note=note) for arrays, note in found]
