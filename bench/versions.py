@@ -146,10 +146,6 @@ def with_its_proteins(side: str) -> Iterator[None]:
         yield
 
 
-def one_side(name: str, side: tuple[str, list[str]], rounds: int) -> dict:
-    return in_turns({name: side}, rounds)[name]
-
-
 def trunk(args: argparse.Namespace) -> Iterator[Part]:
     """48 blocks in bf16, each side alone, with and without checkpoints: versions, and V2 compiled,
     of which one block is compiled and serves all, as 48 would take too long."""

@@ -13,10 +13,9 @@ from conftest import CPU, assert_refused, call, load, parse, read_rows, strict_j
 
 from analysis_tools import roofline_analysis
 from lab.profile.ceilings import Ceilings
-from lab.profile.dispatches import read_counters
 from lab.profile.kernels import kernels_of
 from lab.profile.roofline import group_flops, rates, times_of_operators
-from lab.rocm.counters import BYTE_COUNTERS, FLOP_COUNTERS, read_rocprof_compute
+from lab.rocm.counters import BYTE_COUNTERS, FLOP_COUNTERS
 
 SMALL = words(
     "--hidden-dim 32 --num-layers 1 --num-heads 2 --seq-len 8 --batch-size 2 --vocab-size 50"
@@ -150,19 +149,3 @@ def test_counters_of_amd_gpus_by_hand(tmp_path: Path, gpu, counters, moved):
         path.write_text(text.replace(right, wrong))
         assert_refused(call(roofline_analysis, *argv), file, word)
         path.write_text(text)
-
-
-def test_counters_in_rows_are_those_in_columns(tmp_path: Path):
-    """As rocprof-compute writes them from ROCm 7's databases; each set of counters is a run."""
-    folder = profile(tmp_path, "MI200", SQ_INSTS_VALU_FMA_F32=1000, TCC_EA_RDREQ_sum=1000)
-    expected = read_rocprof_compute(folder)
-    (path,) = folder.rglob("pmc_perf.csv")
-    columns = "GPU_ID,Dispatch_ID,Kernel_Name,Start_Timestamp,End_Timestamp"
-    lines = [f"{columns},Counter_Name,Counter_Value"]
-    for run, name in enumerate([*FLOP_COUNTERS, *BYTE_COUNTERS["MI200"]]):
-        for dispatch in read_counters(path)[1]:
-            cells, later = dispatch.row.cells, 10**6 * run
-            times = f"{dispatch.start + later},{dispatch.end + later + run}"
-            lines.append(f"4,{cells['Dispatch_ID']},{dispatch.name},{times},{name},{cells[name]}")
-    path.write_text("\n".join([*lines, ""]))
-    assert read_rocprof_compute(folder) == expected

@@ -3,7 +3,6 @@ fusions, benchmark suite, best batch size."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Callable, Iterable
@@ -220,17 +219,6 @@ def test_a_cost_within_that_of_the_control_is_none_seen():
     ]
     assert study.gains_of(rows, study.gains_over_none(rows), "c")["last"] == pytest.approx(0.97)
     assert not study.costs_table("script", [row for row in rows if row["side"] != again])
-
-
-def test_each_group_has_all_none_and_a_control():
-    sets = study.fusion_sets("abcd")
-    parts = study.ablation("tiny_llama_v2", {"fp32": []}, "abcd", sets, 5, group=6)
-    groups = [[*measure.args[0]] for _, measure in parts]
-    assert [names["group"] for names, _ in parts] == [1, 2, 3]
-    assert all({"all", "none", study.CONTROL} <= {*sides} for sides in groups)
-    assert max(map(len, groups)) == 6
-    every = {study.set_name(on, "abcd") for on in sets}
-    assert {*itertools.chain(*groups)} == every | {study.CONTROL}
 
 
 @pytest.fixture
