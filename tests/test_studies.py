@@ -255,17 +255,6 @@ def test_an_ablation_has_the_effect_of_each_fusion(steady, monkeypatch, tmp_path
     assert call(fusion_ablation_study, *argv)[1] == out, "nothing is left to measure"
 
 
-def test_a_set_that_does_not_finish_is_a_row(steady, monkeypatch, tmp_path):
-    argv = [*SMALL, *words("--fusions qkv-fusion,flash-attention --rounds 2 --output")]
-    v2 = monkeypatch, "tiny_llama_v2"
-    fails_where(lambda args: args.qkv_fusion > args.flash_attention, *v2)
-    fails_where(lambda args: args.flash_attention, *v2, ValueError)
-    status, out, err = call(fusion_ablation_study, *argv, tmp_path / "a.json")
-    assert (status, err.count("--group-size")) == (1, 1)
-    assert "3 of the runs failed" in err.splitlines()[-1]
-    assert [row[4] for row in table_of(out)] == ["1.00x", "out of memory", *["failed"] * 3]
-
-
 def test_the_suite_compares_the_models_of_each_cell(steady, monkeypatch, tmp_path):
     fails_where(lambda args: args.batch_size == 4, monkeypatch, "tiny_llama_v1")
 
