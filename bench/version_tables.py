@@ -10,7 +10,8 @@ from string import Formatter
 from bench.several_gpus import scaling_tables
 from bench.sizes import ALL_VERSIONS, MODES, VERSIONS, script_of
 from lab.cli import ToolError
-from lab.records import FLAG, Row, read_rows
+from lab.profile.kernels import CATEGORIES
+from lab.records import FLAG, Profile, Row, read, read_rows
 from lab.script import load_script
 from lab.show import Column, render, side_columns
 from lab.study import (
@@ -69,6 +70,20 @@ def best_column(label: str, others: Iterable[str], ours: str) -> Column:
         return best and "{:.2f}x ({})".format(*best)
 
     return Column(label, value)
+
+
+def share_table(directory: Path) -> str:
+    """What the kernels of a step do, a row for each profile of run_pytorch_profiler.py."""
+    profiles = [read(Profile, path) for path in sorted(directory.glob("profile_tiny_*.json"))]
+    columns = [Column("share of kernel time", "script"), Column("ms", "ms_per_step", ".2f")]
+
+    def share(category: str, profile: Mapping) -> float | None:
+        return profile["categories"].get(category, {}).get("percent")
+
+    for name in CATEGORIES:
+        if any(name in profile["categories"] for profile in profiles):
+            columns.append(Column(name, partial(share, name), ".1f", " %"))
+    return render(columns, profiles)
 
 
 def versions_of(path: Path, *keys: str) -> dict[tuple, dict[str, dict]]:
@@ -228,6 +243,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "openfold": partial(model_table, model="tiny_openfold"),
     "fastest": lambda where: joined(*(fastest_table(where, model) for model in FASTEST)),
     "trunk": trunk_table,
+    "share": share_table,
     "scaling": scaling_tables,
 }
 

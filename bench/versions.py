@@ -10,13 +10,9 @@ Examples:
   python bench/versions.py headline DIR   V1 to V3: sizes, precisions, eager, graph and compiled
   python bench/versions.py fastest DIR    TinyLlama's V4, V3, and all compiled, as graphs
   python bench/versions.py fastest_openfold DIR    the same of TinyOpenFold
-  python bench/versions.py untuned DIR    the same at sizes of GPT-2 small and TinyLlama 1.1B
   python bench/versions.py trunk DIR      48 Evoformer blocks, with and without --checkpoint-blocks
-  python bench/versions.py inference DIR  a transformer layer of V4 in one launch, and in other ways
   python bench/versions.py ablation_tiny_llama_v3 DIR    what V3 adds: each alone, and all but each
   python bench/versions.py padding DIR    batches that are padded, and such of proteins of one size
-  python bench/versions.py memory DIR     peak memory of TinyLlama against the sequence length
-  python bench/versions.py memory_by_purpose DIR    what memory holds when the forward pass ends
   python bench/versions.py scaling DIR    the part on one GPU; then, in the same file, that on N:
   torchrun --nproc-per-node N bench/versions.py scaling DIR
   python bench/versions.py headline DIR --only "tiny_llama, small" bf16    a part of a suite
@@ -144,10 +140,6 @@ def with_its_proteins(side: str) -> Iterator[None]:
     made_by = some_shorter if side.endswith(PADDED) else whole
     with mock.patch.object(module, "synthetic_proteins", made_by):
         yield
-
-
-def one_side(name: str, side: tuple[str, list[str]], rounds: int) -> dict:
-    return in_turns({name: side}, rounds)[name]
 
 
 def trunk(args: argparse.Namespace) -> Iterator[Part]:

@@ -151,12 +151,6 @@ ForwardFlops = Written | {
     "ceilings": (Ceilings, NULL),
     "flops_counted_by": TEXT,
 }
-# roofline_analysis.json; rows have a kernel where rocprof-compute counted
-Rooflines = {
-    "schema_version": among(1),
-    "rows": [Part | {"group": TEXT, "script?": TEXT, "kernel?": TEXT}, ...],
-    "runs?": [Settings | {"ceilings": Ceilings}],
-}
 # One side of a study: what it is, and what came out, or how it ended. Rows that have the same
 # model, shape, precision and so on are sides, which took turns; ratios are between them. A study
 # that has more fields than these has a kind of its own.

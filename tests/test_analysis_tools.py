@@ -320,24 +320,6 @@ def test_without_the_steps_totals_are_compared_and_said_to_be(rocprof_profile):
         assert "the number of steps is not known" in err
 
 
-def test_broken_profiles_are_one_line(gpu_profile, tmp_path):
-    rows = {GEMM: [5, 5]}
-    good, mixed, alone = (gpu_profile(name, rows, 1) for name in ("good", "mixed", "alone"))
-    write_statistics(mixed / "x_kernels.csv", statistics_of({GEMM: [3, 3, 4]}))
-    (alone / "x_profile.json").unlink()
-    cpu = gpu_profile("cpu", rows, 1, unit="operators", operators_per_step=2)
-    (tmp_path / "nothing").mkdir()
-    for directory, said in (
-        (tmp_path / "missing", "no such directory"),
-        (tmp_path / "nothing", "neither <script>_kernels.csv (run_pytorch_profiler.py) nor stats"),
-        (cpu, "one side has kernels, the other operators"),
-        (gpu_profile("copies", {COPY: [5, 5]}, 1), "the profile has no kernels"),
-        (mixed, "3 calls do not belong to x_profile.json, 1 steps of 2.0 kernels"),
-        (alone, "x_profile.json"),
-    ):
-        assert_refused(analyze(good, directory), said)
-
-
 # report_generator.py: one report of two folders has what is in them, and names what is not
 
 

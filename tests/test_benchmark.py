@@ -209,19 +209,6 @@ def test_all_sides_of_a_study_compute_the_same(study: str, monkeypatch):
             assert relative_difference(a, b) < limit, name
 
 
-@pytest.mark.gpu
-def test_on_a_gpu_a_capture_that_fails_leaves_random_numbers_to_what_comes_next():
-    ones = torch.ones(8, device="cuda")
-
-    def waits() -> tuple[torch.Tensor]:
-        return (torch.randn(8, device="cuda") * ones.sum().item(),)
-
-    waits.unchecked = True
-    rows = kernels.steps_in_turns({"waits": waits, "fine": lambda: (ones + 1,)}, rounds=1)
-    assert rows["waits"]["status"] == "failed" and rows["fine"]["us"] > 0
-    assert torch.randn(8, device="cuda").isfinite().all()
-
-
 def test_a_study_writes_its_turns_and_only_a_kernel_of_ours_that_fails_fails_it(
     tiny_attention, tmp_path, monkeypatch, capsys
 ):

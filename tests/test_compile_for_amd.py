@@ -102,28 +102,6 @@ def test_every_kernel_compiles_without_spills_and_fits(script: Path):
         assert int(row["LDS"]) <= LDS, line
 
 
-def test_what_does_not_fit_and_what_is_never_launched_is_named(tmp_path: Path):
-    """Appended, so that Triton has the other kernels in its cache."""
-    script = tmp_path / "tiny_llama_v3.py"
-    wrong = """
-
-BLOCKS["attention_forward hip"] = {"BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
-
-
-@triton.jit
-def forgotten_kernel(X):
-    tl.store(X, 0)
-"""
-    script.write_text((ROOT / script.name).read_text() + wrong)
-    done = compile_for_amd(script, COVERED)
-    assert done.returncode == 1, done.stderr
-    assert re.search(
-        r"attention_forward_kernel in .*BLOCK_N=128.*\): gfx942 needs \d+ bytes of LDS", done.stderr
-    )
-    assert "forgotten_kernel is never launched" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_the_result_file_has_every_kernel_on_every_target():
     with (ROOT / "results/amd/registers.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))

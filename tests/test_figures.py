@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
 from pathlib import Path
 from xml.etree import ElementTree
 
 import matplotlib
 import pytest
-from conftest import ROOT, captured
+from conftest import ROOT
 from PIL import ImageFont
 
 from tools import draw_figures as figures
-from tools import sheet, traces
+from tools import sheet
 
 SVG = "{http://www.w3.org/2000/svg}"
 COMMITTED = sorted((ROOT / "docs/figures").glob("*.svg"))
@@ -59,32 +57,3 @@ def test_every_picture_is_on_a_page_or_a_slide():
     pages = [p for p in ROOT.rglob("*.md") if ".venv" not in p.parts]
     text = "\n".join(page.read_text() for page in pages)
     assert {path.name for path in COMMITTED} == set(re.findall(r"figures/(\w+\.svg)", text))
-
-
-def test_one_step_of_a_trace_has_its_kernels_and_nothing_of_the_machine(tmp_path):
-    """Figures are drawn from such steps. The step's last kernel runs in the next one."""
-    events = []
-    for step, late in ((0, 0), (1, 20_000), (2, 0)):
-        start, at = 10_000 * step, {"ph": "X", "pid": 1, "tid": 1, "dur": 1}
-        events.append(at | {"cat": "user_annotation", "name": "data", "ts": start})
-        for number, wait in ((2 * step, 30), (2 * step + 1, 30 + late)):
-            arrow, call = {"cat": "ac2g", "id": number, **at}, {"correlation": number}
-            launch = at | {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": start + 9}
-            kernel = at | {"cat": "kernel", "name": "gemm", "ts": start + wait}
-            events += [launch | {"args": call}, kernel | {"args": call | {"Input Dims": [[1]]}}]
-            events += [
-                arrow | {"ph": "s", "ts": start + 9},
-                arrow | {"ph": "f", "ts": start + wait},
-            ]
-    run, output = tmp_path / "tiny_llama_v3_trace.json.gz", tmp_path / "step.json.gz"
-    whole = {"traceEvents": events, "host_name": "secret", "traceName": "/secret"}
-    run.write_bytes(gzip.compress(json.dumps(whole).encode()))
-    status, out, errors = captured(traces.main, [str(tmp_path), str(output)])
-    assert (status, errors, "2 kernels" in out) == (0, "", True)
-    content = gzip.decompress(output.read_bytes()).decode()
-    assert "secret" not in content and "Input Dims" not in content
-    events = json.loads(content)["traceEvents"]
-    found = [(e["ts"], e["args"]["correlation"]) for e in events if e["cat"] == "kernel"]
-    assert found == [(30, 2), (20_030, 3)]
-    assert sum(e["cat"] == "ac2g" for e in events) == 2 * 2
-    assert min(e["ts"] for e in events) == 0

@@ -268,35 +268,7 @@ def test_no_effect_is_said_where_a_step_dispatches_the_same_operators(script: st
                 assert same == (name in said), f"does --{change}-{flag} change anything?"
 
 
-@pytest.mark.parametrize(
-    ("needed", "flag", "values"),
-    [
-        (
-            *("--enable-torch-compile", "--torch-compile-mode"),
-            ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
-        ),
-        ("--use-amp", "--amp-dtype", ("bfloat16", "float16")),
-    ],
-)
-def test_a_choice_without_what_it_belongs_to_is_refused(needed: str, flag: str, values, run):
-    name = flag.strip("-").replace("-", "_")
-    assert getattr(parse(SCRIPT, needed), name) in (None, values[0])  # None: PyTorch's default
-    for value in values:
-        assert getattr(parse(SCRIPT, needed, flag, value), name) == value
-        assert_one_error(run(SCRIPT, flag, value), 2, flag, needed)
-
-
 # Mixed precision and torch.compile
-
-
-def test_loss_falls_in_float16(run):
-    """Through a gradient scaler."""
-    argv = words("--num-steps 40 --warmup-steps 0 --learning-rate 3e-3 --under-profiler")
-    result = run(SCRIPT, *argv, *words("--use-amp --amp-dtype float16"))
-    assert result.status == 0, result.stderr
-    assert result.summary["training"]["amp_dtype"] == "float16"
-    losses = result.summary["loss"]["curve"]
-    assert sum(losses[-5:]) / 5 < 0.9 * losses[0]
 
 
 @pytest.mark.parametrize(

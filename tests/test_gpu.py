@@ -13,7 +13,6 @@ import torch
 from conftest import (
     ALL_SETTINGS,
     SCRIPTS,
-    TRITON,
     assert_same_gradients,
     faults_that_pass,
     gradients,
@@ -163,15 +162,6 @@ def test_a_graph_of_padded_batches_follows_the_steps_of_v1(script: str, tmp_path
         assert run.status == 0, run.stderr
         curves.append(run.summary["loss"]["curve"])
     assert curves[1] == pytest.approx(curves[0], rel=1e-3)
-
-
-@pytest.mark.parametrize("script", ["tiny_llama_v2", *(s for s in TRITON if "v4" not in s)])
-def test_a_graph_of_the_compiled_model_follows_the_same_loss_curve(script: str, tmp_path: Path):
-    argv = [*TWENTY, "--under-profiler"]
-    eager = run_main(script, tmp_path / "eager", *argv, *EAGER)
-    graph = run_main(script, tmp_path / "graph", *argv, *GRAPH, "--enable-torch-compile")
-    assert graph.status == 0, graph.stderr
-    assert graph.summary["loss"]["curve"] == pytest.approx(eager.summary["loss"]["curve"], rel=1e-3)
 
 
 @every_fused

@@ -68,15 +68,6 @@ def test_logits_loss_and_gradients_equal_hugging_face(argv: str):
         assert relative_difference(gradient, wanted[name]) < 1e-4, name
 
 
-def test_default_sizes():
-    """Half as many key/value heads and a four times as wide MLP, unless given."""
-    state = build(V1).state_dict()
-    given = build(V1, *words("--num-kv-heads 4 --intermediate-dim 96")).state_dict()
-    names = "layers.0.self_attn.k_proj.weight", "layers.0.mlp.up_proj.weight"
-    assert [tuple(state[name].shape) for name in names] == [(32, 64), (256, 64)]
-    assert [tuple(given[name].shape) for name in names] == [(64, 64), (96, 64)]
-
-
 def entropy(counts: Counter) -> float:
     """Nats."""
     total = sum(counts.values())

@@ -3,7 +3,6 @@ results, the tables of claims and of names name what exists. And the results the
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import re
@@ -14,10 +13,7 @@ import torch
 from conftest import ROOT, captured, load, needs_compiler
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench import operations, versions
 from exercises.start import add_relu, attention_memory
-from lab.cli import ToolError
-from tools.tables import CELLS
 
 H100 = ROOT / "results/h100"
 PAGE = (ROOT / "docs/START.md").read_text()
@@ -101,36 +97,6 @@ def test_committed_runs_finished_where_they_lie_and_learn():
         assert loss["final"] < (0.7 if path in RUNS else 1.0) * loss["initial"], path
         named = here["device"] if device == "cpu" else here["device_name"].lower()
         assert device.partition("x")[0] in named, path
-
-
-def rows_in(printed: str) -> list[dict[str, str]]:
-    """The rows of Markdown tables, the cells that are not empty by their columns."""
-    rows = []
-    for table in re.findall(r"(?:^\|.*\n?)+", printed, re.MULTILINE):
-        header, _, *lines = (
-            [c.strip() for c in CELLS.split(line)[1:-1]] for line in table.splitlines()
-        )
-        cells = (zip(header, line, strict=True) for line in lines)
-        rows += [{label: text for label, text in row if text not in ("", "-")} for row in cells]
-    return rows
-
-
-@pytest.mark.parametrize("device", sorted({path.parent for path in STUDIES}), ids=lambda d: d.name)
-@pytest.mark.parametrize("program", [versions, operations], ids=lambda p: p.__name__)
-def test_each_row_of_a_table_is_of_one_file(program, device, tmp_path):
-    """What a study prints by itself has each row of the tables that all studies print."""
-    alone = []
-    for path in device.glob("*.json"):
-        (tmp_path / path.stem).mkdir()
-        (tmp_path / path.stem / path.name).symlink_to(path)
-        with contextlib.suppress(ToolError):  # of other programs
-            alone += rows_in(program.table(tmp_path / path.stem))
-    try:
-        rows = rows_in(program.table(device))
-    except ToolError:
-        rows = []
-    assert len(rows) > (20 if device.name == "h100" else -1)
-    assert not [row for row in rows if not any(row.items() <= one.items() for one in alone)]
 
 
 @pytest.mark.parametrize("script", ["tiny_llama_v1", "tiny_openfold_v1"])

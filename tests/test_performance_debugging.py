@@ -149,21 +149,6 @@ def test_each_probe_flags_its_fault_alone_and_none_an_honest_benchmark():
     assert [probe.__name__ for probe in probes.PROBES] == [*faults]
 
 
-def test_work_that_is_left_behind_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A device that still works when the benchmark has read its clock, as that of a GPU's other
-    stream."""
-    file = tmp_path / "late.py"
-    text = (FOLDER / "benchmarks/benchmark_b.py").read_text()
-    text = text.replace("import Benchmark", "import Benchmark, Measured")
-    late = "Benchmark(operation, lambda *_: Measured(0.2, 2e-4))"
-    file.write_text(text.replace("Benchmark(operation, timed)", late))
-    monkeypatch.setattr(examine, "synchronize", lambda: time.sleep(0.05))
-    claim = examine.as_its_author(file)
-    assert claim.unfinished >= 0.05
-    claim = replace(HONEST.claim, unfinished=claim.unfinished)
-    assert flagged_by(replace(HONEST, claim=claim)) == ["finished"]
-
-
 def test_the_h100s_benchmarks_are_flagged_and_the_honest_one_is_not():
     rows = json.loads((H100 / "sheets/performance_debugging/benchmarks.json").read_text())
     found = {row["name"][-1]: flagged_by(examine.Evidence.of(row)) for row in rows["benchmarks"]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gzip
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -399,16 +398,3 @@ def test_a_prepared_file_that_is_wrong_is_one_line(changes: dict, fault: str, tm
     assert_one_error(run_main(OPENFOLD, tmp_path, "--msa", str(path)), 2, f"--msa {path}: {fault}")
     path.write_text(A3M)
     assert_one_error(run_main(OPENFOLD, tmp_path, "--msa", str(path)), 2, str(path), "--structure")
-
-
-def test_a_script_finds_the_reader_through_a_link_and_a_copy_needs_none(tmp_path: Path):
-    script, npz = ROOT / f"{OPENFOLD}.py", tmp_path / "x.npz"
-    (link := tmp_path / "link.py").symlink_to(script)
-    sizes = words("--num-seqs 2 --device cpu --num-steps 1 --warmup-steps 0 --under-profiler")
-    argv = [*sizes, "--profile-dir", str(tmp_path)]
-    command = [sys.executable, link, *argv, *files(tmp_path, cif(QUERY, WHOLE))]
-    done = subprocess.run([*command, "--seq-len", "22"], capture_output=True, text=True)
-    assert (done.returncode, "error" in done.stderr) == (0, False)
-    np.savez(npz, **prepared())
-    copied = import_file(shutil.copy(script, tmp_path / "copied.py"), "copied")
-    copied.parse_args([*argv, "--seq-len", "4", "--msa", str(npz)])

@@ -3,7 +3,6 @@ fusions, benchmark suite, best batch size."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Callable, Iterable
@@ -221,17 +220,6 @@ def test_a_cost_within_that_of_the_control_is_none_seen():
     assert not study.costs_table("script", [row for row in rows if row["side"] != again])
 
 
-def test_each_group_has_all_none_and_a_control():
-    sets = study.fusion_sets("abcd")
-    parts = study.ablation("tiny_llama_v2", {"fp32": []}, "abcd", sets, 5, group=6)
-    groups = [[*measure.args[0]] for _, measure in parts]
-    assert [names["group"] for names, _ in parts] == [1, 2, 3]
-    assert all({"all", "none", study.CONTROL} <= {*sides} for sides in groups)
-    assert max(map(len, groups)) == 6
-    every = {study.set_name(on, "abcd") for on in sets}
-    assert {*itertools.chain(*groups)} == every | {study.CONTROL}
-
-
 @pytest.fixture
 def steady(monkeypatch):
     """Steps of V1 take 20 ms, those of V2 that over the gains of its fusions.
@@ -264,17 +252,6 @@ def test_an_ablation_has_the_effect_of_each_fusion(steady, monkeypatch, tmp_path
     assert "fp32: all again was within 0.0 % of all" in out
     assert call(fusion_ablation_study, "--table", path)[1] == out
     assert call(fusion_ablation_study, *argv)[1] == out, "nothing is left to measure"
-
-
-def test_a_set_that_does_not_finish_is_a_row(steady, monkeypatch, tmp_path):
-    argv = [*SMALL, *words("--fusions qkv-fusion,flash-attention --rounds 2 --output")]
-    v2 = monkeypatch, "tiny_llama_v2"
-    fails_where(lambda args: args.qkv_fusion > args.flash_attention, *v2)
-    fails_where(lambda args: args.flash_attention, *v2, ValueError)
-    status, out, err = call(fusion_ablation_study, *argv, tmp_path / "a.json")
-    assert (status, err.count("--group-size")) == (1, 1)
-    assert "3 of the runs failed" in err.splitlines()[-1]
-    assert [row[4] for row in table_of(out)] == ["1.00x", "out of memory", *["failed"] * 3]
 
 
 def test_the_suite_compares_the_models_of_each_cell(steady, monkeypatch, tmp_path):

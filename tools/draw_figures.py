@@ -27,7 +27,6 @@ from tools.sheet import (
     BLUE,
     GREEN,
     GREY,
-    INK,
     ORANGE,
     PURPLE,
     RED,
@@ -78,50 +77,6 @@ def filled(name: str, **texts: str) -> str:
 
 
 @figure
-def where_numbers_live() -> str:
-    """Sources: NVIDIA H100 Tensor Core GPU Architecture (SXM5); ROCm's "AMD GPU specifications" and
-    AMD's CDNA 3 white paper (MI300X).
-    """
-    copies = rows_of("build_a_fusion", what="forward", rows=512)[0]  # 25 MB stay in the cache
-    rate = copies["bytes"] / statistics.median(copies["us"]["copy"]) / 1e6
-    return filled("where_numbers_live", l2=f"50 MB, {rate:.1f} TB/s")
-
-
-@figure
-def add_relu() -> str:
-    """Two kernels and one."""
-    rows = {row["what"]: row for row in rows_of("exercises_v3/add_relu")}
-    one, two = rows["add_relu_kernel"], rows["PyTorch, x + y and relu"]
-    said = [
-        f"{what} {two[k] / one[k]:.2f}x" for what, k in (("predicted", "bytes"), ("measured", "us"))
-    ]
-    note = f"{', '.join(said)} (H100, {one['bytes'] / 12e6:.0f} million numbers)"
-    return filled("add_relu", two=f"{two['us']:.0f} µs", one=f"{one['us']:.0f} µs", note=note)
-
-
-@figure
-def attention() -> str:
-    """With the scores in memory and without."""
-    gb = {row["side"]: f"{row['peak_mb'] / 1e3:.1f} GB" for row in rows_of("memory", seq_len=2048)}
-    words = "TinyLlama, 2048 tokens, peak memory on an H100"
-    return filled("attention", note=f"{words}: {gb['scores']} → {gb['flash']}")
-
-
-@figure
-def residual_norm() -> str:
-    """Trips to memory, of as many tensors as were counted."""
-    rows = {row["what"]: row for row in rows_of("exercises_v3/rms_norm")}
-    tensor = rows["V3"]["bytes"] / 2
-
-    def alone(row: dict) -> str:
-        return f"norm alone, {row['bytes'] / tensor:.0f} trips: {row['us']:.0f} µs"
-
-    note = f"an arrow is a tensor of {tensor / 1e6:.0f} MB; x' = x + a, n = norm(x'); one H100"
-    v1, v3 = alone(rows["the formula, as in V1"]), alone(rows["V3"])
-    return filled("residual_norm", v1=v1, v3=v3, note=note)
-
-
-@figure
 def two_streams() -> str:
     find = {"study": "ablation_tiny_llama_v4", "shape": "tiny_llama, small"}
     without = rows_of(**find, side="all but overlap")[0]
@@ -129,16 +84,6 @@ def two_streams() -> str:
     times = f"{without['batch_ms']:.2f} → {same['batch_ms']:.2f} ms a step"
     note = f"lengths are a sketch; measured: {times} (small TinyLlama V4, bf16)"
     return filled("two_streams", note=note)
-
-
-@figure
-def launch() -> str:
-    """From launch to launch, and in a kernel."""
-    kernels = layers_of("v1")[1]
-    every = max(start + us for _, start, us, _ in kernels) / len(kernels)
-    busy = sum(us for _, _, us, _ in kernels) / len(kernels)
-    note = "two layers of TinyLlama V1 on an H100; the trace slows every launch"
-    return filled("launch", every=f"{every:.0f} µs", busy=f"{busy:.1f} µs", note=note)
 
 
 @figure
@@ -319,58 +264,6 @@ def layer_kernels() -> Sheet:
 
 
 # --- axes
-
-
-def under_the_roof(plot: Plot, ceilings: dict, marks: tuple[list, list]) -> None:
-    """Axes with the fastest GEMM and the fastest copy that were measured."""
-    (left, right), tflops, rate = plot.xs, ceilings["gemm_tflops"], ceilings["copy_gb_per_s"] / 1e3
-    corner = min(right, tflops / rate)
-    plot.axes("FLOP per byte", marks[0], "TFLOP/s", marks[1])
-    roof = [(left, left * rate), (corner, corner * rate), (right, min(right * rate, tflops))]
-    plot.line(*roof, color=INK, width=3)
-
-
-@figure
-def roofline() -> Sheet:
-    """Norms, attention and MLP of a forward pass, V1 to V4; a norm has 5 FLOPs a number."""
-    runs = [
-        read_json(H100 / f"roofline/bf16/tiny_llama_v{version}_flops.json")
-        for version in (1, 2, 3, 4)
-    ]
-    v1 = runs[0]
-    config, batch, ceilings = v1["config"], v1["training"]["batch_size"], v1["ceilings"]
-    numbers = batch * config["seq_len"] * config["hidden_dim"] * (2 * config["num_layers"] + 1)
-    sheet = Sheet("The roofline that moves", 500)
-    norms = Plot(sheet, (82, 84, 200, 298), (0.08, 1), (0.1, 3.2), log=True)
-    under_the_roof(norms, ceilings, ([0.1, 0.2, 0.5, 1], [0.1, 0.2, 0.5, 1, 2]))
-    rest = Plot(sheet, (380, 84, 400, 298), (12, 600), (16, 1200), log=True)
-    under_the_roof(rest, ceilings, ([20, 50, 100, 200, 500], [20, 50, 100, 200, 500, 1000]))
-    sheet.text(*norms.at(0.3, 1.9), "memory", SMALL, at="end")
-    sheet.text(780, rest.at(20, ceilings["gemm_tflops"])[1] - 16, "arithmetic", SMALL, at="end")
-
-    def total(run: dict, key: str, parts: tuple[str, ...]) -> float:
-        return sum(module[key] for module in run["modules"] if module["module"].endswith(parts))
-
-    for plot, words, parts, color, (right, down) in (
-        (norms, "norm,\nresidual", ("norm", "layers.* (rest)"), GREEN, (-40, 110)),
-        (rest, "attention", ("self_attn",), RED, (14, 14)),
-        (rest, "MLP", ("mlp",), BLUE, (14, 4)),
-    ):
-        flop = total(v1, "flop", parts) or 5 * numbers
-        path = [
-            plot.at(flop / total(run, "bytes", parts), flop / total(run, "ms", parts) / 1e9)
-            for run in runs
-        ]
-        for before, after in itertools.pairwise(path):
-            if math.dist(before, after) > 45:  # a shorter arrow is all head
-                sheet.arrow(*before, *after, color=color, width=2.5, gap=9)
-        for i, place in enumerate(path):
-            sheet.dot(*place, color, 7 if i in (0, len(path) - 1) else 4, hollow=i == 0)
-        x, y = path[-1]
-        sheet.text(x + right, y + down, words, SMALL, color, bold=True)
-    sheet.note(476, "○ V1, small dots V2 and V3, ● V4; small TinyLlama, bf16, one H100")
-    sheet.cut(75, 437)
-    return sheet
 
 
 @figure
