@@ -88,8 +88,7 @@ class Fusions:
 
     flash_attention: Annotated[bool, "SDPA of PyTorch instead of materialised scores"] = True
     triton_rms_norm: Annotated[bool, "residual addition and norm as one kernel"] = True
-    triton_rotary: Annotated[bool, "rotary embedding of the packed heads as one kernel"] = True
-    triton_attention: Annotated[bool, "flash attention of packed heads, no key repeated"] = True
+    triton_attention: Annotated[bool, "rotary embedding and flash attention of packed heads"] = True
     triton_swiglu: Annotated[bool, "silu(gate) * up as one kernel"] = True
     triton_cross_entropy: Annotated[bool, "loss without a float32 copy of the logits"] = True
     direct_gradients: Annotated[bool, "weight gradients reach the optimizer without a cast"] = True
@@ -169,8 +168,8 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
     args.vocab_size = args.vocab_size or (256 if args.text_file else ModelConfig.vocab_size)
     if args.text_file:
         read_text(args.text_file, args.seq_len)
-    if (channels := args.hidden_dim // args.num_heads) > 128:
-        reason = f"its kernels take up to 128 channels per head, not {channels}"
+    if (channels := args.hidden_dim // args.num_heads) not in (16, 32, 64, 128):
+        reason = f"its kernels take 16, 32, 64 or 128 channels per head, not {channels}"
         leave_to_pytorch(args, {"triton_attention": reason})
     if args.torch_compile:
         why = "a compiler does not see what V4 launches"
@@ -539,24 +538,6 @@ def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, values: int, sign: int) -> Ten
     return rotated
 
 
-class Rotary(torch.autograd.Function):
-    """Rotate the query and key heads of qkv [B, S, H + 2 K, head_dim] by their position along S.
-
-    Channel i is rotated with channel i + head_dim / 2. cos and sin [S or more, 1, head_dim] repeat
-    their first half.
-    """
-
-    @staticmethod
-    def forward(ctx, qkv: Tensor, cos: Tensor, sin: Tensor, num_kv_heads: int):
-        ctx.save_for_backward(cos, sin)
-        ctx.values = num_kv_heads
-        return rotary(qkv.contiguous(), cos, sin, num_kv_heads, 1)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return rotary(grad.contiguous(), *ctx.saved_tensors, ctx.values, -1), None, None, None
-
-
 @triton.jit
 def swiglu_forward_kernel(
     GATE_UP, OUT, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
@@ -720,8 +701,8 @@ def attention_backward_queries_kernel(
         dS = P * (dP - delta);  dQ = scale * dS K
 
     QKV, OUT and LOG_SUM_EXP as in the forward kernel, GRAD (dO) as OUT, DELTA as LOG_SUM_EXP,
-    GRAD_QKV as QKV, rotated back if there are COS and SIN. A program owns BLOCK_M queries of one
-    head, and goes through their keys by BLOCK_N.
+    GRAD_QKV as QKV, rotated back by COS and SIN. A program owns BLOCK_M queries of one head, and
+    goes through their keys by BLOCK_N.
     """
     TOKEN: tl.constexpr = (H + 2 * K) * D  # elements of a token in QKV
     VALUE: tl.constexpr = K * D  # from a key head to its value head
@@ -765,11 +746,8 @@ def attention_backward_queries_kernel(
             grad_scores = tl.exp2(scores) * (grad_p - delta[:, None])
             # dQ += dS K
             grad_q = tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision=PRECISION)
-    if COS is None:
-        tl.store(GRAD_QKV + query_at, grad_q * scale, mask=inside)
-    else:
-        token_at = token * TOKEN + head * D
-        store_unrotated(GRAD_QKV, COS, SIN, grad_q * scale, token_at, query, seq, D, BLOCK_M)
+    token_at = token * TOKEN + head * D
+    store_unrotated(GRAD_QKV, COS, SIN, grad_q * scale, token_at, query, seq, D, BLOCK_M)
 
 
 @triton.jit
@@ -830,11 +808,8 @@ def attention_backward_keys_kernel(
                 grad_scores = p * (grad_p - delta[None, :])
                 # dK += dS^T Q
                 grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k, input_precision=PRECISION)
-    if COS is None:
-        tl.store(GRAD_QKV + key_at, grad_k * scale, mask=inside)
-    else:
-        token_at = (batch * seq + key) * TOKEN + (H + kv_head) * D
-        store_unrotated(GRAD_QKV, COS, SIN, grad_k * scale, token_at, key, seq, D, BLOCK_N)
+    token_at = (batch * seq + key) * TOKEN + (H + kv_head) * D
+    store_unrotated(GRAD_QKV, COS, SIN, grad_k * scale, token_at, key, seq, D, BLOCK_N)
     tl.store(GRAD_QKV + key_at + VALUE, grad_v, mask=inside)
 
 
@@ -855,19 +830,15 @@ def attention_sizes(qkv: Tensor, num_heads: int) -> dict:
 class CausalAttention(torch.autograd.Function):
     """Compute causal attention [B, S, H, D] of packed heads [B, S, H + 2 K, D].
 
-    Flash attention (Dao 2023): the backward pass computes the scores again from the saved sums.
-    With cos and sin, query and key heads are rotated first. The backward kernels rotate their
-    gradients back as they store them; for a head_dim that is no power of two another launch does.
+    Query and key heads are rotated by the angles in cos and sin [S or more, 1, D] first; D is 16,
+    32, 64 or 128. Flash attention (Dao 2023): the backward pass computes the scores again from the
+    saved sums. Its kernels rotate the gradients back as they store them.
     """
 
     @staticmethod
-    def forward(
-        ctx, qkv: Tensor, num_heads: int, cos: Tensor | None = None, sin: Tensor | None = None
-    ):  # fmt: skip
-        qkv = qkv.contiguous()
+    def forward(ctx, qkv: Tensor, num_heads: int, cos: Tensor, sin: Tensor):
         (batch, seq, _, dim), ctx.sizes = qkv.shape, attention_sizes(qkv, num_heads)
-        if cos is not None:
-            qkv = rotary(qkv, cos, sin, ctx.sizes["K"], 1)
+        qkv = rotary(qkv.contiguous(), cos, sin, ctx.sizes["K"], 1)
         out = qkv.new_empty(batch, seq, num_heads, dim)
         log_sum_exp = qkv.new_empty(batch, num_heads, seq, dtype=torch.float32)
         chosen = blocks("attention_forward", qkv.dtype)
@@ -879,18 +850,15 @@ class CausalAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         qkv, out, log_sum_exp, cos, sin = ctx.saved_tensors
-        (batch, seq, num_heads, dim), sizes, grad = out.shape, ctx.sizes, grad.contiguous()
+        (batch, seq, num_heads, _), sizes, grad = out.shape, ctx.sizes, grad.contiguous()
         delta, grad_qkv = torch.empty_like(log_sum_exp), torch.empty_like(qkv)
-        angles = (cos, sin) if dim == sizes["BLOCK_D"] else (None, None)
-        tensors = log_sum_exp, grad, *angles, delta, grad_qkv
+        tensors = log_sum_exp, grad, cos, sin, delta, grad_qkv
         chosen = blocks("attention_backward_queries", qkv.dtype)
         grid = batch * num_heads, triton.cdiv(seq, chosen["BLOCK_M"])
         wrap_triton(attention_backward_queries_kernel)[grid](qkv, out, *tensors, **sizes, **chosen)
         chosen = blocks("attention_backward_keys", qkv.dtype)
         grid = batch * sizes["K"], triton.cdiv(seq, chosen["BLOCK_N"])
         wrap_triton(attention_backward_keys_kernel)[grid](qkv, *tensors, **sizes, **chosen)
-        if cos is not None and angles[0] is None:
-            grad_qkv = rotary(grad_qkv, cos, sin, sizes["K"], -1)
         return grad_qkv, None, None, None
 
 
@@ -1655,8 +1623,7 @@ class Attention(nn.Module):
         self.head_dim = config.hidden_dim // config.num_heads
         kv_dim = self.num_kv_heads * self.head_dim
         self.fusions = fusions
-        self.packed = fusions.triton_rotary or fusions.triton_attention
-        if self.packed:
+        if fusions.triton_attention:
             parts = {"q_proj": config.hidden_dim, "k_proj": kv_dim, "v_proj": kv_dim}
             self.qkv_proj = Linear(config.hidden_dim, sum(parts.values()), fusions)
             keep_separate_names(self, "qkv_proj", parts)
@@ -1674,23 +1641,13 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map x [B, S, D] to [B, S, D]."""
         batch, seq, _ = x.shape
-        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        angles = (self.rotary.cos, self.rotary.sin) if self.fusions.triton_rotary else ()
-        if self.packed:
-            qkv = self.qkv_proj(x).view(batch, seq, -1, self.head_dim)
-            if angles and not self.fusions.triton_attention:
-                qkv = Rotary.apply(qkv, *angles, self.num_kv_heads)
-            q, k, v = qkv.split(heads, dim=2)
-        else:
-            q = self.q_proj(x).view(batch, seq, self.num_heads, self.head_dim)
-            k = self.k_proj(x).view(batch, seq, self.num_kv_heads, self.head_dim)
-            v = self.v_proj(x).view(batch, seq, self.num_kv_heads, self.head_dim)
-        if not angles:
-            q, k = self.rotary(q), self.rotary(k)
-
         if self.fusions.triton_attention:
-            qkv = qkv if angles else torch.cat((q, k, v), dim=2)
+            qkv, angles = self.qkv_proj(x), (self.rotary.cos, self.rotary.sin)
+            qkv = qkv.view(batch, seq, -1, self.head_dim)
             return self.o_proj(CausalAttention.apply(qkv, self.num_heads, *angles).flatten(2))
+        q = self.rotary(self.q_proj(x).view(batch, seq, self.num_heads, self.head_dim))
+        k = self.rotary(self.k_proj(x).view(batch, seq, self.num_kv_heads, self.head_dim))
+        v = self.v_proj(x).view(batch, seq, self.num_kv_heads, self.head_dim)
         group = self.num_heads // self.num_kv_heads  # query heads that share a key/value head
         k, v = (t.repeat_interleave(group, 2) for t in (k, v))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))

@@ -39,7 +39,6 @@ MIXTURES = [  # fusions that do without others
         ("llama_v3", "qkv-fusion swiglu-fusion flash-attention"),
         ("llama_v3", "qkv-fusion triton-rotary"),
         ("llama_v3", "triton-attention"),
-        ("llama_v4", "triton-rotary"),
         ("llama_v4", "triton-attention"),
         ("openfold_v4", "fused-optimizer loss-fusion triton-attention"),
     )

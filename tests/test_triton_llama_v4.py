@@ -377,7 +377,8 @@ SHORT_LAYER = 1, 7, 4, 1, 24, 33, torch.float32
 def test_a_layer_in_one_launch_and_in_five(launches: int, dtype: torch.dtype):
     """The residual stream is float32; what the layer adds to it is compared with V1 in float64."""
     sizes = words("--hidden-dim 40 --num-heads 4 --num-kv-heads 1 --intermediate-dim 21")
-    layer = one_launch.first_layer(v4, parse(V4, *HERE, *sizes), dtype)
+    args = parse(V4, *HERE, *sizes)
+    layer = one_launch.first_layer(v4, args, dtype, triton_attention=True)
     layer.load_state_dict(random_state(layer.state_dict()))
     exact = build("tiny_llama_v1", *sizes).layers[0]
     exact.load_state_dict(layer.state_dict())

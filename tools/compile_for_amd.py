@@ -173,7 +173,7 @@ def take_step(module: ModuleType, args: argparse.Namespace) -> None:
         if args.use_amp and args.amp_dtype == "float16":  # as a gradient scaler does
             optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.ones(())
         optimizer.step()
-        if module.__name__ == INFERENCE and args.triton_rotary and args.triton_swiglu:
+        if module.__name__ == INFERENCE and args.triton_attention and args.triton_swiglu:
             one_launch, dtype = one_launch_of(module), torch.float32
             if args.use_amp:
                 dtype = getattr(torch, args.amp_dtype)

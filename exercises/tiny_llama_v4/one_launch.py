@@ -339,7 +339,7 @@ def benchmark(args: argparse.Namespace) -> int:
         dtype = getattr(torch, args.amp_dtype)
     generator = torch.Generator().manual_seed(args.seed)
     x = torch.randn(args.batch_size, args.seq_len, args.hidden_dim, generator=generator).to(device)
-    fused = first_layer(v4, args, dtype, triton_rotary=True, triton_swiglu=True)  # packed
+    fused = first_layer(v4, args, dtype, triton_attention=True, triton_swiglu=True)  # packed
     v2_fusions = {"qkv_fusion": True, "flash_attention": True, "swiglu_fusion": True}
     library = first_layer(v2, args, dtype, **v2_fusions)
 
