@@ -71,7 +71,7 @@ SIZES = {
     "tiny_openfold": {
         "small": "--seq-len 10 --num-seqs 3 --batch-size 2 --msa-dim 32 --pair-dim 32"
         " --num-heads-msa 2 --num-heads-pair 2",
-        "odd": "--msa-dim 48 --pair-dim 16 --num-seqs 7 --seq-len 27 --batch-size 1",
+        "odd": "--msa-dim 96 --pair-dim 32 --num-seqs 7 --seq-len 27 --batch-size 1",
         "default": "--seq-len 40 --num-seqs 5 --batch-size 1",
         "wide": "--msa-dim 256 --num-heads-msa 8 --num-seqs 5 --seq-len 40 --batch-size 1",
     },
@@ -356,7 +356,10 @@ def run(args: argparse.Namespace) -> int:
     if args.counters:
         from lab.amd.tables import write_counters
 
-        write_counters(args.counters, [x.dispatch for x in found if x.dispatch])
+        for target in args.target:
+            of_target = [x.dispatch for x in found if x.dispatch and x.target == target]
+            folder = args.counters if len(args.target) == 1 else args.counters / target
+            write_counters(folder, target, of_target)
     if args.write and not wrong:
         content = {"schema_version": 1, "rows": rows, "registers": registers}
         write_text(RESULT, json.dumps(content, indent=1) + "\n")

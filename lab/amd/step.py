@@ -162,7 +162,9 @@ def counts_of(launch: Recorded, kernel: Kernel) -> None:
     counts = run_grid(kernel, launch.grid, launch.with_tensors(launch.before), watch=True)
     kinds = [{"kind": kind, "number": number} for kind, number in counts.by_kind().items()]
     print(render([Column("instructions of all waves", "kind"), Column("", "number", "d")], kinds))
-    print(f"\nwaves: {counts.waves}, floating-point operations: {counts.flop()}\n")
+    print(f"\nwaves: {counts.waves}, floating-point operations: {counts.flop()}")
+    least = ", ".join(f"{us:.3g} us by its {what}" for what, us in counts.bounds().items())
+    print(f"An MI300X takes at least (a bound, no prediction): {least}\n")
     noted = sorted({name for note in counts.noted.values() for name in note})
     lines = sorted({kernel.program.code[number].line for number in counts.noted})
     rows = [{"line": line} | {name: counts.by_line(name)[line] for name in noted} for line in lines]
