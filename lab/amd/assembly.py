@@ -66,10 +66,11 @@ class Instruction:
     kind: str = ""  # VALU, MFMA, SALU, LDS, VMEM, SMEM, branch or other
 
     def numbers(self, name: str, default: list[int]) -> list[int]:
-        """A modifier with a list, such as op_sel:[0,1]."""
+        """A modifier with a number or a list, such as op_sel:[0,1]."""
         if name not in self.modifiers:
             return default
-        return [int(part) for part in self.modifiers[name].strip("[]").split(",")]
+        text = self.modifiers[name].strip("[]")
+        return [int(part) for part in text.split(",")] if text else []
 
 
 @dataclass

@@ -110,14 +110,13 @@ class Watch:
 
 
 class Counts:
-    """Of a launch: how many waves executed each instruction, with how many lanes at work, and what
-    a Watch has noted. Instructions are numbered as in the program."""
+    """Of a launch: how many waves executed each instruction, and what a Watch has noted.
+    Instructions are numbered as in the program."""
 
     def __init__(self, program: Program):
         self.program = program
         self.waves = self.groups = 0
         self.executed = np.zeros(len(program.code), np.int64)
-        self.active = np.zeros(len(program.code), np.int64)
         self.noted: dict[int, Counter] = {}
         # lines, by number
         self.touched: dict[str, list[np.ndarray]] = {"read": [], "written": []}
@@ -129,7 +128,6 @@ class Counts:
         self.waves += waves.count
         self.groups += waves.groups
         self.executed += waves.executed
-        self.active += waves.active
 
     def by_kind(self) -> Counter:
         """Instructions of all waves by kind: VALU, MFMA, SALU, LDS, VMEM, SMEM, branch, other."""

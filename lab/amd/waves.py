@@ -63,7 +63,6 @@ class Waves:
         self.set_exec(np.ones((self.count, 64), bool))
         self.furthest_first = False
         self.executed = [0] * len(program.code)  # how many waves, for each instruction
-        self.active = [0] * len(program.code)  # and how many lanes
         self.watch = None  # what counters.py notes at accesses of memory
         self.meet()
 
@@ -80,8 +79,7 @@ class Waves:
         self.all_here = bool(here.all())
         self.number = int(here.sum())
         self.lanes = self.exec & here
-        self.active_lanes = int(np.count_nonzero(self.lanes))
-        self.all_lanes = self.active_lanes == self.lanes.size
+        self.all_lanes = bool(self.lanes.all())
 
     # --- writing registers, where waves are here and lanes are at work
 
@@ -174,7 +172,6 @@ class Waves:
         """Execute one instruction."""
         instruction = self.program.code[self.pc]
         self.executed[self.pc] += self.number
-        self.active[self.pc] += self.active_lanes
         self.pc += 1
         self.left -= 1
         instruction.run(self)
