@@ -90,6 +90,7 @@ PROGRAMS = (  # of the exercises, with the arguments that make them small
     f"exercises/tiny_llama_v4/one_launch.py {SIZES['tiny_llama']['small']}",
     "exercises/puzzles/all_puzzles.py --solution",
     "exercises/build_a_fusion/swiglu_backward.py --solution",
+    "exercises/amd/kernels.py",
 )
 LIMITS = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 

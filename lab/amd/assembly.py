@@ -82,6 +82,14 @@ class Program:
     descriptor: dict[str, int]  # .amdhsa_... of the kernel
     arguments: list[dict[str, str]]  # offset, size, value_kind of each
 
+    @property
+    def prologue(self) -> int:
+        """How many instructions load what a GPU has loaded already, so that it begins behind
+        them."""
+        if not self.descriptor.get("user_sgpr_kernarg_preload_length"):
+            return 0
+        return 1 + next(i for i, each in enumerate(self.code) if each.mnemonic == "s_branch")
+
 
 def operand(text: str) -> Operand:
     """An operand by its text, such as -|v3|, s[2:3], vcc, 0x20 or off."""

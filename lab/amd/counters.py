@@ -100,7 +100,8 @@ class Watch:
             self.touched[verb].append(np.unique((address[active] + np.uint64(end)) // line))
 
     def scalar(self, size: int) -> None:
-        self.note()["bytes read by scalars"] += size * self.waves.number
+        if self.waves.pc > self.waves.program.prologue:
+            self.note()["bytes read by scalars"] += size * self.waves.number
 
     def lds(self, address: np.ndarray, size: int, offsets: list[int], write: bool) -> None:
         note, active = self.note(), self.waves.lanes
@@ -111,7 +112,8 @@ class Watch:
 
 class Counts:
     """Of a launch: how many waves executed each instruction, and what a Watch has noted.
-    Instructions are numbered as in the program."""
+    Instructions are numbered as in the program; its prologue, which a GPU leaves out, is not
+    counted."""
 
     def __init__(self, program: Program):
         self.program = program
@@ -128,6 +130,7 @@ class Counts:
         self.waves += waves.count
         self.groups += waves.groups
         self.executed += waves.executed
+        self.executed[: self.program.prologue] = 0
 
     def by_kind(self) -> Counter:
         """Instructions of all waves by kind: VALU, MFMA, SALU, LDS, VMEM, SMEM, branch, other."""

@@ -99,18 +99,19 @@ class Stepper:
         low, high = self.args.lines
         return not high or (place.isdigit() and low <= int(place) <= high)
 
-    def head(self, instruction: Instruction) -> None:
-        """The line of the source where another begins."""
+    def name(self, place: int) -> None:
+        """Print an instruction, below its line of the source where another begins."""
+        instruction = self.kernel.program.code[place]
         if instruction.line != self.line:
             self.line = instruction.line
             print(f"\n{self.line}  {source_of(self.launch, self.line)}")
+        print(f"  {place:4}  {instruction.text:44} {meaning(instruction)}".rstrip())
 
     def listing(self) -> None:
         """All instructions, without executing them."""
         for place, instruction in enumerate(self.kernel.program.code):
             if self.shown(instruction):
-                self.head(instruction)
-                print(f"  {place:4}  {instruction.text:44} {meaning(instruction)}".rstrip())
+                self.name(place)
 
     def run(self) -> None:
         args, kernel = self.args, self.kernel
@@ -138,9 +139,8 @@ class Stepper:
 
     def show(self, waves: Waves, place: int, before: dict[str, str]) -> None:
         """An instruction and what it has changed."""
+        self.name(place)
         instruction = self.kernel.program.code[place]
-        self.head(instruction)
-        print(f"  {place:4}  {instruction.text:44} {meaning(instruction)}".rstrip())
         after = contents(waves, instruction, self.args.wave, self.args.lanes)
         for name, text in after.items():
             if text != before[name]:
