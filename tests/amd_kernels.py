@@ -39,6 +39,18 @@ def product(A, B, C, N: tl.constexpr):
     tl.store(C + i * N + j, c.to(C.dtype.element_ty))
 
 
+@triton.jit
+def vcopy(A, C, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(C + at, tl.load(A + at, mask=at < n), mask=at < n)
+
+
+def vcopy_case() -> tuple:
+    """A 16th of the vcopy that rocprofiler-compute's tests have counters of: a float64 a lane."""
+    a, c = torch.randn(2, 65536, dtype=torch.float64)
+    return vcopy, (256,), {"A": a, "C": c, "n": len(a), "BLOCK": 256}, c, a
+
+
 def add_relu_case() -> tuple:
     x, y, out = (torch.randn(1000) for _ in range(3))
     arguments = {"X": x, "Y": y, "OUT": out, "n": 1000, "BLOCK": 256}
@@ -116,4 +128,5 @@ if __name__ == "__main__":
             f"{target} product bfloat16": outcome(product_case(torch.bfloat16), target),
             f"{target} product float16": outcome(product_case(torch.float16), target),
         }
+        results[f"{target} vcopy"] = outcome(vcopy_case(), target)
     print(json.dumps(results))

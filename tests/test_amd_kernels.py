@@ -72,8 +72,30 @@ def test_kernels_are_right_and_counted_on_each_target(target: str):
     row = found["add_relu"]
     assert (row["bytes read"], row["bytes written"]) == (2 * 4 * 1000, 4 * 1000)
     assert row["SQ_WAVES"] == 4 * 4
-    # 4000 bytes are 32 lines of 128 (read, twice) and 63 of 64 (written)
-    assert (row["TCP_TCC_READ_REQ_sum"], row["TCP_TCC_WRITE_REQ_sum"]) == (2 * 32, 63)
+    # 4000 bytes are 63 lines of 64, or 32 of 128, which gfx90a does not have; two are read
+    assert row["TCP_TCC_READ_REQ_sum"] == 2 * (63 if target == "gfx90a" else 32)
+    assert row["TCP_TCC_WRITE_REQ_sum"] == 63
+
+
+@pytest.mark.parametrize(
+    ("target", "measured"),
+    [
+        ("gfx90a", {"TCP_TCC_READ_REQ_sum": 131072, "TCP_TCC_WRITE_REQ_sum": 131072,
+                    "TCC_EA_RDREQ_sum": 131086, "TCC_EA_WRREQ_64B_sum": 131072}),
+        ("gfx942", {"TCP_TCC_READ_REQ_sum": 65536, "TCP_TCC_WRITE_REQ_sum": 131072,
+                    "TCC_EA0_RDREQ_sum": 65775, "TCC_BUBBLE_sum": 65536,
+                    "TCC_EA0_WRREQ_64B_sum": 131072}),
+    ],
+)  # fmt: skip
+def test_counters_are_those_of_a_gpu(target: str, measured: dict[str, int]):
+    """vcopy of 2**20 float64 on an MI200 and an MI300X, of rocprofiler-compute's tests/workloads;
+    16 times ours. Memory was asked for some lines more: the code itself, among others."""
+    measured |= {"SQ_WAVES": 16384, "SQ_INSTS_VMEM_RD": 16384, "SQ_INSTS_VMEM_WR": 16384,
+                 "SQ_INSTS_LDS": 0, "SQ_INSTS_MFMA": 0}  # fmt: skip
+    found = results()[f"{target} vcopy"]
+    for name, value in measured.items():
+        assert 0.995 * value <= 16 * found[name] <= value, name
+    assert found["SQ_INSTS_SMEM"] == 0  # a GPU has loaded the arguments when the kernel begins
 
 
 def test_a_training_step_agrees_with_the_interpreter_and_leaves_counters(tmp_path: Path):
@@ -81,7 +103,7 @@ def test_a_training_step_agrees_with_the_interpreter_and_leaves_counters(tmp_pat
     assert done.returncode == 0, done.stderr
     launches = int(done.stdout.split(" launches executed, ")[0].split()[-1])
     assert f"{launches} launches executed, {launches} agree" in done.stdout
-    with (tmp_path / "workloads/executed/MI300X/pmc_perf.csv").open(newline="") as file:
+    with (tmp_path / "workloads/executed/gfx942/pmc_perf.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == launches
     assert {row["Agent_Id"] for row in rows} == {"executed, not measured"}
@@ -91,8 +113,13 @@ def test_a_training_step_agrees_with_the_interpreter_and_leaves_counters(tmp_pat
 
 
 def test_a_wave_is_stepped():
-    command = ["-m", "lab.amd.step", KERNELS, "add_relu"]
-    assert run(*command, "--lanes", "64").returncode == 2
-    done = run(*command, "--listing")
-    assert done.returncode == 2  # as a program it launches nothing in the interpreter
-    assert done.stderr.count("\n") == 1
+    command = ["-m", "lab.amd.step", ROOT / "exercises/start/first_kernel.py"]
+    refused = run(*command, "no_such_kernel")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    done = run(*command, "add_relu_kernel", "--most", 400, "--wave", 1, "--lanes", "0,5")
+    assert done.returncode == 0, done.stderr
+    assert "D.f32 = S0.f32 + S1.f32" in done.stdout
+    # the program's first element in wave 1 is 64 (times 4 bytes, or more elements a lane)
+    shown = [line.split() for line in done.stdout.splitlines() if line.startswith("            ->")]
+    assert all(len(words) == 3 or set("".join(words[1:])) <= set("#.") for words in shown
+               if len(words) > 2)  # fmt: skip

@@ -58,13 +58,17 @@ SCRIPTS = sorted(path.name for path in ROOT.glob("tiny_*_v[34].py"))
 # for Triton, and the KiB of LDS (NVIDIA: shared memory) of a compute unit, which a workgroup can
 # have
 TARGETS = {
+    "gfx908": (GPUTarget("hip", "gfx908", 64), 64),  # MI100
     "gfx90a": (GPUTarget("hip", "gfx90a", 64), 64),  # MI200
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64),  # MI300
     "gfx950": (GPUTarget("hip", "gfx950", 64), 160),  # MI350
+    "gfx1030": (GPUTarget("hip", "gfx1030", 32), 64),  # Radeon RX 6000
+    "gfx1100": (GPUTarget("hip", "gfx1100", 32), 64),  # Radeon RX 7000
     "sm_90": (GPUTarget("cuda", 90, 32), 227),  # H100
 }
 INFERENCE = "tiny_llama_v4"  # whose inference is a program of its own
 AMD = [name for name in TARGETS if name.startswith("gfx")]
+USUAL = ["gfx90a", "gfx942", "gfx950"]  # whose kernels the files under results/ have
 PRECISIONS = {
     "float32": "",
     "TF32": "--matmul-precision high",
@@ -393,14 +397,14 @@ def summary(path: Path) -> int:
 def build_parser() -> Parser:
     parser = documented_parser(__file__, __doc__)
 
-    def add(flag: str, default: list[str], choices: Iterable[str], remark: str = "") -> None:
-        text = f"of {', '.join(choices)} (default: all{remark})"
+    def add(flag: str, default: list[str], choices: Iterable[str], remark: str = "all") -> None:
+        text = f"of {', '.join(choices)} (default: {remark})"
         parser.add_argument(
             flag, nargs="+", choices=list(choices), default=default, metavar="NAME", help=text
         )
 
     parser.add_argument("scripts", nargs="*", metavar="SCRIPT.py", help="(default: all from V3 on)")
-    add("--target", AMD, TARGETS, " of AMD's")
+    add("--target", USUAL, TARGETS, ", ".join(USUAL))
     add("--dtype", list(PRECISIONS), PRECISIONS)
     add("--size", SIZE_NAMES, SIZE_NAMES)
     text = "block sizes of one kernel, as the scripts take them (may be repeated); "

@@ -18,7 +18,7 @@ Examples:
   python tools/run_on_amd.py --quick               each kernel in each precision: minutes
   python tools/run_on_amd.py tiny_openfold_v4.py --dtype float32 --size odd --target gfx942
   python tools/run_on_amd.py my_kernels.py         what any program launches
-  python tools/run_on_amd.py --write               everything, into results/amd/executed.json
+  python tools/run_on_amd.py --write               and into results/amd/executed.json, case by case
   python tools/run_on_amd.py --summary             what this file says
 """
 
@@ -33,6 +33,7 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton: kernels are to be compiled
@@ -71,7 +72,7 @@ SIZES = {
     "tiny_openfold": {
         "small": "--seq-len 10 --num-seqs 3 --batch-size 2 --msa-dim 32 --pair-dim 32"
         " --num-heads-msa 2 --num-heads-pair 2",
-        "odd": "--msa-dim 48 --pair-dim 16 --num-seqs 7 --seq-len 27 --batch-size 1",
+        "odd": "--msa-dim 96 --pair-dim 32 --num-seqs 7 --seq-len 27 --batch-size 1",
         "default": "--seq-len 40 --num-seqs 5 --batch-size 1",
         "wide": "--msa-dim 256 --num-heads-msa 8 --num-seqs 5 --seq-len 40 --batch-size 1",
     },
@@ -89,6 +90,7 @@ PROGRAMS = (  # of the exercises, with the arguments that make them small
     f"exercises/tiny_llama_v4/one_launch.py {SIZES['tiny_llama']['small']}",
     "exercises/puzzles/all_puzzles.py --solution",
     "exercises/build_a_fusion/swiglu_backward.py --solution",
+    "exercises/amd/kernels.py",
 )
 LIMITS = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 
@@ -263,9 +265,9 @@ def cases_of(scripts: Iterable[str], precisions: list[str], sizes: list[str]) ->
                 yield Case(name, arguments, precision, f"no {flag}")
 
 
-def execute_all(cases: list[Case], args: argparse.Namespace) -> list[Executed]:
+def execute_all(cases: list[Case], args: argparse.Namespace) -> Iterator[list[Executed]]:
     """Each case in a worker; one line for each on stderr, and for each launch that disagrees."""
-    context, found = multiprocessing.get_context("fork"), []
+    context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(args.jobs, context) as pool:
         jobs = [pool.submit(execute_case, c, args.target, bool(args.counters)) for c in cases]
         for job in as_completed(jobs):
@@ -275,29 +277,25 @@ def execute_all(cases: list[Case], args: argparse.Namespace) -> list[Executed]:
             note(f"{case}: {len(launches)} launches, {len(wrong)} wrong, "
                  f"largest error {worst:.1e}, {seconds:.0f} s")  # fmt: skip
             say(*dict.fromkeys(f"{case}, {x.target}: {x.wrong}" for x in wrong))
-            found += launches
-    return found
+            yield launches
 
 
-def summarised(found: list[Executed]) -> list[dict]:
-    """A row for each script, target and precision."""
-    groups: dict[tuple, list[Executed]] = {}
-    for launch in found:
-        key = launch.case.script, launch.target, launch.case.precision
-        groups.setdefault(key, []).append(launch)
+def rows_of(launches: list[Executed]) -> list[dict]:
+    """What the result file has of a case: a row for each target."""
     rows = []
-    for (script, target, precision), launches in sorted(groups.items()):
-        worst = max(launches, key=lambda launch: launch.error)
+    for target in dict.fromkeys(launch.target for launch in launches):
+        of_target = [launch for launch in launches if launch.target == target]
+        worst, case = max(of_target, key=lambda launch: launch.error), launches[0].case
         rows.append(
             {
-                "script": script,
+                "script": case.script,
                 "target": target,
-                "precision": precision,
-                "sizes": len({launch.case.size for launch in launches}),
-                "kernels": len({launch.kernel for launch in launches}),
-                "configurations": len({(x.kernel, x.constants) for x in launches}),
-                "launches": len(launches),
-                "agree": sum(not launch.wrong for launch in launches),
+                "precision": case.precision,
+                "size": case.size,
+                "kernels": sorted({launch.kernel for launch in of_target}),
+                "configurations": len({(x.kernel, x.constants) for x in of_target}),
+                "launches": len(of_target),
+                "agree": sum(not launch.wrong for launch in of_target),
                 "error": worst.error,
                 "kernel": worst.kernel,
             }
@@ -305,16 +303,36 @@ def summarised(found: list[Executed]) -> list[dict]:
     return rows
 
 
+def save(rows: list[dict]) -> None:
+    """Put rows into the result file, in place of those of the same cases and targets."""
+    keys = ("script", "target", "precision", "size")
+    kept = {}
+    for row in [*(read_json(RESULT)["rows"] if RESULT.exists() else ()), *rows]:
+        kept[tuple(row[key] for key in keys)] = row
+    content = {"schema_version": 1, "rows": [kept[key] for key in sorted(kept)]}
+    write_text(RESULT, json.dumps(content, indent=1) + "\n", replace=True)
+
+
 def table(rows: list[dict]) -> str:
+    """All sizes of a program, target and precision in a row."""
+    groups: dict[tuple, list[dict]] = {}
+    for row in sorted(rows, key=lambda row: (row["script"], row["target"], row["precision"])):
+        groups.setdefault((row["script"], row["target"], row["precision"]), []).append(row)
+
+    def total(name: str) -> Column:
+        return Column(name, lambda rows: sum(row[name] for row in rows), "d")
+
     columns = [
-        Column("program", "script"),
-        Column("GPU", "target", text=True),
-        Column("precision", lambda row: row["precision"] or None, text=True),
-        *(Column(n, n, "d") for n in ("sizes", "kernels", "configurations", "launches", "agree")),
-        Column("largest error", "error", ".1e"),
-        Column("in", "kernel", text=True),
+        Column("program", lambda rows: rows[0]["script"].removeprefix("exercises/")),
+        Column("GPU", lambda rows: rows[0]["target"], text=True),
+        Column("precision", lambda rows: rows[0]["precision"] or None, text=True),
+        Column("sizes", len, "d"),
+        Column("kernels", lambda rows: len({k for row in rows for k in row["kernels"]}), "d"),
+        *map(total, ("configurations", "launches", "agree")),
+        Column("largest error", lambda rows: max(row["error"] for row in rows), ".1e"),
+        Column("in", lambda rows: max(rows, key=lambda r: r["error"])["kernel"], text=True),
     ]
-    return render(columns, rows)
+    return render(columns, list(groups.values()))
 
 
 def registers_executed(found: list[Executed]) -> dict[str, list[int]]:
@@ -345,21 +363,24 @@ def run(args: argparse.Namespace) -> int:
     scripts = args.scripts or [*SCRIPTS, *PROGRAMS]
     cases = list(cases_of(scripts, args.dtype, args.size))
     note(f"{len(cases)} programs and steps for {', '.join(args.target)}")
-    found = execute_all(cases, args)
-    rows = summarised(found)
-    print(table(rows))
+    found: list[Executed] = []
+    for launches in execute_all(cases, args):
+        found += launches
+        if args.write and not any(launch.wrong for launch in launches):
+            save(rows_of(launches))
+    by_case = groupby(sorted(found, key=lambda x: str(x.case)), key=lambda x: str(x.case))
+    print(table([row for _, group in by_case for row in rows_of(list(group))]))
     wrong = sum(bool(launch.wrong) for launch in found)
     print(f"\n{len(found)} launches executed, {len(found) - wrong} agree")
-    registers = registers_executed(found)
-    for target, (done, of) in registers.items():
+    for target, (done, of) in registers_executed(found).items():
         print(f"{target}: {done} of {of} rows of {REGISTERS.name} are among them")
     if args.counters:
         from lab.amd.tables import write_counters
 
-        write_counters(args.counters, [x.dispatch for x in found if x.dispatch])
-    if args.write and not wrong:
-        content = {"schema_version": 1, "rows": rows, "registers": registers}
-        write_text(RESULT, json.dumps(content, indent=1) + "\n")
+        for target in args.target:
+            of_target = [x.dispatch for x in found if x.dispatch and x.target == target]
+            folder = args.counters if len(args.target) == 1 else args.counters / target
+            write_counters(folder, target, of_target)
     return int(bool(wrong))
 
 
@@ -383,7 +404,7 @@ def build_parser() -> Parser:
     parser.add_count("--jobs", 2, "processes")
     parser.add_path("--counters", "DIR", "write counters there")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--write", action="store_true", help=f"write {RESULT.name} if all agree")
+    what.add_argument("--write", action="store_true", help=f"put what agrees into {RESULT.name}")
     text = "print what such a file says (default: the one in results/)"
     what.add_argument("--summary", nargs="?", type=Path, const=RESULT, metavar="FILE", help=text)
     return parser

@@ -66,10 +66,11 @@ class Instruction:
     kind: str = ""  # VALU, MFMA, SALU, LDS, VMEM, SMEM, branch or other
 
     def numbers(self, name: str, default: list[int]) -> list[int]:
-        """A modifier with a list, such as op_sel:[0,1]."""
+        """A modifier with a number or a list, such as op_sel:[0,1]."""
         if name not in self.modifiers:
             return default
-        return [int(part) for part in self.modifiers[name].strip("[]").split(",")]
+        text = self.modifiers[name].strip("[]")
+        return [int(part) for part in text.split(",")] if text else []
 
 
 @dataclass
@@ -80,6 +81,14 @@ class Program:
     labels: dict[str, int]
     descriptor: dict[str, int]  # .amdhsa_... of the kernel
     arguments: list[dict[str, str]]  # offset, size, value_kind of each
+
+    @property
+    def prologue(self) -> int:
+        """How many instructions load what a GPU has loaded already, so that it begins behind
+        them."""
+        if not self.descriptor.get("user_sgpr_kernarg_preload_length"):
+            return 0
+        return 1 + next(i for i, each in enumerate(self.code) if each.mnemonic == "s_branch")
 
 
 def operand(text: str) -> Operand:

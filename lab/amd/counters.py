@@ -20,6 +20,17 @@ READS_OF_16 = np.concatenate(
     [half + np.r_[a : a + 4, b : b + 4] for half in (0, 32)
      for a, b in ((0, 20), (4, 16), (8, 28), (12, 24))]
 )  # fmt: skip
+# bytes of a line that is read, what the counters of requests to memory begin with, and which counts
+# reads of 128 bytes; lines of 64 are written
+READS = {
+    "gfx90a": (64, "TCC_EA", ""),
+    "gfx942": (128, "TCC_EA0", "TCC_BUBBLE_sum"),
+    "gfx950": (128, "TCC_EA0", "TCC_EA0_RDREQ_128B_sum"),
+}
+# of an MI300X (AMD's data sheet): bytes per second of its memory, and floating-point operations of
+# its matrix and vector units
+MEMORY = 5.3e12
+PEAK = {"BF16": 1307.4e12, "F16": 1307.4e12, "F32": 163.4e12, "F64": 163.4e12}
 FLOAT = re.compile(
     r"v_(?:pk_)?(?:(add|sub|subrev|mul|fma|fmac|fmamk|fmaak|mac|mad)"
     r"|(rcp|rsq|sqrt|exp|log|sin|cos)(?:_iflag)?)_f(16|32|64)$"
@@ -84,12 +95,13 @@ class Watch:
         note[f"bytes {verb}"] += size * int(active.sum())
         for line in (64, 128):
             note[f"lines of {line} {verb}"] += lines_of(address, active, size, line)
-        line = np.uint64(64 if write else 128)
+        line = np.uint64(64 if write else READS[self.waves.program.target][0])
         for end in (0, size - 1):
             self.touched[verb].append(np.unique((address[active] + np.uint64(end)) // line))
 
     def scalar(self, size: int) -> None:
-        self.note()["bytes read by scalars"] += size * self.waves.number
+        if self.waves.pc > self.waves.program.prologue:
+            self.note()["bytes read by scalars"] += size * self.waves.number
 
     def lds(self, address: np.ndarray, size: int, offsets: list[int], write: bool) -> None:
         note, active = self.note(), self.waves.lanes
@@ -99,16 +111,16 @@ class Watch:
 
 
 class Counts:
-    """Of a launch: how many waves executed each instruction, with how many lanes at work, and what
-    a Watch has noted. Instructions are numbered as in the program."""
+    """Of a launch: how many waves executed each instruction, and what a Watch has noted.
+    Instructions are numbered as in the program; its prologue, which a GPU leaves out, is not
+    counted."""
 
     def __init__(self, program: Program):
         self.program = program
         self.waves = self.groups = 0
         self.executed = np.zeros(len(program.code), np.int64)
-        self.active = np.zeros(len(program.code), np.int64)
         self.noted: dict[int, Counter] = {}
-        # lines of 128 and 64 bytes, by number
+        # lines, by number
         self.touched: dict[str, list[np.ndarray]] = {"read": [], "written": []}
 
     def watching(self, waves: Waves) -> Watch:
@@ -118,7 +130,7 @@ class Counts:
         self.waves += waves.count
         self.groups += waves.groups
         self.executed += waves.executed
-        self.active += waves.active
+        self.executed[: self.program.prologue] = 0
 
     def by_kind(self) -> Counter:
         """Instructions of all waves by kind: VALU, MFMA, SALU, LDS, VMEM, SMEM, branch, other."""
@@ -132,7 +144,7 @@ class Counts:
         return sum(note[name] for note in self.noted.values())
 
     def different(self, verb: str) -> int:
-        """How many lines the launch has read (of 128 bytes) or written (of 64), each once."""
+        """How many different lines the launch has read or written."""
         touched = self.touched[verb]
         return len(np.unique(np.concatenate(touched))) if touched else 0
 
@@ -148,9 +160,9 @@ class Counts:
         whether they are at work or not; MFMA_MOPS are units of 512 operations."""
         kinds = self.by_kind()
         names = [f"{operation}_F{bits}" for operation in FLOP for bits in (16, 32, 64)]
-        names += [f"MFMA_{kind}" for kind in ("F16", "BF16", "F32", "F64")]
-        names += [f"MFMA_MOPS_{kind}" for kind in ("F16", "BF16", "F32", "F64")]
-        found = Counter({f"SQ_INSTS_VALU_{name}": 0 for name in names})
+        names += [f"MFMA_{what}{kind}" for what in ("", "MOPS_") for kind in PEAK]
+        names = [*(f"SQ_INSTS_VALU_{name}" for name in names), "SQ_INSTS_VMEM_RD"]
+        found = Counter(dict.fromkeys([*names, "SQ_INSTS_VMEM_WR"], 0))
         for instruction, times in zip(self.program.code, self.executed.tolist(), strict=True):
             if instruction.kind == "MFMA":
                 kind, flop = mfma_flop(instruction)
@@ -163,7 +175,13 @@ class Counts:
             if instruction.kind == "VMEM":
                 stores = "_store" in instruction.mnemonic or "_atomic" in instruction.mnemonic
                 found[f"SQ_INSTS_VMEM_{'WR' if stores else 'RD'}"] += times
-        return dict(found) | {
+        line, memory, whole_lines = READS[self.program.target]
+        read, written = self.different("read"), self.different("written")
+        # requests to memory at least: each line once, as if caches lost none
+        requests = {f"{memory}_RDREQ_sum": read, f"{memory}_RDREQ_32B_sum": 0}
+        requests |= {f"{memory}_WRREQ_sum": written, f"{memory}_WRREQ_64B_sum": written}
+        requests |= {whole_lines: read} if whole_lines else {}
+        return {
             "SQ_WAVES": self.waves,
             "SQ_INSTS": sum(kinds.values()),
             "SQ_INSTS_VALU": kinds["VALU"] + kinds["MFMA"],
@@ -171,20 +189,29 @@ class Counts:
             "SQ_INSTS_SALU": kinds["SALU"],
             "SQ_INSTS_SMEM": kinds["SMEM"],
             "SQ_INSTS_VMEM": kinds["VMEM"],
-            "SQ_INSTS_VMEM_RD": found["SQ_INSTS_VMEM_RD"],
-            "SQ_INSTS_VMEM_WR": found["SQ_INSTS_VMEM_WR"],
             "SQ_INSTS_LDS": kinds["LDS"],
             "SQ_INSTS_BRANCH": kinds["branch"],
+            **found,
             "SQ_LDS_BANK_CONFLICT": self.total("LDS conflict cycles"),
-            "TCP_TCC_READ_REQ_sum": self.total("lines of 128 read"),
+            "TCP_TCC_READ_REQ_sum": self.total(f"lines of {line} read"),
             "TCP_TCC_WRITE_REQ_sum": self.total("lines of 64 written"),
-            # memory at least: each line once, as if caches lost none
-            "TCC_EA0_RDREQ_sum": self.different("read"),
-            "TCC_EA0_RDREQ_32B_sum": 0,
-            "TCC_BUBBLE_sum": self.different("read"),  # of these those of 128 bytes
-            "TCC_EA0_WRREQ_sum": self.different("written"),
-            "TCC_EA0_WRREQ_64B_sum": self.different("written"),
+            **requests,
         }
+
+    def bounds(self) -> dict[str, float]:
+        """Microseconds that an MI300X takes at least, by what would take them: a bound from below
+        by published rates, no prediction."""
+        moved = READS[self.program.target][0] * self.different("read")
+        moved += 64 * self.different("written")
+        counted = self.hardware()
+        matrix = {kind: 512 * counted[f"SQ_INSTS_VALU_MFMA_MOPS_{kind}"] for kind in PEAK}
+        vector = self.flop() - sum(matrix.values())
+        seconds = {
+            "memory": moved / MEMORY,
+            "matrix units": sum(flop / PEAK[kind] for kind, flop in matrix.items()),
+            "vector units": vector / PEAK["F32"],
+        }
+        return {name: 1e6 * value for name, value in seconds.items()}
 
     def flop(self) -> int:
         """Floating-point operations, those of lanes that are not at work included."""

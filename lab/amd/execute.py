@@ -17,11 +17,8 @@ Run = Callable[[Waves], None]
 LANES = np.arange(64)
 # 16 bits of results that leave the other half of the register as it is; others make it 0
 KEEP_HALF = ("v_fma_f16", "v_mad_u16", "v_div_fixup_f16", "v_fma_mixlo_f16", "v_fma_mixhi_f16")
-KNOWN_MODIFIERS = {
-    "op_sel", "op_sel_hi", "dst_sel", "dst_unused", "src0_sel", "src1_sel", "row_mask", "bank_mask",
-    "bound_ctrl", "quad_perm", "row_shl", "row_shr", "row_ror", "row_bcast", "row_newbcast",
-    "row_mirror", "row_half_mirror",
-}  # fmt: skip
+KNOWN_MODIFIERS = {"op_sel", "op_sel_hi", "dst_sel", "dst_unused", "src0_sel", "src1_sel",
+                   "row_mask", "bank_mask", "bound_ctrl"}  # fmt: skip
 
 
 def dtype_of(kind: str) -> np.dtype:
@@ -60,20 +57,14 @@ def reader(op: Operand, kind: str, place: int = 0, part: str = "DWORD") -> Read:
 
 
 def signed(read: Read, op: Operand, dtype: np.dtype) -> Read:
-    """With abs and neg; those of integers are of the bits of a float."""
+    """With abs and neg, which are of the highest bit, whatever the type."""
     if not (op.negative or op.absolute):
         return read
-    sign = dtype.type(1 << 8 * dtype.itemsize - 1) if dtype.kind == "u" else None
-
-    def changed(waves: Waves) -> np.ndarray:
-        value = read(waves)
-        if sign is not None:
-            value = value & ~sign if op.absolute else value
-            return value ^ sign if op.negative else value
-        value = np.abs(value) if op.absolute else value
-        return np.negative(value) if op.negative else value
-
-    return changed
+    unsigned = np.dtype(f"u{dtype.itemsize}")
+    sign = unsigned.type(1 << 8 * dtype.itemsize - 1)
+    kept = ~sign if op.absolute else ~unsigned.type(0)
+    changed = sign if op.negative else unsigned.type(0)
+    return lambda waves: (read(waves).view(unsigned) & kept ^ changed).view(dtype)
 
 
 def selected(read: Read, part: str, extended: bool) -> Read:
@@ -96,41 +87,32 @@ def field_of(part: str) -> tuple[int, int]:
 # --- DPP: operands from other lanes
 
 
-def lanes_of(instruction: Instruction) -> tuple[np.ndarray, np.ndarray]:
-    """For each lane the one whose value it gets, and whether there is one."""
-    modifiers, row, lane = instruction.modifiers, LANES // 16 * 16, LANES % 16
-    name = next((name for name in modifiers if re.match("row_(?!mask)|quad", name)), None)
-    value = modifiers.get(name, "")
-    if name == "quad_perm":
-        source = LANES // 4 * 4 + np.array(instruction.numbers(name, []))[LANES % 4]
-    elif name == "row_shl":
-        source = np.where(lane + int(value) < 16, LANES + int(value), -1)
-    elif name == "row_shr":
-        source = np.where(lane >= int(value), LANES - int(value), -1)
-    elif name == "row_ror":
-        source = row + (lane - int(value)) % 16
-    elif name in ("row_mirror", "row_half_mirror"):
-        source = LANES ^ (15 if name == "row_mirror" else 7)
-    elif name == "row_newbcast":
-        source = row + int(value)
-    elif name == "row_bcast" and value == "15":  # the last lane of a row to all of the next
-        source = row - 1
-    elif name == "row_bcast" and value == "31":
-        source = np.where(LANES >= 32, 31, -1)
-    else:
-        raise Unknown(f"DPP {modifiers}")
-    return source, source >= 0
+ROW, LANE = LANES // 16 * 16, LANES % 16
+DPP: dict[str, Callable] = {  # for each lane the one whose value it gets, -1 where there is none
+    "quad_perm": lambda *four: LANES // 4 * 4 + np.array(four)[LANES % 4],
+    "row_shl": lambda n: np.where(LANE + n < 16, LANES + n, -1),
+    "row_shr": lambda n: np.where(n <= LANE, LANES - n, -1),
+    "row_ror": lambda n: ROW + (LANE - n) % 16,
+    "row_mirror": lambda: LANES ^ 15,
+    "row_half_mirror": lambda: LANES ^ 7,
+    "row_newbcast": lambda n: ROW + n,
+    # the last lane of a row to all of the next, of the first two rows to both others
+    "row_bcast": lambda n: ROW - 1 if n == 15 else np.where(LANES >= 32, n, -1),
+}
 
 
 def across_lanes(instruction: Instruction, read: Read) -> tuple[Read, Read]:
     """The first source as DPP gives it, and the lanes that may be written: not those that the masks
     switch off nor, without bound_ctrl, those whose source is none or a lane that is off."""
-    source, there = lanes_of(instruction)
-    row_mask, bank_mask = (
-        int(instruction.modifiers.get(name, "0xf"), 0) for name in ("row_mask", "bank_mask")
-    )
+    modifiers = instruction.modifiers
+    name = next((name for name in DPP if name in modifiers), None)
+    if not name:
+        raise Unknown(f"DPP {modifiers}")
+    source = DPP[name](*instruction.numbers(name, []))
+    there = source >= 0
+    row_mask, bank_mask = (int(modifiers.get(n, "0xf"), 0) for n in ("row_mask", "bank_mask"))
     allowed = (row_mask >> LANES // 16 & 1 == 1) & (bank_mask >> LANES % 16 // 4 & 1 == 1)
-    bound_ctrl, source = "bound_ctrl" in instruction.modifiers, np.maximum(source, 0)
+    bound_ctrl, source = "bound_ctrl" in modifiers, np.maximum(source, 0)
 
     def moved(waves: Waves) -> np.ndarray:
         values = np.broadcast_to(read(waves), waves.exec.shape)[:, source]
@@ -190,7 +172,7 @@ def target_field(instruction: Instruction, kind: str) -> tuple[int, int, bool] |
 
 def of_table(instruction: Instruction, row: manual.Row) -> Run:
     operands, modifiers = list(instruction.operands), instruction.modifiers
-    if unknown := modifiers.keys() - KNOWN_MODIFIERS:
+    if unknown := modifiers.keys() - KNOWN_MODIFIERS - DPP.keys():
         raise Unknown(f"modifier {unknown.pop()}")
     targets = {name: operands.pop(0) for name in "DM" if name in row.results}
     if len(operands) != len([name for name in row.sources if name != "D"]):

@@ -99,18 +99,19 @@ class Stepper:
         low, high = self.args.lines
         return not high or (place.isdigit() and low <= int(place) <= high)
 
-    def head(self, instruction: Instruction) -> None:
-        """The line of the source where another begins."""
+    def name(self, place: int) -> None:
+        """Print an instruction, below its line of the source where another begins."""
+        instruction = self.kernel.program.code[place]
         if instruction.line != self.line:
             self.line = instruction.line
             print(f"\n{self.line}  {source_of(self.launch, self.line)}")
+        print(f"  {place:4}  {instruction.text:44} {meaning(instruction)}".rstrip())
 
     def listing(self) -> None:
         """All instructions, without executing them."""
         for place, instruction in enumerate(self.kernel.program.code):
             if self.shown(instruction):
-                self.head(instruction)
-                print(f"  {place:4}  {instruction.text:44} {meaning(instruction)}".rstrip())
+                self.name(place)
 
     def run(self) -> None:
         args, kernel = self.args, self.kernel
@@ -138,9 +139,8 @@ class Stepper:
 
     def show(self, waves: Waves, place: int, before: dict[str, str]) -> None:
         """An instruction and what it has changed."""
+        self.name(place)
         instruction = self.kernel.program.code[place]
-        self.head(instruction)
-        print(f"  {place:4}  {instruction.text:44} {meaning(instruction)}".rstrip())
         after = contents(waves, instruction, self.args.wave, self.args.lanes)
         for name, text in after.items():
             if text != before[name]:
@@ -162,7 +162,9 @@ def counts_of(launch: Recorded, kernel: Kernel) -> None:
     counts = run_grid(kernel, launch.grid, launch.with_tensors(launch.before), watch=True)
     kinds = [{"kind": kind, "number": number} for kind, number in counts.by_kind().items()]
     print(render([Column("instructions of all waves", "kind"), Column("", "number", "d")], kinds))
-    print(f"\nwaves: {counts.waves}, floating-point operations: {counts.flop()}\n")
+    print(f"\nwaves: {counts.waves}, floating-point operations: {counts.flop()}")
+    least = ", ".join(f"{us:.3g} us by its {what}" for what, us in counts.bounds().items())
+    print(f"An MI300X takes at least (a bound, no prediction): {least}\n")
     noted = sorted({name for note in counts.noted.values() for name in note})
     lines = sorted({kernel.program.code[number].line for number in counts.noted})
     rows = [{"line": line} | {name: counts.by_line(name)[line] for name in noted} for line in lines]

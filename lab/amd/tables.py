@@ -29,7 +29,7 @@ def dispatch(kernel: Kernel, counts: Counts) -> dict:
     return described | counts.hardware()
 
 
-def write_counters(folder: Path, dispatches: Sequence[dict]) -> None:
+def write_counters(folder: Path, target: str, dispatches: Sequence[dict]) -> None:
     """Write rocprofv3's counter_collection.csv, a row for each counter of a dispatch, and
     rocprof-compute's pmc_perf.csv, a row for each dispatch."""
     rocprofv3, rocprof_compute = [], []
@@ -43,4 +43,4 @@ def write_counters(folder: Path, dispatches: Sequence[dict]) -> None:
         ]
         rocprof_compute.append({"Dispatch_ID": number, "GPU_ID": 0, "Agent_Id": EXECUTED} | row)
     write_csv(folder / "executed_counter_collection.csv", rocprofv3)
-    write_csv(folder / "workloads/executed/MI300X/pmc_perf.csv", rocprof_compute)
+    write_csv(folder / f"workloads/executed/{target}/pmc_perf.csv", rocprof_compute)

@@ -60,28 +60,19 @@ class Waves:
         self.at = np.zeros(self.count, np.int64)  # of the others
         self.at_barrier = np.zeros(self.count, bool)
         self.here = np.ones((self.count, 1), bool)
-        self.set_exec(np.ones((self.count, 64), bool))
+        self.exec = np.ones((self.count, 64), bool)
+        self.scalars[:, EXEC : EXEC + 2] = packed(self.exec)
         self.furthest_first = False
         self.executed = [0] * len(program.code)  # how many waves, for each instruction
-        self.active = [0] * len(program.code)  # and how many lanes
         self.watch = None  # what counters.py notes at accesses of memory
         self.meet()
-
-    # --- masks
-
-    def set_exec(self, exec: np.ndarray) -> None:
-        self.scalars[:, EXEC : EXEC + 2] = packed(exec)
-        self.exec = exec
-        self.choose(self.here)
 
     def choose(self, here: np.ndarray) -> None:
         """These waves execute now."""
         self.here = here
-        self.all_here = bool(here.all())
         self.number = int(here.sum())
         self.lanes = self.exec & here
-        self.active_lanes = int(np.count_nonzero(self.lanes))
-        self.all_lanes = self.active_lanes == self.lanes.size
+        self.all_lanes = bool(self.lanes.all())
 
     # --- writing registers, where waves are here and lanes are at work
 
@@ -174,7 +165,6 @@ class Waves:
         """Execute one instruction."""
         instruction = self.program.code[self.pc]
         self.executed[self.pc] += self.number
-        self.active[self.pc] += self.active_lanes
         self.pc += 1
         self.left -= 1
         instruction.run(self)
