@@ -30,7 +30,8 @@ from lab.files import read_json, write_text
 from lab.show import Column, render
 
 with needed():
-    from lab.fusions.trace import FEW, LARGE, Streaming, law_of, processes_of
+    from lab.fusions.trace import processes_of
+    from lab.profile.laws import FEW, LARGE, Streaming, law_of
 
 SOURCE = {
     "repository": "https://github.com/AMD-AGI/TraceLens",

@@ -112,13 +112,14 @@ def test_the_report_names_what_a_trace_does_not_tell(simple: Path, capsys, tmp_p
     assert find_fusions.main(["--trace", str(simple), "tiny_llama_v1.py"]) == 2
 
 
-def test_only_the_last_step_counts(tmp_path: Path):
+def test_only_the_last_whole_step_counts(tmp_path: Path):
     writer = Writer()
     for step in range(3):
         start = writer.now
         for rows in range(1, 2 + step):
             chain(writer, [rows, 2048])
         writer.add("user_annotation", f"ProfilerStep#{step}", start, writer.now - start)
+    writer.add("user_annotation", "ProfilerStep#3", writer.now, 5)  # the loop is over
     _, recorded, *_ = trace.from_trace(written(tmp_path / "trace.json.gz", writer))
     assert len(recorded.operators) == 9
 
@@ -147,16 +148,16 @@ def test_in_a_backward_pass_the_tensors_of_the_forward_pass_are_read(tmp_path: P
     writer = Writer()
     for number in (1, 2):  # both read and make tensors of one form
         writer.call("aten::relu", us(2 * SIZE), SHAPE, **{"Sequence number": number})
-    writer.call("aten::mul", us(2 * SIZE), SHAPE, 2.0)  # the loss, more or less
+    writer.call("aten::mul", us(2 * SIZE), SHAPE, 2.0)  # of this form, and read by nobody
+    writer.call("aten::mul", us(SIZE), [1024, 1], [1, 2048])  # the gradient
     for number in (2, 1):
         start, engine = writer.now, "autograd::engine::evaluate_function: ReluBackward0"
         writer.call("aten::threshold_backward", us(3 * SIZE), SHAPE, SHAPE, 0)
         writer.add("cpu_op", engine, start, writer.now - start, **{"Sequence number": number})
-    writer.call("aten::sum", us(SIZE), SHAPE, **{"Concrete Inputs": [""]})
     _, recorded, *_ = trace.from_trace(written(tmp_path / "t.json.gz", writer))
-    first, second, loss, last, before, _ = recorded.operators
+    first, second, _, gradient, last, before = recorded.operators
     assert last.phase == before.phase == "backward"
-    assert loss.writes[0] in last.reads and second.writes[0] in last.reads
+    assert gradient.writes[0] in last.reads and second.writes[0] in last.reads
     assert last.writes[0] in before.reads and first.writes[0] in before.reads
 
 
@@ -231,4 +232,6 @@ def test_a_trace_tells_the_same_operators_and_bytes_as_the_step_itself(tmp_path:
 
     direct = moved(recorder.recorded.operators)
     assert direct == moved(o for o in recorded.operators if o.kind != "unknown")
+    busy = sum(alone(complete(events, "kernel")).values())
+    assert sum(o.us for o in recorded.operators) == pytest.approx(busy)
     assert {o.line.rpartition("/")[2] for o in recorded.operators if o.phase == "forward"} != {"?"}

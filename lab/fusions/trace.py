@@ -1,9 +1,7 @@
 """A step predicted from a trace of the PyTorch profiler with shapes, of any GPU.
 
-Each operator of the trace is called again on tensors of its shapes, strides and types that have no
-values, under the recorder that looks at steps: what it reads and writes, and what it can be joined
-to, follow from the same rules. Its time is that of its kernels in the trace; that of fused kernels
-follows from how long the trace's own streaming kernels take for their bytes.
+Each operator is called again on tensors of its shapes, strides and types that have no values, under
+the recorder that looks at steps: the same rules say what it does. Times are those of the trace.
 
 A trace does not tell which memory an operator reads. It is taken to read the last result of such a
 form that nobody has read yet, else the one that was read last; in a backward pass those of the
@@ -17,9 +15,9 @@ import math
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,28 +26,18 @@ from torch.utils._pytree import tree_leaves
 from lab.cli import ToolError
 from lab.fusions.rates import CONSTANTS, Rates
 from lab.fusions.record import RANDOM, Operator, Recorded, Recorder, is_composite
-from lab.profile.kernels import NO_KERNELS, ON_GPU, complete, read_trace
+from lab.profile.kernels import CALLS, NO_KERNELS, ON_GPU, complete, read_trace
+from lab.profile.laws import LARGE, Streaming, access_of, law_of
 from lab.profile.spans import Span, alone, spans_of
 from lab.profile.traffic import OVERWRITING
 
 TOLD = ("Input Dims", "Input type", "Input Strides", "Concrete Inputs")
 NUMBERS = {"double": 1.0, "long int": 1, "bool": True}  # a tensor without dimensions that is one
-LINE = re.compile(r"(?!torch/|<)(.+\.py)\((\d+)\): ")  # a frame of Python, not of PyTorch
-LEAST = torch.arange(0.25, 12, 0.25, dtype=torch.float64)  # microseconds
-RATE = torch.logspace(1, 4.3, 100, dtype=torch.float64)  # GB/s
-LARGE = 2**22  # bytes from which a kernel tells a rate
-FEW = 3  # kinds of kernels that tell none
+# a frame of Python, but of PyTorch, Triton or what they have written
+LINE = re.compile(r"(?!(?:.*/)?(?:torch|triton|torchinductor_\w+)/|<)(.+\.py)\((\d+)\): ")
 
 
-class Streaming(NamedTuple):
-    """A kernel that does little but read and write."""
-
-    access: str  # straight, strided, sums
-    operator: str
-    bytes: int
-    us: float
-
-
+@cache
 def dtype_of(name: str) -> torch.dtype | None:
     """The type that a trace calls so: `c10::BFloat16`, `long int`."""
     plain = name.removeprefix("c10::").removesuffix(" int").lower()
@@ -58,7 +46,8 @@ def dtype_of(name: str) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def overload_of(name: str, types: Sequence[str]) -> torch._ops.OpOverload | None:
+@cache
+def overload_of(name: str, types: tuple[str, ...]) -> torch._ops.OpOverload | None:
     """The ATen operator of this name that takes arguments of these types."""
     packet = getattr(torch.ops.aten, name.removeprefix("aten::"), None)
 
@@ -82,8 +71,8 @@ class Replay(Recorder):
         super().__init__()
         self.us, self.window = us, window
         self.phase, self.line, self.sequence = "forward", "?", None
-        self.known: dict[tuple, list[Tensor]] = defaultdict(list)  # by form, used last comes last
-        self.unread: set[int] = set()
+        # results by form and id: those that nobody has read yet, and others; the last comes last
+        self.unread, self.read = defaultdict(dict), defaultdict(dict)
         self.saved: dict[int | None, list[Tensor]] = defaultdict(list)  # by sequence number
         self.lines: dict[int, str] = {}
         self.streaming: list[Streaming] = []
@@ -104,13 +93,17 @@ class Replay(Recorder):
         elif name.startswith("autograd::engine::evaluate_function"):
             self.phase, self.sequence = "backward", told.get("Sequence number")
             self.line = self.lines.get(self.sequence, "?")
-        types = told.get("Input type") if name.startswith("aten::") else None
+        if name.startswith(("aten::empty", "aten::new_empty")):
+            return
+        types = tuple(told.get("Input type", ())) if name.startswith("aten::") else ()
         function, lacks = overload_of(name, types) if types else None, "bytes and FLOPs"
         if function is None or is_composite(function) or (lacks := self.repeat(span, function)):
             for inner in span.inner:
                 self.visit(inner)
             if span.own:
-                name = name if span.event["cat"] == "cpu_op" else span.own[0]["name"]
+                if span.event["cat"] != "cpu_op":  # a call of Triton, or of a graph
+                    many = f"{len(span.own)} kernels at once, the first "
+                    name = many * (len(span.own) > 1) + span.own[0]["name"]
                 unknown = Operator(name, self.calls, *self.place(), [], [])
                 unknown.barrier, unknown.lacks = True, lacks
                 self.calls += 1
@@ -137,10 +130,9 @@ class Replay(Recorder):
             return f"bytes and FLOPs ({str(error).partition(chr(10))[0]:.80})"
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         for tensor in made:
-            same = self.known[(*tensor.shape,), tensor.stride(), tensor.dtype]
-            if not among(taken, tensor):
-                same.append(tensor)
-            self.unread |= {id(tensor)} if among(same, tensor) else set()
+            found = self.read[form_of(tensor)].pop(id(tensor), None)
+            if found is not None or not any(tensor is other for other in taken):
+                self.unread[form_of(tensor)][id(tensor)] = tensor
         number = span.event["args"].get("Sequence number")
         if self.phase == "forward" and number is not None:
             self.saved[number] += taken + made
@@ -160,9 +152,10 @@ class Replay(Recorder):
         return ""
 
     def arguments(self, function, told: dict, taken: list[Tensor]) -> list[tuple]:
-        """The arguments of a call, each with its description; ValueError if one is not told."""
+        """The arguments of a call, each with its description; those that it reads are in `taken`
+        then. ValueError if one is not told."""
         given, wanted = [], function._schema.arguments
-        fills = function._schema.name.removeprefix("aten::").startswith((*OVERWRITING, *RANDOM))
+        fills = function.__name__.startswith((*OVERWRITING, *RANDOM))
         columns = (told.get(name) or [None] * len(wanted) for name in TOLD)
         for argument, shape, kind, strides, text in zip(wanted, *columns, strict=True):
             if argument.name == "device":
@@ -170,83 +163,72 @@ class Replay(Recorder):
             elif given and shape == [] and kind in NUMBERS:
                 value = NUMBERS[kind]  # of Python, as no kernel reads it
             elif dtype := dtype_of(kind):
-                blind = argument.is_write and (fills or argument.kwarg_only)
-                value = self.take(shape, strides, dtype, taken, blind)
+                filled = argument.is_write and (fills or argument.kwarg_only)
+                value = (self.new if filled else self.take)(shape, strides, dtype, taken)
             elif kind == "TensorList" and shape:
                 each = zip(shape, strides or [None] * len(shape), strict=True)
-                value = [self.take(*form, None, taken) for form in each]
+                value = [self.take(*form, self.dtype_like(*form), taken) for form in each]
             elif text and kind != "TensorList":
                 value = float(text) if text in ("inf", "-inf", "nan") else ast.literal_eval(text)
-            elif argument.has_default_value() or "Optional" in str(argument.type):
+            elif argument.has_default_value() or str(argument.type).startswith("Optional"):
                 value = argument.default_value
             else:
                 raise ValueError(f"{argument.name} is not in the trace")
             given.append((argument, value))
         return given
 
-    def take(self, shape, strides, dtype, taken: list[Tensor], blind: bool = False) -> Tensor:
-        """A tensor of this form, but none of `taken`, and one that nothing has written only if that
-        is done `blind`; of a list a trace tells no type."""
-        shape = tuple(shape)
-        strides = torch.empty(shape, device="meta").stride() if strides is None else tuple(strides)
-        if dtype is None:
-            alike = [t for key, ts in self.known.items() if key[:2] == (shape, strides) for t in ts]
-            dtype = max(alike, key=self.number).dtype if alike else torch.float32
-        same = self.known[shape, strides, dtype]
-        places = {(self.number(t), t.storage_offset()) for t in taken}
-        found = [t for t in same if (self.number(t), t.storage_offset()) not in places]
-        blank = [t for t in found if self.number(t) in self.blank]
-        found = (blind and blank) or [t for t in found if not among(blank, t)]
-        unread = [t for t in found if id(t) in self.unread]
-        saved = [t for t in self.saved[self.sequence] if among(found, t)]
-        of_forward = self.phase == "backward" and taken  # the first one is a gradient
-        best = ((saved or unread) if of_forward else (unread or saved)) or found
-        if best:
-            same.append(same.pop(next(i for i, t in enumerate(same) if t is best[-1])))
-        else:
-            best = [torch.empty_strided(shape, strides, dtype=dtype, device="meta")]
-            self.blank.discard(self.number(best[-1]))
-        self.unread.discard(id(best[-1]))
-        taken.append(best[-1])
-        return best[-1]
+    def new(self, shape, strides, dtype: torch.dtype, _: Sequence[Tensor] = ()) -> Tensor:
+        """A tensor that no operator has made."""
+        make, form = (torch.empty_strided, (shape, strides)) if strides else (torch.empty, (shape,))
+        made = make(*form, dtype=dtype, device="meta")
+        self.blank.discard(self.number(made))
+        return made
+
+    def dtype_like(self, shape: list, strides: list | None) -> torch.dtype:
+        """The type of the newest result of this form: of a list a trace tells none."""
+        wanted = form_of(self.new(shape, strides, torch.float32))[:2]
+        groups = [*self.unread.items(), *self.read.items()]
+        alike = [t for form, found in groups if form[:2] == wanted for t in found.values()]
+        return max(alike, key=self.number).dtype if alike else torch.float32
+
+    def take(self, shape, strides, dtype: torch.dtype, taken: list[Tensor]) -> Tensor:
+        """A tensor of this form that lies elsewhere than those of the same call."""
+        new = self.new(shape, strides, dtype)
+        form, others = form_of(new), {self.spot(tensor) for tensor in taken}
+        saved = [tensor for tensor in self.saved[self.sequence] if form_of(tensor) == form]
+        unread, read = self.unread[form], self.read[form]
+        order = [unread.values(), saved, read.values()]
+        if self.phase == "backward" and taken:  # the first one is a gradient
+            order[:2] = saved, unread.values()
+        known = (tensor for found in order for tensor in reversed(found))
+        best = next((tensor for tensor in known if self.spot(tensor) not in others), new)
+        if unread.pop(id(best), read.pop(id(best), None)) is not None:
+            read[id(best)] = best
+        taken.append(best)
+        return best
+
+    def spot(self, tensor: Tensor) -> tuple[int, int]:
+        return self.number(tensor), tensor.storage_offset()
 
 
-def among(tensors: Iterable[Tensor], tensor: Tensor) -> bool:
-    return any(tensor is other for other in tensors)
+def form_of(tensor: Tensor) -> tuple[tuple, tuple, torch.dtype]:
+    return (*tensor.shape,), tensor.stride(), tensor.dtype
 
 
-def access_of(tensors: Iterable[Tensor]) -> str:
-    """Do they all lie in memory densely and in one order?"""
-    forms = {((*tensor.shape,), tensor.stride()) for tensor in tensors if tensor.numel() > 1}
-    for shape, strides in forms:
-        steps = ((n - 1) * step for n, step in zip(shape, strides, strict=True))
-        if len(forms) > 1 or math.prod(shape) != 1 + sum(steps):
-            return "strided"
-    return "straight"
-
-
-def law_of(kernels: Sequence[Streaming]) -> tuple[float, float, dict[tuple, float]]:
-    """Microseconds of a kernel that moves nothing, and GB/s, with which the logarithms of all times
-    are least off, each operator and size once; and how long these would take if both came from the
-    others."""
-    times: dict[tuple, list[float]] = defaultdict(list)
-    for kernel in kernels:
-        times[kernel[:3]].append(kernel.us)
-    if len(times) < FEW:
-        raise ToolError("too few streaming kernels with shapes: was it record_shapes=True?")
-    moved = torch.tensor([kind[2] for kind in times], dtype=torch.float64)
-    us = torch.tensor([statistics.median(each) for each in times.values()], dtype=torch.float64)
-    law = (LEAST[:, None, None] + moved / RATE[:, None] / 1e3).flatten(0, 1)
-    off = (law / us).log().abs()
-    least, rate = divmod(int(off.sum(-1).argmin()), len(RATE))
-    best = (off.sum(-1)[:, None] - off).argmin(0)
-    others = law.gather(0, best[None])[0].tolist()
-    return float(LEAST[least]), float(RATE[rate]), dict(zip(times, others, strict=True))
+def last_step(events: Sequence[dict]) -> tuple[float, float]:
+    """When the last whole step began and ended, of those that the profiler has marked: one at the
+    end can be empty."""
+    marks = [e for e in complete(events, "user_annotation") if "ProfilerStep" in e["name"]]
+    steps = [(mark["ts"], mark["ts"] + mark["dur"]) for mark in marks]
+    calls = [call["ts"] for call in complete(events, *CALLS)]
+    count = {step: sum(step[0] <= ts < step[1] for ts in calls) for step in steps}
+    whole = [step for step in steps if 2 * count[step] >= max(count.values())]
+    return max(whole, default=(-math.inf, math.inf))
 
 
 def processes_of(path: Path) -> list[tuple[Recorded, list[Streaming], str]]:
-    """The last step of each process in a trace, its streaming kernels, and the GPU; ToolError for
-    none of a GPU."""
+    """The last step of each process in a trace that has a GPU, its streaming kernels, and the GPU;
+    ToolError if there is none."""
     content = read_trace(path)
     names = {each.get("name") for each in content.get("deviceProperties", ())} - {None}
     found = []
@@ -254,10 +236,8 @@ def processes_of(path: Path) -> list[tuple[Recorded, list[Streaming], str]]:
         own = [event for event in content["traceEvents"] if event.get("rank", 0) == rank]
         kernels = complete(own, *ON_GPU)
         if not kernels:
-            raise ToolError(f"{path}: {NO_KERNELS}", status=1)
-        marks = complete(own, "user_annotation")
-        steps = [(e["ts"], e["ts"] + e["dur"]) for e in marks if "ProfilerStep" in e["name"]]
-        replay = Replay(alone(kernels), max(steps, default=(-math.inf, math.inf)))
+            continue
+        replay = Replay(alone(kernels), last_step(own))
         with torch.no_grad(), replay:
             for span in spans_of(own):
                 replay.visit(span)
@@ -265,6 +245,8 @@ def processes_of(path: Path) -> list[tuple[Recorded, list[Streaming], str]]:
         replay.recorded.run = "measured"
         replay.recorded.alive = {u.key for o in replay.operators for u in o.writes} - read
         found.append((replay.recorded, replay.streaming, ", ".join(sorted(names)) or "a GPU"))
+    if not found:
+        raise ToolError(f"{path}: {NO_KERNELS}", status=1)
     return found
 
 
