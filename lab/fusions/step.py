@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from lab.cli import ToolError, note
 from lab.fusions.fakes import NeedsRun, estimate, fake_mode, faked, needs_values, where
+from lab.fusions.forms import gone
 from lab.fusions.record import Operator, Recorded, Recorder
 from lab.profile.kernels import NO_KERNELS, Kernel, kernels_of, load_trace, range_of_each, ranges_of
 from lab.script import import_file, load_script, script_arguments
@@ -312,6 +313,8 @@ def attribute(found: Recorded, events: list[dict]) -> None:
         else:
             first[call].us += us
             first[call].kernels += 1
+            if part := gone(first[call], kernel.name):
+                setattr(first[call], part, getattr(first[call], part) + us)
     found.operators.sort(key=lambda operator: operator.call)
 
 
