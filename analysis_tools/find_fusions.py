@@ -261,7 +261,7 @@ def checked(result: dict) -> list[str]:
         if names:
             lines += [f"{side} as a graph is another program than what was profiled: "
                       f"only one of them runs {', '.join(map(short_name, names))}"]  # fmt: skip
-    return lines + [f"not compared: {check['error']}"] * ("error" in check)
+    return lines + [f"not compared: {check[key]}" for key in ("error",) if key in check]
 
 
 def draw(path: Path, result: dict, top: int) -> None:
@@ -286,9 +286,9 @@ def find(args: argparse.Namespace, argv: Sequence[str]) -> int:
         drawing()  # before anything is measured
     interpret_without_gpu()
     result = examine(args, argv)
-    print(report(result, args.top))
     if args.json:
         write_text(args.json, json.dumps(result, indent=1) + "\n")
+    print(report(result, args.top))
     if args.plot:
         draw(args.plot, result, args.top)
     return 0

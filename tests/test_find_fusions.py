@@ -23,8 +23,8 @@ from analysis_tools import find_fusions
 from bench import find_fusions as study
 from lab.fusions.groups import LEVELS, Finding, Group, Joiner
 from lab.fusions.rates import Rates
-from lab.fusions.record import Recorded, Recorder
-from lab.fusions.step import Step, attribute, count, from_model, profiled, record
+from lab.fusions.record import Operator, Recorded, Recorder
+from lab.fusions.step import Step, attribute, compared, count, from_model, profiled, record
 
 RATES = Rates("a GPU", 2500.0, 1.0, 0.3, {"bf16": 700.0, "TF32": 400.0, "fp32": 50.0})
 N, D = 64, 32  # rows, and numbers in a row
@@ -561,6 +561,72 @@ def test_kernels_are_given_to_the_operators_that_launched_them():
     known = [o for o in recorded.operators if o.kind != "unknown"]
     assert [o.name for o in known] == ["mm", "exp"]
     assert all(o.us > 0 and o.kernels >= 1 for o in known)
+
+
+def event(
+    name: str, launch: float, start: float, us: float, stream: int, number: int
+) -> list[dict]:
+    """A kernel in a trace, and its launch."""
+    given = {"correlation": number}
+    host = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 1, "tid": 1}
+    device = {"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": stream, "args": given}
+    return [{**host, "ts": launch, "dur": 1, "args": given}, {**device, "ts": start, "dur": us}]
+
+
+def test_the_time_of_kernels_on_several_streams():
+    """Of one call it is that of the busiest stream, of several that in which any ran; a kernel that
+    no call launched is said to lack its bytes."""
+    recorded = Recorded([Operator(n, i, "forward", "x.py:1", [], []) for i, n in enumerate("ab")])
+    ranges = [
+        {
+            "ph": "X",
+            "cat": "user_annotation",
+            "name": f"#{i}",
+            "pid": 1,
+            "tid": 1,
+            "ts": ts,
+            "dur": 9,
+        }
+        for i, ts in enumerate((0, 10))
+    ]
+    kernels = [
+        *event("layer_1", 1, 100, 30, 7, 1),
+        *event("layer_1", 2, 140, 30, 7, 2),
+        *event("layer_2", 3, 180, 40, 8, 3),  # later only as the host was slow
+        *event("beside", 11, 200, 50, 9, 4),  # 20 of it while layer_2 runs
+        *event("unseen", 30, 300, 5, 7, 5),
+    ]
+    attribute(recorded, ranges + kernels)
+    found = [(o.name, o.us, o.kernels, o.queued, o.lacks) for o in recorded.operators]
+    assert found == [
+        ("a", 60, 3, 2, ""),
+        ("b", 30, 1, 1, ""),
+        ("kernel unseen", 5, 1, 1, "bytes and FLOPs"),
+    ]
+    assert recorded.launched == {"layer_1": 60, "layer_2": 40, "beside": 30, "unseen": 5}
+
+
+def report_of_a_check(launched: dict, take=lambda: (SQUARE @ SQUARE).exp(), made=None) -> str:
+    """On a CPU, where operators stand for kernels."""
+    step = Step("s", take, [], lambda: made or take)
+    check = compared(step, launched)
+    levels = {level: {"us": 100.0} for level in ("now", "chains")}
+    return "\n".join(find_fusions.checked({"levels": levels, "check": check}))
+
+
+def fails():
+    raise RuntimeError("this cannot be captured")
+
+
+def test_a_check_that_does_not_end_well_is_said_below_the_prediction():
+    same = {"aten::mm": 50.0, "aten::exp": 50.0, "aten::matmul": 1.0}
+    assert "another program" not in report_of_a_check(same)
+    other = report_of_a_check({"flash_fwd_kernel": 90.0, **same})
+    assert other.count("(another program)") == 3 and "runs flash_fwd_kernel" in other
+    said = report_of_a_check(same, made=fails)
+    assert "ms now: predicted" in said and "speed-up" not in said
+    assert "not compared: s, compiled as a graph failed" in said
+    assert "not compared: s, now as a graph failed" in report_of_a_check(same, take=fails)
 
 
 def test_a_kernel_takes_as_long_as_a_copy_of_its_bytes():

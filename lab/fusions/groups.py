@@ -220,7 +220,7 @@ class Finding:
             if o.us is None:
                 o.us = self.us(o.moved, o.flop, o.dtype) if o.kernels and rates else 0.0
             else:
-                o.us += o.kernels * self.rates.gap_us
+                o.us += o.queued * self.rates.gap_us
             # a second cast of the same is none when fused
             o.reads = [use._replace(key=same.get(use.key, use.key)) for use in o.reads]
             o.operands = [(same.get(key, key), *form) for key, *form in o.operands]

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 import statistics
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -56,6 +58,13 @@ class Rates:
         )
 
 
+PRODUCTS = {  # type, size, and precision of float32
+    "bf16": ("bfloat16", 8192, "highest"),
+    "fp16": ("float16", 8192, "highest"),
+    "TF32": ("float32", 8192, "high"),
+    "fp32": ("float32", 4096, "highest"),
+    "fp64": ("float64", 4096, "highest"),
+}
 NO_RATES = Rates("", math.inf, 0.0, 0.0)  # nothing takes time
 
 
@@ -84,8 +93,8 @@ def measure_rates() -> Rates:
 
     from lab.turns import compare_in_turns
 
-    def product(dtype: torch.dtype, size: int, precision: str = "highest"):
-        a, b = torch.randn(2, size, size, device="cuda").to(dtype)
+    def product(dtype: str, size: int, precision: str) -> Callable[[], None]:
+        a, b = torch.randn(2, size, size, device="cuda").to(getattr(torch, dtype))
 
         def multiply() -> None:
             before = torch.get_float32_matmul_precision()
@@ -95,26 +104,23 @@ def measure_rates() -> Rates:
 
         return multiply
 
+    def fastest(sides: dict[str, Callable]) -> dict[str, float]:
+        return {side: min(us) for side, us in compare_in_turns(sides, turns=5).us.items()}
+
     source = torch.ones(2**27, device="cuda")
     target = torch.empty_like(source)
     # negated, as the driver does a copy_ in a way of its own
     small = partial(torch.neg, source[:1024], out=target[:1024])
-    sizes = {"bf16": 8192, "fp16": 8192, "TF32": 8192, "fp32": 4096, "fp64": 4096}
-    products = {
-        "bf16": product(torch.bfloat16, sizes["bf16"]),
-        "fp16": product(torch.float16, sizes["fp16"]),
-        "TF32": product(torch.float32, sizes["TF32"], "high"),
-        "fp32": product(torch.float32, sizes["fp32"]),
-        "fp64": product(torch.float64, sizes["fp64"]),
-    }
-    sides = {"copy": partial(torch.neg, source, out=target), "least": small, **products}
-    us = {side: min(times) for side, times in compare_in_turns(sides, turns=5).us.items()}
+    sides = {"copy": partial(torch.neg, source, out=target), "least": small}
+    us = fastest(sides)
+    us |= fastest({name: product(*how) for name, how in PRODUCTS.items()})  # hot, so apart
+    warnings.filterwarnings("ignore", "Warning: Profiler clears events")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(20):
             small()
         torch.cuda.synchronize()
     shown = [event.device_time_total for event in profile.events() if event.device_time_total]
     gap = max(0.0, us["least"] - statistics.median(shown)) if shown else 0.0
-    tflops = {name: 2 * size**3 / us[name] / 1e6 for name, size in sizes.items()}
+    tflops = {name: 2 * size**3 / us[name] / 1e6 for name, (_, size, _) in PRODUCTS.items()}
     gb_per_s = source.nbytes * 2 / us["copy"] / 1e3
     return Rates(torch.cuda.get_device_name(), gb_per_s, us["least"], gap, tflops)

@@ -59,6 +59,7 @@ MOVES = re.compile(  # what comes out is elsewhere than what went in
 STREAMS = re.compile(  # element by element, or a loss of elements
     r"native_dropout|(nll|mse|huber|smooth_l1)_loss\w*|binary_cross_entropy\w*|rand\w*"
     r"|bernoulli|normal|uniform|exponential|(hardswish|log_sigmoid|glu|_prelu_kernel)(_forward)?"
+    r"|leaky_relu|celu|selu|rrelu_with_noise|(hard|soft)shrink|mish|hardsigmoid|logit"
     r"|polar|complex|arange|linspace|eye|scalar_tensor|diagonal_backward|lift_fresh_copy"
     r"|pixel_(un)?shuffle"
 )
@@ -109,6 +110,7 @@ class Operator:
     lacks: str = ""  # what is not known of it
     moved: int = 0  # bytes, read and written; like kernels and time of the first pass alone
     kernels: int = 1
+    queued: int = 1  # of its kernels, those that ran one after the other
     us: float | None = None  # of its kernels, where they were timed
     turned: float = 0.0  # of these in kernels that only turn a picture
     biased: float = 0.0  # and in those that add the bias to it

@@ -9,7 +9,8 @@ import re
 import statistics
 import sys
 import tempfile
-from collections import Counter
+import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -262,6 +263,7 @@ def measure(step: Step) -> Recorded:
 
 def profiled(work: Callable[[], object]) -> tuple[object, list[dict]]:
     """What this returns, and the events of its trace."""
+    warnings.filterwarnings("ignore", "Warning: Profiler clears events")
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
@@ -289,11 +291,11 @@ def alone(kernels: Sequence[Kernel]) -> list[float]:
 
 
 def attribute(found: Recorded, events: list[dict]) -> None:
-    """Give each operator the time of the kernels that its call launched; kernels that no operator
-    launched become operators that are not understood."""
+    """Give each operator the time of the kernels that its call launched, on several streams that of
+    the busiest; kernels that no operator launched become operators that are not understood."""
     first = {operator.call: operator for operator in reversed(found.operators)}
     for operator in found.operators:
-        operator.us, operator.kernels = 0.0, 0
+        operator.us, operator.kernels, operator.queued = 0.0, 0, 0
     ranges = ranges_of(events, {f"#{call}" for call in range(1 + max(first, default=0))})
     kernels = kernels_of(events)
     if not any(kernel.launch_us for kernel in kernels):
@@ -301,6 +303,7 @@ def attribute(found: Recorded, events: list[dict]) -> None:
     began = sorted(kernels, key=lambda kernel: kernel.start_us or 0)
     spent = {id(kernel): us for kernel, us in zip(began, alone(began), strict=True)}
     kernels.sort(key=lambda kernel: kernel.launch_us or 0)
+    streams: dict[int, dict[object, list[float]]] = defaultdict(lambda: defaultdict(list))
     call = -1
     for name, kernel in zip(range_of_each(kernels, ranges), kernels, strict=True):
         call = int(name[1:]) if name else call
@@ -311,10 +314,13 @@ def attribute(found: Recorded, events: list[dict]) -> None:
             own.us, own.lacks = us, "bytes and FLOPs"
             found.operators.append(own)
         else:
-            first[call].us += us
-            first[call].kernels += 1
+            streams[call][kernel.stream].append(us)
             if part := gone(first[call], kernel.name):
                 setattr(first[call], part, getattr(first[call], part) + us)
+    for call, queues in streams.items():
+        busiest = max(queues.values(), key=sum)
+        first[call].us, first[call].queued = sum(busiest), len(busiest)
+        first[call].kernels = sum(map(len, queues.values()))
     found.operators.sort(key=lambda operator: operator.call)
 
 
