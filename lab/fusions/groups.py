@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from lab.fusions.forms import is_ragged, laid_out
 from lab.fusions.rates import CONSTANTS, NO_RATES, Constants, Rates
 from lab.fusions.record import MOVES, Operator, Recorded, Use
 
@@ -25,7 +26,6 @@ WHAT = ("us", "moved", "kernels")
 SOFTMAX = {"_softmax", "_safe_softmax", "_softmax_backward_data"}
 SUMS = {"sum", "_to_copy", "clone"}  # of the gradient of what attention adds
 JOINED = ("mm", "addmm")
-ALIGNED = {"bf16": 8, "fp16": 8, "TF32": 4, "fp32": 4}  # elements of a vector load
 SUMMED = {"add", "add_", "_to_copy", "clone"}  # between products and their sum
 
 
@@ -543,6 +543,28 @@ class Finding:
         best = sorted(rows.values(), key=lambda row: row[f"{key}_fused"] - row[f"{key}_now"])
         return best if timed else [{**row, "us_now": None, "us_fused": None} for row in best]
 
+    def otherwise_us(self) -> float | None:
+        """What convolutions take less in a compiled step, but for what turns the pictures that the
+        step was given, and biases that no chain behind can add."""
+        if not self.timed:
+            return None
+        saved = sum(o.biased for o in self.operators if o.biased and self.streams_on(o))
+        for o in laid_out(self.operators):
+            saved += o.turned
+            if o.turned and o.name == "convolution" and o.operands[0][0] not in self.maker:
+                saved -= self.us(2 * next(u.bytes for u in o.reads if u.key == o.operands[0][0]))
+        return saved
+
+    def streams_on(self, operator: Operator) -> bool:
+        """Does a chain read what an operator makes, element by element?"""
+        key = operator.writes[0].key
+        return any(
+            user.kind == "stream" and key not in o.source
+            for user in self.users[key]
+            for o in user.members
+            if any(use.key == key for use in o.reads)
+        )
+
     def untouched_us(self) -> float | None:
         """The time of what no chain has."""
         left = (o.us for o in self.operators if o.kind != "stream" or o.phase == "optimizer")
@@ -568,9 +590,8 @@ class Finding:
 
     def remarks(self) -> list[str]:
         """Why a compiled step can be another than predicted, where that is known before."""
-        products = [o for o in self.operators if o.operands]
-        layout = [o for o in products if "conv" in o.name and not channels_last(*o.operands[0][1:])]
-        ragged = [o for o in products if o.name in JOINED and o.dtype in ALIGNED and is_ragged(o)]
+        layout = laid_out(self.operators)
+        ragged = [o for o in self.operators if is_ragged(o)]
         softmax = [
             g.members[0]
             for g in getattr(self, "written_out", ())
@@ -584,16 +605,6 @@ class Finding:
             (self.again, "gathers are taken again by several kernels, maybe slower than a copy"),
         ]
         return [f"{len(o)} {what} ({places(each.line for each in o)})" for o, what in found if o]
-
-
-def channels_last(shape: tuple, strides: tuple) -> bool:
-    return len(shape) != 4 or shape[1] == 1 or strides[1] == 1
-
-
-def is_ragged(operator: Operator) -> bool:
-    """Has a product a side that does not fit into vectors?"""
-    sides = {side for _, shape, _ in operator.operands for side in shape}
-    return any(side % ALIGNED[operator.dtype] for side in sides if side > 1)
 
 
 def words(names: Iterable[str]) -> str:

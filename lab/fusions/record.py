@@ -101,6 +101,7 @@ class Operator:
     closed: bool = False  # its results are complete when its last block has ended
     source: set = field(default_factory=set)  # keys that must lie in memory before
     operands: list[tuple] = field(default_factory=list)  # both of a product: key, shape, strides
+    groups: int = 1  # of a convolution
     random: bool = False  # a second time it would make other numbers
     alone: bool = False  # long sums of columns are a kernel of their own
     barrier: bool = False  # the host waits for its result, or nobody sees what it does
@@ -111,6 +112,8 @@ class Operator:
     kernels: int = 1
     queued: int = 1  # of its kernels, those that ran one after the other
     us: float | None = None  # of its kernels, where they were timed
+    turned: float = 0.0  # of these in kernels that only turn a picture
+    biased: float = 0.0  # and in those that add the bias to it
 
 
 @dataclass
@@ -389,7 +392,12 @@ class Recorder(TorchDispatchMode):
                 both = [t for t in args if isinstance(t, Tensor)]
                 both = both[-2:] if "mm" in name else both[name.endswith("backward") :][:2]
                 operator.operands = [(self.use(t).key, (*t.shape,), t.stride()) for t in both]
-        elif (kind == "optimizer" and plain == name) or name in ("sort", "topk"):
+                operator.groups = named.get("groups", 1)
+        elif (
+            (kind == "optimizer" and plain == name)
+            or name in ("sort", "topk")
+            or (name == "index_add" and first.dtype == torch.bfloat16)  # inductor leaves it, too
+        ):
             operator.kind = "library"
         elif kind == "normalisation" or "softmax" in name:
             return self.passes(operator, args, inputs, made)
@@ -505,10 +513,12 @@ def seen_kernels(recorder: Recorder) -> ExitStack:
 
 @cache
 def is_composite(function: Callable) -> bool:
-    """Is it made of other operators, whatever the device?"""
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return isinstance(function, torch._ops.OpOverload) and has(function.name(), key)
+    """Is it made of other operators, as it has no kernels of its own?"""
+    if not isinstance(function, torch._ops.OpOverload):
+        return False
+    keys, has = torch._C.DispatchKey, torch._C._dispatch_has_kernel_for_dispatch_key
+    own = any(has(function.name(), key) for key in (keys.CPU, keys.CUDA))
+    return not own and has(function.name(), keys.CompositeImplicitAutograd)
 
 
 @cache

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from lab.cli import ToolError, note
 from lab.fusions.fakes import NeedsRun, estimate, fake_mode, faked, needs_values, where
+from lab.fusions.forms import gone
 from lab.fusions.record import Operator, Recorded, Recorder
 from lab.profile.kernels import NO_KERNELS, Kernel, kernels_of, load_trace, range_of_each, ranges_of
 from lab.script import import_file, load_script, script_arguments
@@ -314,6 +315,8 @@ def attribute(found: Recorded, events: list[dict]) -> None:
             found.operators.append(own)
         else:
             streams[call][kernel.stream].append(us)
+            if part := gone(first[call], kernel.name):
+                setattr(first[call], part, getattr(first[call], part) + us)
     for call, queues in streams.items():
         busiest = max(queues.values(), key=sum)
         first[call].us, first[call].queued = sum(busiest), len(busiest)

@@ -1,0 +1,47 @@
+"""What torch.compile changes of convolutions beside fusing: pictures have their channels last, so
+that no kernel turns them, and the bias is added by the kernel behind. And products that it pads.
+
+When it changes a layout, `decide_layout_opt` in torch/_inductor/graph.py tells. Whether padding
+pays it measures.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from lab.fusions.record import Operator
+
+TURNS = re.compile("nchwToNhwc|nhwcToNchw|tensorTransform")  # cuDNN's kernels that turn a picture
+BIAS = re.compile("elementwise_kernel")  # PyTorch's that adds the bias
+VECTOR = {"bf16": 8, "fp16": 8, "TF32": 4, "fp32": 4}  # elements of 16 bytes
+FEW = 300  # operators to a convolution from which layouts are left as they are
+
+
+def gone(operator: Operator, kernel: str) -> str:
+    """The part of a convolution in a compiled step that one of its kernels is not: turned, biased,
+    or none."""
+    if "convolution" not in operator.name:
+        return ""
+    if TURNS.search(kernel):
+        return "turned"
+    return "biased" if operator.name == "convolution" and BIAS.search(kernel) else ""
+
+
+def laid_out(operators: Sequence[Operator]) -> list[Operator]:
+    """The convolutions of pictures, if a compiler changes their layout."""
+    found = [o for o in operators if "convolution" in o.name and len(o.operands[0][1]) == 4]
+    weights = [o.operands[1][1] for o in found]
+    grouped = any(o.groups > 1 and o.operands[1][1][1] > 1 for o in found)
+    shrinks = any(2 * w[0] <= w[1] and w[2] > 1 for w in weights)
+    small = all(w[0] <= 64 and w[1] <= 64 for w in weights)
+    training = any(o.phase == "backward" for o in operators)
+    few = len(operators) >= FEW * len(found)
+    return [] if grouped or few or (training and (shrinks or small)) else found
+
+
+def is_ragged(operator: Operator) -> bool:
+    """Has a product of matrices a side that does not fit into vectors?"""
+    sides = {side for _, shape, _ in operator.operands for side in shape}
+    fits = VECTOR.get(operator.dtype, 1)
+    return operator.name in ("mm", "addmm") and any(s % fits for s in sides if s > 1)
