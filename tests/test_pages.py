@@ -14,6 +14,7 @@ from conftest import ROOT, captured, load, needs_compiler
 from torch.utils.flop_counter import FlopCounterMode
 
 from exercises.start import add_relu, attention_memory
+from tools.tables import CELLS
 
 H100 = ROOT / "results/h100"
 PAGE = (ROOT / "docs/START.md").read_text()
@@ -116,6 +117,18 @@ def test_the_totals_in_architecture_are_counted(script):
     assert f"**{sum(parameter.numel() for parameter in model.parameters()):,}**" in text
     whole = counter.get_total_flops() / 1e9
     assert f"**{forward / 1e9:.3f}** | **{whole:.3f}**" in text
+
+
+def rows_in(printed: str) -> list[dict[str, str]]:
+    """The rows of Markdown tables, the cells that are not empty by their columns."""
+    rows = []
+    for table in re.findall(r"(?:^\|.*\n?)+", printed, re.MULTILINE):
+        header, _, *lines = (
+            [c.strip() for c in CELLS.split(line)[1:-1]] for line in table.splitlines()
+        )
+        cells = (zip(header, line, strict=True) for line in lines)
+        rows += [{label: text for label, text in row if text not in ("", "-")} for row in cells]
+    return rows
 
 
 def test_times_of_one_step_agree_in_all_tables():
