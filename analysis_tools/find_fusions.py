@@ -18,11 +18,15 @@ Without a GPU nothing is computed. Operators, bytes and FLOPs are those of a CPU
 counted as a kernel: attention, norms and dropout can be others on a GPU. There are times only with
 --rates DIR, such as results/h100: estimates for that GPU.
 
+--trace FILE[.gz] predicts from a trace of torch.profiler.profile(record_shapes=True), of NVIDIA or
+AMD: times are its own. Where it has several processes, it is the one whose GPU was busy longest.
+
 Examples:
   python analysis_tools/find_fusions.py tiny_llama_v1.py --use-amp --seq-len 128
   python analysis_tools/find_fusions.py tiny_llama_v1.py --use-amp --check
   python analysis_tools/find_fusions.py --model my_model.py:build --use-amp --json found.json
   python analysis_tools/find_fusions.py --model my_model.py:build --plot found.png
+  python analysis_tools/find_fusions.py --trace trace.json.gz
 """
 
 from __future__ import annotations
@@ -38,12 +42,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from typing import TYPE_CHECKING
 
 from lab.cli import Parser, ToolError, documented_parser, program
 from lab.files import write_text
 from lab.profile.kernels import short_name
 from lab.script import interpret_without_gpu, model_and_version
 from lab.show import Column, drawing, render, save_figure
+
+if TYPE_CHECKING:  # where PyTorch is missing, --help works
+    from lab.fusions.rates import Rates
+    from lab.fusions.record import Recorded
 
 PROG = Path(__file__).name
 
@@ -54,6 +63,7 @@ def build_parser() -> Parser:
     parser = documented_parser(PROG, __doc__, usage)
     model = "a function that returns a model and a batch, or a step"
     parser.add_argument("--model", metavar="FILE.py:FUNCTION", help=model)
+    parser.add_path("--trace", "FILE", "a trace of torch.profiler with shapes, of any GPU")
     parser.add_count("--top", 12, "chains to print")
     parser.add_flag(
         "--check", "compile the same with inductor, and measure both as graphs in turns"
@@ -91,9 +101,18 @@ def examine(args: argparse.Namespace, argv: Sequence[str]) -> dict:
     import torch
 
     from lab.fusions import step as steps
-    from lab.fusions.groups import Finding
     from lab.fusions.rates import measure_rates, read_rates
 
+    start = time.perf_counter()
+    if args.trace:
+        from lab.fusions.trace import from_trace
+
+        others = args.model, args.check, args.versions, args.rates, args.fake, args.real
+        if argv or any(others):
+            raise ToolError("--trace FILE takes --top, --json and --plot alone: the step is in it")
+        *told, remarks = from_trace(args.trace)
+        result = described(*told, start)
+        return result | {"remarks": result["remarks"] + remarks}
     script, rest = ("", argv) if args.model else script_of(argv)
     if bool(script) == bool(args.model) or (args.model and script_of(argv)[0]):
         raise ToolError("name a version script, or --model FILE.py:FUNCTION: one of the two")
@@ -109,7 +128,7 @@ def examine(args: argparse.Namespace, argv: Sequence[str]) -> dict:
     else:
         device = steps.device_of(steps.script_device(script, rest))
         build = partial(steps.from_script, script, rest)
-    gpu, start = device.type == "cuda", time.perf_counter()
+    gpu = device.type == "cuda"
     if args.check and not gpu:
         raise ToolError("--check compares times, and needs a GPU", status=4)
     if gpu and (args.rates or args.fake or args.real):
@@ -119,13 +138,25 @@ def examine(args: argparse.Namespace, argv: Sequence[str]) -> dict:
         recorded, rates = steps.measure(step), measure_rates()
     else:
         step, recorded = steps.count(build, "real" if args.real else "fake" * args.fake)
+    result = described(step.name, recorded, rates, start)
+    if args.versions:
+        add_versions(result, Path(script), rest)
+    if args.check:
+        result["check"] = steps.compared(step, recorded.launched)
+    return result
+
+
+def described(name: str, recorded: Recorded, rates: Rates | None, start: float) -> dict:
+    """What the report and --json have of a step."""
+    from lab.fusions.groups import Finding
+
     found, flop = Finding(recorded, rates), recorded.flop()
-    result = {
+    return {
         "schema_version": 2,
-        "name": step.name,
+        "name": name,
         "precision": ", ".join(dtype for dtype, _ in flop.most_common()) or "no products",
         "run": recorded.run,
-        "measured": gpu,
+        "measured": recorded.run == "measured",
         "rates": rates and asdict(rates),
         "without_rate": sorted(found.without),
         "operators": len({operator.call for operator in recorded.operators}),
@@ -139,11 +170,6 @@ def examine(args: argparse.Namespace, argv: Sequence[str]) -> dict:
         "remarks": found.remarks(),
         "seconds": time.perf_counter() - start,
     }
-    if args.versions:
-        add_versions(result, Path(script), rest)
-    if args.check:
-        result["check"] = steps.compared(step, recorded.launched)
-    return result
 
 
 def add_versions(result: dict, script: Path, argv: Sequence[str]) -> None:

@@ -64,15 +64,15 @@ class ProteinBatches:
 # Synthetic proteins: what kind of local structure a residue is in, helix, strand or loop, decides
 # its geometry and its possible amino acids. Of each: virtual bond angle and torsion between
 # successive residues in degrees, each with its spread.
-GEOMETRY = np.array([[91, 4, 52, 6], [123, 8, -170, 15], [110, 20, 0, 180]])
+GEOMETRY = ((91, 4, 52, 6), (123, 8, -170, 15), (110, 20, 0, 180))
 KINDS = ("ALEMQK", "VIYFWT", "GPNDSR")
-RESIDUES = np.array([[AMINO_ACIDS.index(letter) for letter in kind] for kind in KINDS])
+RESIDUES = [[AMINO_ACIDS.index(letter) for letter in kind] for kind in KINDS]
 STEP_LENGTH = 3.8  # Angstrom between the C-alpha atoms of successive residues
 
 
 def synthetic_chains(kinds: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Place residues of these kinds [P, N], each after the last three -> coordinates [P, N, 3]."""
-    geometry = np.deg2rad(GEOMETRY[kinds]).transpose(2, 0, 1)
+    geometry = np.deg2rad(np.array(GEOMETRY)[kinds]).transpose(2, 0, 1)
     mean, spread = geometry[::2], geometry[1::2]
     angle, torsion = mean + spread * rng.uniform(-1, 1, mean.shape)
     coords = np.zeros((*kinds.shape, 3))
@@ -106,12 +106,12 @@ def synthetic_proteins(count: int, depth: int, length: int, seed: int) -> list[P
         kinds[:, i] = np.where(stays[:, i], kinds[:, i - 1], kinds[:, i])
     proteins = []
     for kind, coords in zip(kinds, synthetic_chains(kinds, rng), strict=True):
-        shape, choices = (depth, length), RESIDUES.shape[1]
+        shape, choices = (depth, length), len(RESIDUES[0])
         mutation = rng.integers(1, choices, shape) * (rng.random(shape) < 0.3)
         mutation[0] = 0  # a residue that stays what it is
         partner = np.minimum(np.arange(length), contact_partners(coords))
         mutation = mutation[:, partner]  # partners share theirs
-        tokens = RESIDUES[kind, (rng.integers(choices, size=length) + mutation) % choices]
+        tokens = np.array(RESIDUES)[kind, (rng.integers(choices, size=length) + mutation) % choices]
         tokens[1:][rng.random((depth - 1, length)) < 0.03] = GAP
         observed = np.ones(length, dtype=bool)
         proteins.append(Protein(tokens.astype(np.uint8), coords.astype(np.float32), observed))
