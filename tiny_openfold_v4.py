@@ -3735,6 +3735,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if not args.under_profiler and (found := PROFILERS & {*os.environ}):
         say("note", f"a GPU profiler started this run ({found.pop()}): --under-profiler is on")
         args.under_profiler = True
+    if args.under_profiler and (args.enable_pytorch_profiler or args.enable_memory_profiling):
+        say("note", "PyTorch's profiles are not written: another profiler is at work")
     args.without_effect = without_effect(args)
     for flag, name, _ in FUSIONS:
         if flags[name] is not None and name in args.without_effect:
@@ -4015,11 +4017,11 @@ class OperatorCounter(torch.utils._python_dispatch.TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def trace_of_a_step(trainer: Trainer) -> list[dict]:
+def trace_of_a_step(trainer: Trainer, **options: bool) -> list[dict]:
     """Return the events of one more step, as PyTorch's profiler writes them."""
     trainer.step()  # the first one after a capture does more
     gc.collect()  # what is freed in the step was allocated in it
-    with torch.profiler.profile(profile_memory=not trainer.gpu, acc_events=True) as profile:
+    with torch.profiler.profile(acc_events=True, **options) as profile:
         trainer.step()
         if trainer.gpu:
             torch.cuda.synchronize()
@@ -4047,11 +4049,13 @@ def count_kernels(trainer: Trainer) -> dict:
 
 
 def memory_of_a_step(trainer: Trainer) -> list[tuple[float, float]]:
-    """Return the course of tensor memory on a CPU in a step: microseconds and bytes."""
-    tensors = [*trainer.model.parameters(), *trainer.model.buffers()]
+    """Return the course of the device's tensor memory in a step: microseconds and bytes."""
+    tensors = [*trainer.model.parameters(), *trainer.model.buffers(), *trainer.inputs.values()]
     tensors += [t for state in trainer.optimizer.state.values() for t in state.values()]
     used = sum(tensor.nbytes for tensor in tensors)  # between two steps
-    events = [event for event in trace_of_a_step(trainer) if event["name"] == "[memory]"]
+    events = trace_of_a_step(trainer, profile_memory=True)
+    events = [event for event in events if event["name"] == "[memory]"]
+    events = [e for e in events if e["args"]["Device Type"] == int(trainer.gpu)]
     events.sort(key=lambda event: event["ts"])
     return [(e["ts"] - events[0]["ts"], used := used + e["args"]["Bytes"]) for e in events]
 
