@@ -253,7 +253,7 @@ class Kernel:
     launch_us: float | None
     category: str
     is_copy: bool = False  # a memcpy or memset, which does not count as a kernel
-    operator: Hashable = None  # "External id" of the operator that launched it
+    operator: int | None = None  # "External id" of the operator that launched it
 
 
 def load_trace(path: Path) -> list[dict]:
@@ -298,7 +298,8 @@ def check_events(events: Sequence[dict], source: object) -> list[dict]:
     for rank, own in enumerate(ranks):
         late += mend_ends(own, gone)
         for event in own if len(ranks) > 1 else ():
-            numbers = {n: (rank, event["args"][n]) for n in SHARED if n in event["args"]}
+            found = {name: event["args"].get(name) for name in SHARED}
+            numbers = {name: n + (rank << 48) for name, n in found.items() if n is not None}
             event["args"] = event["args"] | numbers
             event |= {"rank": rank, "pid": f"{event.get('pid')} of process {rank}"}
         work += sum(event.get("cat") in ON_GPU and event["ph"] == "X" for event in own)
