@@ -322,7 +322,7 @@ def mend_ends(events: Sequence[dict], gone: set[int]) -> int:
     work, late = complete(events, *ON_GPU), 0
     spans = [(e["ts"], e["ts"] + e["dur"], (str(e["pid"]), str(e["tid"]))) for e in work]
     queues = any(call["name"].startswith("hip") for call in complete(events, *CALLS))
-    queues |= any("kind" in event["args"] for event in work)  # which AMD's have, and no others
+    queues |= any(event["args"].get("kind") == "Dispatch Kernel" for event in work)  # of AMD
     # One microsecond is the clock of older traces, and what kernels of Hopper may overlap by.
     last = end_of_trace(events, spans)
     ends = valid_ends(spans, last, HOUR_NS / 1e3, slack=1.0, queues=queues)
