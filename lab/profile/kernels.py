@@ -302,7 +302,8 @@ def check_events(events: Sequence[dict], source: object) -> list[dict]:
     for rank, own in enumerate(ranks):
         late += mend_ends(own, gone)
         for event in own if len(ranks) > 1 else ():
-            numbers = {n: (rank, event["args"][n]) for n in SHARED if n in event["args"]}
+            found = {name: event["args"].get(name) for name in SHARED}
+            numbers = {name: n + (rank << 48) for name, n in found.items() if n is not None}
             event["args"] = event["args"] | numbers
             event |= {"rank": rank, "pid": f"{event.get('pid')} of process {rank}"}
         work += sum(event.get("cat") in ON_GPU and event["ph"] == "X" for event in own)
@@ -325,6 +326,7 @@ def mend_ends(events: Sequence[dict], gone: set[int]) -> int:
     work, late = complete(events, *ON_GPU), 0
     spans = [(e["ts"], e["ts"] + e["dur"], (str(e["pid"]), str(e["tid"]))) for e in work]
     queues = any(call["name"].startswith("hip") for call in complete(events, *CALLS))
+    queues |= any(event["args"].get("kind") == "Dispatch Kernel" for event in work)  # of AMD
     # One microsecond is the clock of older traces, and what kernels of Hopper may overlap by.
     last = end_of_trace(events, spans)
     ends = valid_ends(spans, last, HOUR_NS / 1e3, slack=1.0, queues=queues)
