@@ -192,6 +192,13 @@ def test_lanes_that_are_off_keep_their_registers_and_waves_go_their_own_ways():
     assert state.executed[6] == 1 + 2 + 3 + 4
 
 
+def test_a_loop_without_end_is_a_fault(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lab.amd.waves.TURN", 10)
+    monkeypatch.setattr("lab.amd.waves.TURNS", 10)
+    with pytest.raises(Fault, match="never ends"):
+        run("again:", "s_branch again")
+
+
 def test_carry_and_64_bits():
     state = run(
         "v_add_co_u32_e32 v3, vcc, v1, v2",
