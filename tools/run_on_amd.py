@@ -238,9 +238,9 @@ def execute_case(case: Case, targets: list[str], watch: bool) -> tuple[Case, lis
                 continue
             seen.add(key)
             found += [execute_launch(case, launch, target, watch) for target in targets]
-    if not found:
+    if done.returncode or not found:
         said = (done.stderr.strip() or "it launches no kernel").splitlines()[-1]
-        found = [Executed(case, targets[0], "", "", wrong=said)]
+        found.append(Executed(case, targets[0], "", "", wrong=f"not all of it ran: {said}"))
     return case, found, time.perf_counter() - began
 
 
