@@ -25,13 +25,18 @@ def program(*lines: str) -> Program:
     return Program("test", "gfx942", code, labels, {}, [])
 
 
-def run(*lines: str, waves: int = 1, groups: int = 1, lds: int = 1024, **registers) -> Waves:
+def run(
+    *lines: str, waves: int = 1, groups: int = 1, lds: int = 1024, tensor: int = 0, **registers
+) -> Waves:
     """Execute instructions on waves whose registers (v1=..., s2=...) hold these values, floats as
-    float32."""
+    float32; s[4:7] may be the buffer of a tensor of so many bytes."""
     written = program(*lines)
     execute.prepare(written)
     state = Waves(written, 300, groups, waves, lds)
     state.memory = Memory()
+    if tensor:
+        address = state.memory.add("X", np.arange(tensor, dtype=np.uint8))
+        state.scalars[:, 4:8] = address & 0xFFFFFFFF, address >> 32, tensor, 0
     for name, value in registers.items():
         value = np.asarray(value)
         words = value.astype(np.float32).view(np.uint32) if value.dtype.kind == "f" else value
@@ -148,14 +153,11 @@ def test_mfma_has_the_layout_of_amds_calculator(name: str):
         line = f"v_mfma_f32_{name} v[20:{20 + last}], v0, v10, 0"
     # row 5, column 9, the last k: in the last group of lanes, and its last element
     a_lane, b_lane = (64 // rows - 1) * rows + 5, (64 // rows - 1) * rows + 9
-    written = program(line)
-    count = execute.prepare(written)
-    state = Waves(written, count, 1, 1, 4)
-    state.vectors[:] = 0
     high = 16 if bits == 16 else 0
-    state.vectors[registers - 1, 0, a_lane] = one << high
-    state.vectors[10 + registers - 1, 0, b_lane] = one << high
-    state.run()
+    values = {f"v{i}": 0 for i in range(20)}
+    values[f"v{registers - 1}"] = np.where(a_lane == LANES, one << high, 0)
+    values[f"v{9 + registers}"] = np.where(b_lane == LANES, one << high, 0)
+    state = run(line, **values)
     found = np.argwhere(state.vectors[20 : 21 + last, 0] != 0)
     # column 9 is in lanes 9, 9 + rows, ...; row 5 is in the second group of four rows
     register, group = 5 % 4, 5 // 4 % (64 // rows)
@@ -190,6 +192,13 @@ def test_lanes_that_are_off_keep_their_registers_and_waves_go_their_own_ways():
     assert (vector(state, 2) == (LANES < 8)).all()
     assert state.vectors[3, :, 0].tolist() == [1, 2, 3, 4]
     assert state.executed[6] == 1 + 2 + 3 + 4
+
+
+def test_a_loop_without_end_is_a_fault(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lab.amd.waves.TURN", 10)
+    monkeypatch.setattr("lab.amd.waves.TURNS", 10)
+    with pytest.raises(Fault, match="never ends"):
+        run("again:", "s_branch again")
 
 
 def test_carry_and_64_bits():
@@ -295,41 +304,27 @@ def test_bank_conflicts_by_the_lanes_that_lds_serves_together():
     assert conflict_cycles(32 * in_a_row, on & (LANES < 4), 4, False) == 3
 
 
-def with_tensor(*lines: str, size: int = 256, **registers) -> tuple[Waves, np.ndarray]:
-    """Execute with a tensor of bytes whose address is in s[4:5], and a buffer of it in s[4:7]."""
-    written = program(*lines)
-    execute.prepare(written)
-    state = Waves(written, 64, 1, 1, 4)
-    state.memory = Memory()
-    address = state.memory.add("X", np.arange(size, dtype=np.uint8))
-    state.scalars[:, 4:8] = address & 0xFFFFFFFF, address >> 32, size, 0
-    for name, value in registers.items():
-        state.vectors[int(name[1:])] = value
-    state.run()
-    return state, state.memory.parts[0].content()
-
-
 def test_a_buffer_ends_where_it_says_and_a_tensor_where_it_ends():
-    state, content = with_tensor(
+    state = run(
         "buffer_load_dword v2, v1, s[4:7], 0 offen",
         "buffer_store_byte v3, v1, s[4:7], 0 offen offset:1",
-        v1=np.where(LANES < 2, 4 * LANES, 0x80000000), v3=255,
+        tensor=256, v1=np.where(LANES < 2, 4 * LANES, 0x80000000), v3=255,
     )  # fmt: skip
     assert vector(state, 2).tolist() == [0x03020100, 0x07060504] + [0] * 62
+    content = state.memory.parts[0].content()
     assert np.flatnonzero(content != np.arange(256)).tolist() == [1, 5]
     with pytest.raises(Fault, match="writes 4 bytes from byte 256 of X, which has 256") as fault:
-        with_tensor("global_store_dword v1, v3, s[4:5]", v1=4 * LANES + 4, v3=0)
+        run("global_store_dword v1, v3, s[4:5]", tensor=256, v1=4 * LANES + 4, v3=0)
     assert np.flatnonzero(fault.value.lanes).tolist() == [63]
     with pytest.raises(Fault, match="where nothing is"):
-        with_tensor("global_load_dword v2, v[0:1], off", v0=0, v1=0)
+        run("global_load_dword v2, v[0:1], off", tensor=256, v0=0, v1=0)
 
 
 def test_atomic_additions_are_one_after_the_other():
-    state, content = with_tensor(
-        "global_atomic_add v2, v1, v3, s[4:5] sc0", v1=np.where(LANES < 32, 0, 8), v3=1
-    )
+    add = "global_atomic_add v2, v1, v3, s[4:5] sc0"
+    state = run(add, tensor=256, v1=np.where(LANES < 32, 0, 8), v3=1)
     first = 0x03020100
-    assert content[:4].view(np.uint32).item() == first + 32
+    assert state.memory.parts[0].content()[:4].view(np.uint32).item() == first + 32
     assert vector(state, 2)[:3].tolist() == [first, first + 1, first + 2]
 
 

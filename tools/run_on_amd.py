@@ -30,7 +30,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -49,8 +49,9 @@ with needed():
 
     from lab.cli import Parser, documented_parser, note, program, say
     from lab.files import read_json, write_text
+    from lab.profile.dispatches import EXECUTED
     from lab.script import load_script
-    from lab.show import Column, render
+    from lab.show import Column, render, write_csv
 
 RESULT, REGISTERS = ROOT / "results/amd/executed.json", ROOT / "results/amd/registers.csv"
 SCRIPTS = sorted((path.name for path in ROOT.glob("tiny_*_v[34].py")), reverse=True)
@@ -183,7 +184,6 @@ def execute_launch(case: Case, launch, target: str, watch: bool) -> Executed:
     from lab.amd.assembly import Unknown
     from lab.amd.launch import Fault, Kernel, compiled_launch, kernel_of, run_grid
     from lab.amd.record import View
-    from lab.amd.tables import dispatch
 
     constants = constants_of(kernel_of(launch), launch.arguments)
     done = Executed(case, target, launch.kernel, constants)
@@ -238,10 +238,47 @@ def execute_case(case: Case, targets: list[str], watch: bool) -> tuple[Case, lis
                 continue
             seen.add(key)
             found += [execute_launch(case, launch, target, watch) for target in targets]
-    if not found:
+    if done.returncode or not found:
         said = (done.stderr.strip() or "it launches no kernel").splitlines()[-1]
-        found = [Executed(case, targets[0], "", "", wrong=said)]
+        found.append(Executed(case, targets[0], "", "", wrong=f"not all of it ran: {said}"))
     return case, found, time.perf_counter() - began
+
+
+# --- counters
+
+
+def dispatch(kernel, counts) -> dict:
+    """A launch as both tools describe it, and its counters."""
+    start = kernel.program.descriptor
+    described = {
+        "Grid_Size": 64 * counts.waves,
+        "Kernel_Name": kernel.program.name,
+        "Workgroup_Size": 64 * kernel.waves,
+        "LDS_Block_Size": kernel.lds,
+        "Scratch_Size": start["private_segment_fixed_size"],
+        "VGPR_Count": start["accum_offset"],
+        "SGPR_Count": start["next_free_sgpr"],
+        "Start_Timestamp": None,
+        "End_Timestamp": None,
+    }
+    return described | counts.hardware()
+
+
+def write_counters(folder: Path, target: str, dispatches: Sequence[dict]) -> None:
+    """Write rocprofv3's counter_collection.csv, a row for each counter of a dispatch, and
+    rocprof-compute's pmc_perf.csv, a row for each dispatch."""
+    rocprofv3, rocprof_compute = [], []
+    for number, row in enumerate(dispatches, 1):
+        counters = {name: row[name] for name in row if name.startswith(("SQ_", "TCP_", "TCC_"))}
+        described = {name: row[name] for name in row if name not in counters}
+        first = {"Correlation_Id": number, "Dispatch_Id": number, "Agent_Id": EXECUTED}
+        rocprofv3 += [
+            first | described | {"Counter_Name": name, "Counter_Value": value}
+            for name, value in counters.items()
+        ]
+        rocprof_compute.append({"Dispatch_ID": number, "GPU_ID": 0, "Agent_Id": EXECUTED} | row)
+    write_csv(folder / "executed_counter_collection.csv", rocprofv3)
+    write_csv(folder / f"workloads/executed/{target}/pmc_perf.csv", rocprof_compute)
 
 
 # --- what is executed, and what is said of it
@@ -375,8 +412,6 @@ def run(args: argparse.Namespace) -> int:
     for target, (done, of) in registers_executed(found).items():
         print(f"{target}: {done} of {of} rows of {REGISTERS.name} are among them")
     if args.counters:
-        from lab.amd.tables import write_counters
-
         for target in args.target:
             of_target = [x.dispatch for x in found if x.dispatch and x.target == target]
             folder = args.counters if len(args.target) == 1 else args.counters / target

@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lab.cli import ToolError
+from lab.cli import ToolError, note
 from lab.files import ROOT
 
 
@@ -135,10 +135,13 @@ def launches_of(file: Path, argv: Sequence[str] = ()) -> list[Recorded]:
         folder = Path(name)
         command = ["-c", "from lab.amd.record import main; main()", name, str(file), *argv]
         done = interpreted(command)
-        if found := list(launches_in(folder)):
-            return found
+        found = list(launches_in(folder))
     said = (done.stderr.strip() or "it launches no kernel").splitlines()[-1]
-    raise ToolError(f"{file}: {said}")
+    if not found:
+        raise ToolError(f"{file}: {said}")
+    if done.returncode:
+        note(f"{file} ended with status {done.returncode}: {said}")
+    return found
 
 
 def main() -> None:

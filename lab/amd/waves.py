@@ -17,6 +17,7 @@ EXEC, VCC = 126, 106  # their places among the scalar registers
 UNSET = 0x7FDEAD00  # what registers hold that nobody wrote; as a float32 it is NaN
 END = 1 << 60  # where a wave stands that has ended
 TURN = 20_000  # instructions before waves that stand further ahead, and may be waited for, go on
+TURNS = 2000  # before it is taken that a kernel never ends
 
 
 def packed(mask: np.ndarray) -> np.ndarray:
@@ -62,7 +63,7 @@ class Waves:
         self.here = np.ones((self.count, 1), bool)
         self.exec = np.ones((self.count, 64), bool)
         self.scalars[:, EXEC : EXEC + 2] = packed(self.exec)
-        self.furthest_first = False
+        self.furthest_first, self.turns = False, 0
         self.executed = [0] * len(program.code)  # how many waves, for each instruction
         self.watch = None  # what counters.py notes at accesses of memory
         self.meet()
@@ -169,7 +170,11 @@ class Waves:
         self.left -= 1
         instruction.run(self)
         if self.pc >= self.others or self.left < 0:
-            self.furthest_first ^= self.left < 0
+            if self.left < 0:
+                self.furthest_first ^= True
+                self.turns += 1
+            if self.turns > TURNS:
+                raise Fault("never ends: does it wait for workgroups that come later?", self.here)
             self.at[self.here[:, 0]] = self.pc
             self.meet()
 
