@@ -7,6 +7,8 @@ import gc
 import json
 import linecache
 import random
+import subprocess
+import sys
 import weakref
 from functools import partial
 from pathlib import Path
@@ -510,6 +512,75 @@ def test_time_grows_with_the_length_of_a_step():
     assert seen[1] == pytest.approx(seen[0], rel=0.1)
 
 
+# --- FLOPs
+
+
+def trained(part, *inputs):
+    """A forward and backward pass of it."""
+    return lambda: part(*inputs).square().mean().backward()
+
+
+class Cells(nn.Module):
+    """An LSTM written out."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.hidden = nn.Linear(16, 128), nn.Linear(32, 128)
+
+    def forward(self, x):
+        h = c = x.new_zeros(len(x), 32)
+        outputs = []
+        for into in self.into(x).unbind(1):
+            i, f, g, o = (into + self.hidden(h)).chunk(4, 1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+            outputs.append(h)
+        return torch.stack(outputs, 1)
+
+
+LSTM, SEQUENCE = nn.LSTM(16, 32, batch_first=True), torch.randn(4, 8, 16)
+SIGNAL = torch.randn(2, 16, 10, requires_grad=True)
+COMPLEX = torch.randn(N, N, dtype=torch.complex64)
+GROUPS = torch.tensor([16, 64], dtype=torch.int32)
+EXPERTS = torch.randn(2, D, D).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("take", "flop"),
+    [
+        (lambda: X @ X[0], 2 * N * D),
+        (lambda: torch.dot(X[0], X[1]), 2 * D),
+        (lambda: torch.addmv(X[:, 0], X, X[0]), 2 * N * D),
+        (lambda: COMPLEX @ COMPLEX, 8 * N**3),
+        (lambda: torch._grouped_mm(X.bfloat16(), EXPERTS, GROUPS), 2 * N * D * D),
+        # 416 results of four products each, and the same for both gradients
+        (trained(nn.Conv1d(16, 16, 4, padding=3, groups=16), SIGNAL), 3 * 2 * 416 * 4),
+        (trained(nn.ConvTranspose1d(16, 8, 2, groups=4), SIGNAL), 3 * 2 * 320 * 4),
+        # the first state wants no gradient
+        (trained(Cells(), SEQUENCE), 2 * 32 * 128 * (2 * 16 + 2 * 32 + 32 * 7 // 8)),
+        (
+            trained(lambda x: LSTM(x)[0], SEQUENCE),
+            2 * 32 * 128 * (2 * 16 + 2 * 32 + 32 * 7 // 8),
+        ),
+    ],
+)
+def test_flop_of_a_product(take, flop):
+    assert sum(found(take).recorded.flop().values()) == flop
+
+
+def test_products_have_the_rate_of_their_type():
+    """A type without a rate has no time, and neither has the step."""
+    seconds = {}
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        x = torch.randn(1024, 1024, dtype=dtype)
+        finding = found(lambda x=x: (x @ x).exp(), rates=RATES)
+        seconds[dtype] = finding.levels["now"]["us"]
+        assert finding.without == ({"fp64"} if dtype == torch.float64 else set())
+        assert all(row["us_now"] > 0 for row in finding.rows())
+    assert seconds[torch.float64] is None
+    assert seconds[torch.float32] > 2 * 1024**3 / 50e6 > 2 * seconds[torch.bfloat16]
+
+
 # --- what is not understood is named
 
 
@@ -763,6 +834,9 @@ def test_a_step_of_ones_own_and_one_that_asks_for_values(function, note, model):
         ("--model model_of_mine.py:frozen", 2, "no weight to train"),
         ("--model model_of_mine.py:fails", 1, "model_of_mine.py:11: RuntimeError"),
         ("--model model_of_mine.py:build --check", 4, "needs a GPU"),
+        ("--model model_of_mine.py:build --device cuda", 4, "--device cuda"),
+        ("--model model_of_mine.py:build --fake --real", 2, "--fake or --real"),
+        ("--model model_of_mine.py:asks --fake", 1, "_local_scalar_dense.default at model_of_mine"),
         ("--model model_of_mine.py:build --rates nowhere", 2, "nowhere"),
         ("--model model_of_mine.py:build --no-such", 2, "--no-such"),
         ("--model model_of_mine.py:build --versions", 2, "version script"),
@@ -777,6 +851,47 @@ def test_bad_input_is_one_line(argv, status, words, model):
         found, out, err = end.code, "", words
     assert (found, out) == (status, "")
     assert words in err and len(err.splitlines()) == 1, err
+
+
+def test_a_file_runs_as_python_runs_it(tmp_path, monkeypatch):
+    """It finds its neighbours and what it has pickled, wherever the tool is started; what it
+    compiles, kernels of its own and its types are named."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "neighbour.py").write_text(
+        "import torch\ntwice = torch.compile(lambda x: x * 2 + 1)\n"
+    )
+    (folder / "training.py").write_text(
+        "import pickle, torch\n"
+        "from pathlib import Path\n"
+        "from neighbour import twice\n"
+        "class Net(torch.nn.Linear):\n"
+        "    def forward(self, x): return {'loss': super().forward(x).mean()}\n"
+        "class Compiled(torch.nn.Linear):\n"
+        "    def forward(self, x): return twice(super().forward(x)).mean()\n"
+        "def stored():\n"
+        "    return pickle.loads(Path(__file__).with_name('net').read_bytes()), BATCH\n"
+        "def compiled(): return Compiled(4, 4).double(), {'x': BATCH['x'].double()}\n"
+        "BATCH = {'x': torch.ones(2, 4)}\n"
+        "if __name__ == '__main__':\n"
+        "    Path(__file__).with_name('net').write_bytes(pickle.dumps(Net(4, 4)))\n"
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    subprocess.run([sys.executable, folder / "training.py"], check=True)
+    status, out, err = find("--model", f"{folder}/training.py:stored", "--device", "cpu")
+    assert (status, err) == (0, "") and out.startswith(f"{folder}/training.py:stored, fp32: ")
+    status, out, err = find("--model", f"{folder}/training.py:compiled")
+    assert (status, "about" in err) == (0, True)
+    assert "what torch.compile makes needs to be run at" in err
+    assert "compiled code (2x)" in out and "missing in the totals: kernels, bytes and FLOPs" in out
+    assert ", fp64: " in out and "two steps were really taken on this CPU" in out
+
+
+@pytest.mark.parametrize("argv", ["--seq-len 32 {} --num-layers 1", "--device cpu {} --seq-len 32"])
+def test_flags_of_a_script_may_come_before_its_name(argv):
+    few = ["--vocab-size", "50", "--hidden-dim", "32", "--num-heads", "2", "--batch-size", "2"]
+    status, out, _ = find(*argv.format("tiny_llama_v1.py").split(), *few)
+    assert (status, out.split(",")[0]) == (0, "tiny_llama_v1")
 
 
 def test_times_without_a_gpu_are_named_as_estimates(model):
