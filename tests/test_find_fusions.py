@@ -23,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from analysis_tools import find_fusions
 from bench import find_fusions as study
+from bench.models_for_find_fusions import recurrent
+from lab.cli import ToolError
 from lab.fusions.groups import LEVELS, Finding, Group, Joiner
 from lab.fusions.rates import Rates
 from lab.fusions.record import Operator, Recorded, Recorder
@@ -297,12 +299,7 @@ def test_bytes_of_a_level():
 
 
 def test_levels_never_grow():
-    class Encoder(nn.TransformerEncoderLayer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x).mean()
-
-    model, batch = Encoder(32, 2, 64, batch_first=True), {"x": torch.randn(2, 16, 32)}
-    step, recorded = count(lambda: from_model("m", model, batch, True, CPU))
+    step, recorded = count(lambda: from_model("m", *recurrent(nn.LSTM, 2, 4), True, CPU))
     levels = Finding(recorded, RATES).levels
     assert (step.name, [*levels]) == ("m", [*LEVELS])
     for key in ("us", "bytes", "kernels"):
@@ -720,24 +717,58 @@ def test_a_kernel_takes_as_long_as_a_copy_of_its_bytes():
 
 
 def test_the_study_counts_without_a_gpu(tmp_path):
-    argv = [str(tmp_path / "s.json"), "--small", "--only", "message passing"]
+    argv = [str(tmp_path / "s.json"), "--only", "DiT"]
     status, out, _ = captured(study.main, argv)
-    assert status == 0 and all(
-        f"message passing, {precision}" in out for precision in ("bf16", "fp32")
-    )
+    assert status == 0 and all(f"DiT, {precision}" in out for precision in ("bf16", "fp32"))
+
+
+def test_problems_of_kernelbench_are_every_second_one(tmp_path):
+    text = """
+import torch
+class Model(torch.nn.Linear):
+    pass
+def get_init_inputs():
+    return [4, 3]
+def get_inputs():
+    return [torch.ones(2, 4)]
+"""
+    (tmp_path / "level2").mkdir()
+    for number in (1, 2, 10):
+        (tmp_path / f"level2/{number}_Linear.py").write_text(text)
+    subjects = study.subjects(tmp_path)
+    names = [name for name, _, part in subjects if part == "KernelBench"]
+    assert names == ["level2/2_Linear", "level2/10_Linear"]
+    build, *_ = subjects[names[0], "fp32", "KernelBench"]
+    assert build().take().shape == (2, 3)
+    with pytest.raises(ToolError, match="level2"):
+        study.subjects(tmp_path / "nothing")
+
+
+def judged(shape: str, now: float, part: str = "fitted", **more: object) -> dict:
+    """A row whose speed-up is 2, and predicted as 2.5 and 2 with two values of the constant."""
+    row = {"shape": shape, "precision": "bf16", "part": part, **more}
+    row["predicted_ms"] = {"now": now, "V3": 3.0}
+    row["compiled_ms"] = {"1.75": 4.0, **{f"{value:g}": 5.0 for value in study.VALUES if value > 2}}
+    row["compiled_ms"] |= {f"{value:g}": 4.0 for value in study.VALUES if value <= 2}
+    row["sides_ms"] = {"now": [9.0, 10.0, 11.0], "compiled": [5.0] * 3, "V3": [3.3] * 3}
+    return study.judged(row)
 
 
 def test_the_study_says_how_far_a_prediction_is_off():
-    row = {"shape": "m", "precision": "bf16"}
-    row["predicted_ms"] = {"now": 10.0, "chains": 4.0, "V3": 3.0}
-    row["cost"] = {"seconds": 7.0, "profiled_step_seconds": 1.0}
-    row["sides_ms"] = {"now": [9.0, 10.0, 11.0], "compiled": [5.0] * 3, "V3": [3.3] * 3}
-    judged = study.judged(row)
-    assert (judged["off"], judged["V3 off"]) == pytest.approx((25, -9.1), abs=0.01)
+    row = judged("m", 10.0, remarks=["2 gathers"], other=["flash_kernel"])
+    assert (row["off"], row["V3 off"], row["now off"]) == pytest.approx((25, -9.1, 0), abs=0.01)
     table = study.table([row])
-    assert "off by 25.0 % (median), 25.0 % (worst); the step now by 0.0 %" in table
-    assert "five profiled steps, their traces written, and 2.0 s at most" in table
-    assert "|    7.0 s |         1.0 s |" in table
+    assert "- m, bf16: 2 gathers; compiled, its attention is another: flash_kernel" in table
+
+
+def test_errors_are_of_what_was_not_fitted():
+    """The half tells a value above 2, with which all but one are right: that one is not in it."""
+    rows = [judged("a", 10.0), judged("b", 10.0), judged("c", 8.0, "held out")]
+    lines = study.errors([*rows, judged("d", 10.0, "KernelBench")]).splitlines()
+    half, held, alone, bench = (line.split("|") for line in lines[2:6])
+    assert [line[5].strip() for line in (half, held, bench)] == ["0.0 %", "20.0 %", "0.0 %"]
+    assert (alone[2].strip(), alone[7].strip()) == ("3", "3 of 3")
+    assert "tells 2.25" in lines[-1] and "KernelBench 25.0 %" in lines[-1]
 
 
 MODEL = """
