@@ -187,6 +187,7 @@ for name, file in json.load(sys.stdin).items():
 """
 
 
+@pytest.mark.skipif(triton_before("3.3"), reason="a mistake ends the process of Triton 3.2")
 def test_the_compiler_gets_the_same_sentences(checker, tmp_path):
     files = {}
     for number, (name, mistake) in enumerate(MISTAKES.items()):
