@@ -30,6 +30,7 @@ from tools.sheet import (
     ORANGE,
     PURPLE,
     RED,
+    SKY,
     SMALL,
     TITLE,
     VERSION,
