@@ -11,10 +11,10 @@ operators, in a backward pass those of its forward pass.
 
 --model FILE.py:FUNCTION names a function without arguments, in a file that is imported as `python
 FILE.py` would run it. It returns (model, batch), and model(**batch) is the loss, a scalar or with a
-.loss: the step is forward, backward and AdamW. Or it returns a function without arguments that takes
-one training step, on the device of its choice. It takes --use-amp, --matmul-precision and --device
-as the version scripts do. What torch.compile has made, and kernels of your own, are measured as they
-are, named, and never fused.
+.loss: the step is forward, backward and AdamW. Or it returns a function without arguments that
+takes one training step, on the device of its choice. It takes --use-amp, --matmul-precision and
+--device as the version scripts do. What torch.compile has made, and kernels of your own, are
+measured as they are, named, and never fused.
 
 Without a GPU nothing is computed, unless the step asks for values: which operator does is said, and
 two steps are taken on the CPU. Operators, bytes and FLOPs are those of a CPU's operators, each
