@@ -9,12 +9,15 @@ still cross memory; rates are measured in the same run. Matrix products keep the
 operators that are not understood, which are named. Lines are those outside of PyTorch that call the
 operators, in a backward pass those of its forward pass.
 
---model FILE.py:FUNCTION names a function without arguments. It returns (model, batch), and
-model(**batch) is the loss, a scalar or with a .loss: the step is forward, backward and AdamW. Or it
-returns a function without arguments that takes one training step, on the device of its choice. It
-takes --use-amp, --matmul-precision and --device as the version scripts do.
+--model FILE.py:FUNCTION names a function without arguments, in a file that is imported as `python
+FILE.py` would run it. It returns (model, batch), and model(**batch) is the loss, a scalar or with a
+.loss: the step is forward, backward and AdamW. Or it returns a function without arguments that
+takes one training step, on the device of its choice. It takes --use-amp, --matmul-precision and
+--device as the version scripts do. What torch.compile has made, and kernels of your own, are
+measured as they are, named, and never fused.
 
-Without a GPU nothing is computed. Operators, bytes and FLOPs are those of a CPU's operators, each
+Without a GPU nothing is computed, unless the step asks for values: which operator does is said, and
+two steps are taken on the CPU. Operators, bytes and FLOPs are those of a CPU's operators, each
 counted as a kernel: attention, norms and dropout can be others on a GPU. There are times only with
 --rates DIR, such as results/h100: estimates for that GPU.
 

@@ -4,6 +4,7 @@ really taken on the CPU."""
 from __future__ import annotations
 
 import logging
+import re
 import time
 import traceback
 import warnings
@@ -131,7 +132,8 @@ def needs_values(error: BaseException, between: Between) -> str:
     innermost = traceback.extract_tb(error.__traceback__)[-1].filename
     text = str(error).partition("\n")[0]
     of_torch = not whose(innermost) and between.failed[0] is not error
-    return f"fake tensors do not do{line} ({text})" if of_torch else ""
+    of_torch |= bool(re.search("FakeTensor|tensor subclass|data pointer", str(error)))
+    return f"fake tensors cannot take it{line} ({text})" if of_torch else ""
 
 
 def estimate(counted: Callable[[], Recorded]) -> str:

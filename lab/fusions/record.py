@@ -61,7 +61,7 @@ STREAMS = re.compile(  # element by element, or a loss of elements
     r"|bernoulli|normal|uniform|exponential|(hardswish|log_sigmoid|glu|_prelu_kernel)(_forward)?"
     r"|leaky_relu|celu|selu|rrelu_with_noise|(hard|soft)shrink|mish|hardsigmoid|logit"
     r"|polar|complex|arange|linspace|eye|scalar_tensor|diagonal_backward|lift_fresh_copy"
-    r"|pixel_(un)?shuffle"
+    r"|pixel_(un)?shuffle|floor_divide"
 )
 OWN = tuple(f"{ROOT / folder}{os.sep}" for folder in ("lab", "analysis_tools"))
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
@@ -326,6 +326,8 @@ class Recorder(TorchDispatchMode):
                 result = function(*args, **kwargs)
         finally:
             self.inside = within
+        if getattr(function, "is_view", False):
+            return result
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         operator = Operator(name, call, *place, list(dict.fromkeys(before)), [], lacks=lacks)
         if len(dense) < len(tensors) or any(t.layout != torch.strided or t.is_nested for t in made):
@@ -365,7 +367,8 @@ class Recorder(TorchDispatchMode):
             rest = [use._replace(bytes=0) for use in blind if use.bytes < self.sizes[use.key[0]]]
             reads[:] = [use for use in reads if use not in blind] + rest
         own = getattr(function, "namespace", "") != "aten"
-        if not own and any(u.key[0] in self.blank and u.bytes for u in reads):
+        blank = [u for u in reads if u.key[0] in self.blank and u.bytes]
+        if not own and blank and not SCATTERS.fullmatch(name):
             self.recorded.unwritten.append(f"{name} at {operator.line}")
         operator.writes = [self.use(t, write=True) for t in [*written, *fresh]]
         operator.numel = max((t.numel() for t in [*inputs, *made]), default=0)
