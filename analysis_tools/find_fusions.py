@@ -167,6 +167,7 @@ def described(name: str, recorded: Recorded, rates: Rates | None, start: float) 
         "flop_by_type": dict(flop),
         "levels": found.levels,
         "untouched_us": found.untouched_us(),
+        "otherwise_us": found.otherwise_us(),
         "chains": found.rows(),
         "not_understood": found.unknown(),
         "unwritten": recorded.unwritten,
@@ -256,6 +257,9 @@ def report(result: dict, top: int) -> str:
     lines += ["", render(columns if timed else [columns[0], *columns[3:]], whole, "text")]
     if timed:
         lines += [f"No chain touches {result['untouched_us'] / 1e3:.3f} ms of it."]
+        if less := result.get("otherwise_us"):
+            what = "Compiled, convolutions turn no pictures, and the kernel behind adds the bias"
+            lines += [f"{what}: {less / 1e3:.3f} ms less."]
         lines += [f"A large copy reaches {rates['gb_per_s']:.0f} GB/s, "
                   f"the least kernel takes {rates['least_us']:.2f} us."]  # fmt: skip
     for row in result["not_understood"]:
@@ -275,7 +279,7 @@ def checked(result: dict) -> list[str]:
     """What the step and the same compiled took, beside the prediction; what is another program than
     was profiled is no verdict on it."""
     levels, check = result["levels"], result["check"]
-    now, fused = levels["now"]["us"], levels["chains"]["us"]
+    now, fused = levels["now"]["us"], levels["chains"]["us"] - (result.get("otherwise_us") or 0)
     lines = ["", "as graphs in turns, and compiled by inductor:"]
     for what, key, predicted, sides in (
         ("ms now", "now_ms", now / 1e3, ("now",)),

@@ -70,6 +70,7 @@ Predicted = Row | {
     "compiled_ms?": {"*": NUMBER},  # predicted, by the value of the constant
     "sides_ms?": {"*": TURNS},
     "remarks?": [TEXT],
+    "sessions?": WHOLE,  # 2 where the two sides were not measured in turns
     "other?": [TEXT],  # kernels that tell that another program was compiled
 }
 Build = Callable[[], steps.Step]

@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -25,9 +26,10 @@ from analysis_tools import find_fusions
 from bench import find_fusions as study
 from bench.models_for_find_fusions import recurrent
 from lab.cli import ToolError
+from lab.fusions import forms
 from lab.fusions.groups import LEVELS, Finding, Group, Joiner
 from lab.fusions.rates import Rates
-from lab.fusions.record import Operator, Recorded, Recorder
+from lab.fusions.record import Operator, Recorded, Recorder, Use
 from lab.fusions.step import Step, attribute, compared, count, from_model, profiled, record
 
 RATES = Rates("a GPU", 2500.0, 1.0, 0.3, {"bf16": 700.0, "TF32": 400.0, "fp32": 50.0})
@@ -714,6 +716,69 @@ def test_a_kernel_takes_as_long_as_a_copy_of_its_bytes():
         chains = finding.levels["chains"]
         assert chains["bytes"] == pytest.approx(moved)
         assert chains["us"] == pytest.approx(1.75 * kernels + moved / 2.5e6)
+
+
+# --- what a compiler changes of products
+
+
+def convolution(weight: tuple, groups: int = 1, **parts: float) -> Operator:
+    """One of pictures [8, C, 32, 32], with what its parts take."""
+    shape = (8, weight[1] * groups, 32, 32)
+    operands = [((0, 0), shape, ()), ((1, 0), weight, ())]
+    made = Operator("convolution", 0, "forward", "?", [Use((0, 0), 0, 4000)], [Use((2, 0), 0, 40)])
+    made.operands, made.groups, made.kind, made.us = operands, groups, "matrix", 100.0
+    return replace(made, **parts)
+
+
+@pytest.mark.parametrize(
+    ("weight", "groups", "phase", "changed"),
+    [
+        ((128, 128, 3, 3), 1, "backward", True),
+        ((128, 64, 3, 3), 2, "backward", False),
+        ((128, 1, 3, 3), 128, "backward", True),  # depthwise
+        ((64, 128, 3, 3), 1, "backward", False),  # fewer channels come out
+        ((64, 128, 3, 3), 1, "forward", True),
+        ((32, 32, 3, 3), 1, "backward", False),
+        ((128, 128, 3), 1, "backward", False),  # no picture
+    ],
+)
+def test_when_a_compiler_lays_pictures_out_anew(weight, groups, phase, changed):
+    made = convolution(weight, groups)
+    made.operands[0] = ((0, 0), made.operands[0][1][: len(weight)], ())
+    behind = Operator("relu", 1, phase, "?", [], [])
+    assert forms.laid_out([made, behind]) == [made] * changed
+
+
+def test_what_of_a_convolution_a_compiled_step_has_not():
+    names = ("cudnn::nchwToNhwcKernel<float>", "elementwise_kernel<128, 2>", "sm80_xmma_fprop_nhwc")
+    made = convolution((128, 128, 3, 3))
+    assert [forms.gone(made, name) for name in names] == ["turned", "biased", ""]
+    assert [forms.gone(replace(made, name="add"), name) for name in names] == [""] * 3
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_bias_is_added_by_the_chain_behind(streams):
+    made = convolution((128, 128, 3, 3), turned=30.0, biased=20.0)
+    behind = Operator("relu", 1, "forward", "?", [Use((2, 0), 0, 40)], [Use((3, 0), 0, 40)])
+    behind.kind, behind.us = "stream" if streams else "library", 1.0
+    recorded = Recorded([made, behind], [4000, 8, 40, 40], {(3, 0)}, run="measured")
+    turned = 30 - RATES.us(2 * 4000)  # what the step was given must be turned
+    saved = Finding(recorded, RATES).otherwise_us()
+    assert saved == pytest.approx(turned + 20 * streams)
+
+
+def test_operators_with_kernels_of_their_own_are_not_taken_apart():
+    x = X.clone().requires_grad_()
+    finding = found(lambda: F.silu(x).sum().backward())
+    assert "silu_backward" in [operator.name for operator in finding.operators]
+
+
+def test_sums_at_indices_in_bf16_stay_as_they_are():
+    index = torch.zeros(len(X), dtype=torch.long)
+    for dtype, kind in ((torch.bfloat16, "library"), (torch.float32, "stream")):
+        x = X.to(dtype)
+        finding = found(lambda x=x: torch.zeros_like(x).index_add(0, index, x))
+        assert [o.kind for o in finding.operators if o.name == "index_add"] == [kind]
 
 
 # --- the program and its study

@@ -180,9 +180,8 @@ def predictions() -> Sheet:
         predicted = row["predicted_ms"]["now"] / row["compiled_ms"]["1.75"]
         x, y = plot.at(measured, predicted)
         sheet.dot(x, y, parts[row["part"]], 6)
-        if row["part"] != "KernelBench" and abs(math.log(predicted / measured)) > math.log(1.6):
-            side = (14, "start") if predicted < measured else (-14, "end")
-            sheet.text(x + side[0], y + 6, row["shape"], SMALL, at=side[1])
+        if row["part"] != "KernelBench" and not 1 / 1.5 < predicted / measured < 1.5:
+            sheet.text(x - 8, y - 22, row["shape"], SMALL)
     words = {"fitted": "fitted half", "held out": "held out", "KernelBench": "KernelBench"}
     for y, (part, text) in zip((104, 136, 168), words.items(), strict=True):
         sheet.dot(600, y, parts[part], 7)
