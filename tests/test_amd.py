@@ -180,6 +180,7 @@ def test_lanes_that_are_off_keep_their_registers_and_waves_go_their_own_ways():
         "v_cmp_gt_u32_e32 vcc, 8, v1",
         "s_and_saveexec_b64 s[4:5], vcc",
         "v_mov_b32_e32 v2, 1",
+        "v_cmp_ne_u32_e64 s[8:9], v2, 7",
         "s_mov_b64 exec, s[4:5]",
         "s_mov_b32 s6, 0",
         "again:",
@@ -191,7 +192,8 @@ def test_lanes_that_are_off_keep_their_registers_and_waves_go_their_own_ways():
     )  # fmt: skip
     assert (vector(state, 2) == (LANES < 8)).all()
     assert state.vectors[3, :, 0].tolist() == [1, 2, 3, 4]
-    assert state.executed[6] == 1 + 2 + 3 + 4
+    assert state.executed[7] == 1 + 2 + 3 + 4
+    assert state.scalars[:, 8:10].tolist() == [[0xFF, 0]] * 4  # no bit of a lane that is off
 
 
 def test_a_loop_without_end_is_a_fault(monkeypatch: pytest.MonkeyPatch):
@@ -308,7 +310,7 @@ def test_a_buffer_ends_where_it_says_and_a_tensor_where_it_ends():
     state = run(
         "buffer_load_dword v2, v1, s[4:7], 0 offen",
         "buffer_store_byte v3, v1, s[4:7], 0 offen offset:1",
-        tensor=256, v1=np.where(LANES < 2, 4 * LANES, 0x80000000), v3=255,
+        tensor=256, v1=np.array([0, 4, 256] + [0x80000000] * 61), v3=255,
     )  # fmt: skip
     assert vector(state, 2).tolist() == [0x03020100, 0x07060504] + [0] * 62
     content = state.memory.parts[0].content()

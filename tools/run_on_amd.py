@@ -32,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -47,7 +48,7 @@ with needed():
     import torch
     from torch import Tensor
 
-    from lab.cli import Parser, documented_parser, note, program, say
+    from lab.cli import Parser, ToolError, documented_parser, note, program, say
     from lab.files import read_json, write_text
     from lab.profile.dispatches import EXECUTED
     from lab.script import load_script
@@ -87,7 +88,7 @@ PROGRAMS = (  # of the exercises, with the arguments that make them small
     "exercises/tiny_openfold_v3/attention_bias_atomics.py --length 20 --rows 5 --group 3",
     "exercises/performance_debugging/v3_stage4_slow_kernels.py --under-profiler --num-steps 1"
     " --warmup-steps 0 --num-layers 1 --hidden-dim 64 --num-heads 4 --seq-len 8 --batch-size 1"
-    " --vocab-size 50",
+    " --vocab-size 50 --intermediate-dim 16",
     f"exercises/tiny_llama_v4/one_launch.py {SIZES['tiny_llama']['small']}",
     "exercises/puzzles/all_puzzles.py --solution",
     "exercises/build_a_fusion/swiglu_backward.py --solution",
@@ -308,7 +309,11 @@ def execute_all(cases: list[Case], args: argparse.Namespace) -> Iterator[list[Ex
     with ProcessPoolExecutor(args.jobs, context) as pool:
         jobs = [pool.submit(execute_case, c, args.target, bool(args.counters)) for c in cases]
         for job in as_completed(jobs):
-            case, launches, seconds = job.result()
+            try:
+                case, launches, seconds = job.result()
+            except BrokenProcessPool as error:
+                reason = "a worker ended, as where memory is short or the compiler crashes"
+                raise ToolError(f"{reason}: fewer programs at once show where", 1) from error
             worst = max(launch.error for launch in launches)
             wrong = [launch for launch in launches if launch.wrong]
             note(f"{case}: {len(launches)} launches, {len(wrong)} wrong, "
