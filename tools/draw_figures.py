@@ -181,7 +181,8 @@ def predictions() -> Sheet:
         x, y = plot.at(measured, predicted)
         sheet.dot(x, y, parts[row["part"]], 6)
         if row["part"] != "KernelBench" and not 1 / 1.5 < predicted / measured < 1.5:
-            sheet.text(x - 8, y - 22, row["shape"], SMALL)
+            away = (-8, -22) if predicted > measured else (14, 2)
+            sheet.text(x + away[0], y + away[1], row["shape"], SMALL)
     words = {"fitted": "fitted half", "held out": "held out", "KernelBench": "KernelBench"}
     for y, (part, text) in zip((104, 136, 168), words.items(), strict=True):
         sheet.dot(600, y, parts[part], 7)
