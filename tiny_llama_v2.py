@@ -2,8 +2,8 @@
 """TinyLlama V2: fusions that PyTorch itself offers, each on a flag of its own.
 
 qkv-fusion       query, key and value are one GEMM, and one rotary embedding rotates query and key
-flash-attention  scaled_dot_product_attention: scores never reach device memory, which then grows
-                 linearly with the length
+flash-attention  scaled_dot_product_attention: scores never reach device memory, whose use then
+                 grows linearly with the length
 swiglu-fusion    gate and up projection are one GEMM
 
 Fewer, larger kernels help where launching them or moving their intermediate results takes longer
@@ -67,14 +67,14 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class Fusions:
-    """Which fusions are on. A flag is a field with dashes, its help what stands beside `bool`."""
+    """Which fusions are on. Each field is a flag; the text beside `bool` is its help."""
 
     qkv_fusion: Annotated[bool, "query, key and value projection as one GEMM"] = True
     flash_attention: Annotated[bool, "SDPA of PyTorch instead of materialised scores"] = True
     swiglu_fusion: Annotated[bool, "gate and up projection as one GEMM"] = True
 
 
-FUSIONS = tuple(
+FUSIONS = tuple(  # flag, attribute, help
     (name.replace("_", "-"), name, hint.__metadata__[0])
     for name, hint in get_type_hints(Fusions, include_extras=True).items()
 )
@@ -396,7 +396,7 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> T
 SCRIPT = Path(__file__).stem
 RANK, WORLD_SIZE = int(os.getenv("RANK", "0")), int(os.getenv("WORLD_SIZE", "1"))  # by torchrun
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
-NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # and views move no data
+NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # like views, move no data
 PROFILERS = {"ROCP_TOOL_LIBRARIES", "ROCPROFSYS_MODE", "NSYS_PROFILING_SESSION_ID"}  # variables
 PROFILERS |= {"NV_NSIGHT_INJECTION_TRANSPORT_TYPE"}  # of ncu
 SETTINGS = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", "deterministic")
@@ -484,7 +484,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("modes").add_mutually_exclusive_group().add_argument
     add("--compare-fusion", **switch, help="all fusions off and as chosen, in turns")
-    add("--verify-accuracy", **switch, help="outputs and gradients as with all off?")
+    add("--verify-accuracy", **switch, help="compare outputs and gradients with all off")
     return parser
 
 
@@ -573,7 +573,7 @@ class Trainer:
         self.timing: dict = {}  # of the warm-up
         self.kernels: dict = {}
         self.peak = self.flops = 0  # bytes and floating-point operations of a step
-        self.shown = 0.0  # when progress was
+        self.shown = 0.0  # when progress was last printed
         self.status, self.error = 1, "it did not finish"
 
     def build(self) -> Trainer:
@@ -584,7 +584,7 @@ class Trainer:
         scaled = args.use_amp and dtype == torch.float16
         self.scaler = torch.amp.GradScaler(args.device, 4096, enabled=scaled)  # 65536 may overflow
         self.batches = make_batches(args, torch.device("cpu"), args.seed)
-        self.inputs: dict[str, Tensor] = {}  # on a GPU, where batches are copied
+        self.inputs: dict[str, Tensor] = {}  # on a GPU: where batches are copied to
         self.model = self.forward = build_model(args, self.device)
         self.optimizer = build_optimizer(args, self.model)
         self.average = getattr(self.optimizer, "average_gradients", None)  # in place of DDP
@@ -679,7 +679,7 @@ class Trainer:
         gc.collect()  # compiling leaves cycles that keep tensors
 
     def take(self, steps: int, label: str = "step") -> float:
-        """Take steps in a row, a turn, which Ctrl-C ends but keeps; return mean milliseconds."""
+        """Take a turn of steps (Ctrl-C ends it, what is done counts); return mean milliseconds."""
         prepare(self.args)  # another run may have had a turn
         synchronize = torch.cuda.synchronize if self.gpu else int
         losses = torch.full((steps,), NOT_YET, pin_memory=self.gpu)
@@ -1011,7 +1011,7 @@ def join_processes(args: argparse.Namespace) -> None:
     if args.device == "cuda":
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", "0")) % torch.cuda.device_count())
     if args.cuda_graph:
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # says PyTorch
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # as PyTorch asks
     warnings.filterwarnings("ignore", ".*(broadcast_buffers|AccumulateGrad node's stream)")
     try:
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
@@ -1025,11 +1025,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     args = parse_args(argv)
     if args.num_gpus > 1 and "RANK" not in os.environ:
-        os.environ["TINY_LAUNCHED"] = "1"  # notes are said
+        os.environ["TINY_LAUNCHED"] = "1"  # notes have been printed
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         words = [*torchrun, str(args.num_gpus), __file__, *(sys.argv[1:] if argv is None else argv)]
         os.execv(sys.executable, [sys.executable, *words])
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # of a scheduler: as Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # from a scheduler: as Ctrl-C
     try:
         if WORLD_SIZE > 1:
             join_processes(args)

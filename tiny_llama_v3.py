@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""TinyLlama V3: Triton kernels for what memory or launches limit, each on a flag of its own.
+"""TinyLlama V3: Triton kernels where memory or launches are the limit, each on its own flag.
 
 triton-rms-norm       residual addition and norm in one pass, in the type that the next GEMM takes
 triton-rotary         query and key heads rotated in one pass over the packed result of the QKV GEMM
-triton-attention      causal flash attention that reads the packed heads, and repeats no key
+triton-attention      causal flash attention that reads the packed heads; keys are not repeated
 triton-swiglu         silu(gate) * up in one pass; the backward pass computes it again
 triton-cross-entropy  the loss from the logits as the GEMM wrote them, without a copy in float32
 
@@ -81,7 +81,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class Fusions:
-    """Which fusions are on. A flag is a field with dashes, its help what stands beside `bool`."""
+    """Which fusions are on. Each field is a flag; the text beside `bool` is its help."""
 
     qkv_fusion: Annotated[bool, "query, key and value projection as one GEMM"] = True
     flash_attention: Annotated[bool, "SDPA of PyTorch instead of materialised scores"] = True
@@ -93,7 +93,7 @@ class Fusions:
     triton_cross_entropy: Annotated[bool, "loss without a float32 copy of the logits"] = True
 
 
-FUSIONS = tuple(
+FUSIONS = tuple(  # flag, attribute, help
     (name.replace("_", "-"), name, hint.__metadata__[0])
     for name, hint in get_type_hints(Fusions, include_extras=True).items()
 )
@@ -124,7 +124,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("data").add_argument
     add("--text-file", type=Path, metavar="FILE", help="train on the bytes of a real text")
     add = parser.add_argument_group("kernels").add_argument
-    text = "other block sizes or warps, powers of two; a wrong kernel lists all; can be repeated"
+    text = "other block sizes or warps, powers of two; a wrong name lists all; can be repeated"
     form = "KERNEL:NAME=NUMBER,..."
     add("--blocks", type=read_blocks, action="append", metavar=form, help=text)
 
@@ -1299,7 +1299,7 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> T
 SCRIPT = Path(__file__).stem
 RANK, WORLD_SIZE = int(os.getenv("RANK", "0")), int(os.getenv("WORLD_SIZE", "1"))  # by torchrun
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
-NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # and views move no data
+NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # like views, move no data
 PROFILERS = {"ROCP_TOOL_LIBRARIES", "ROCPROFSYS_MODE", "NSYS_PROFILING_SESSION_ID"}  # variables
 PROFILERS |= {"NV_NSIGHT_INJECTION_TRANSPORT_TYPE"}  # of ncu
 SETTINGS = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", "deterministic")
@@ -1387,7 +1387,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("modes").add_mutually_exclusive_group().add_argument
     add("--compare-fusion", **switch, help="all fusions off and as chosen, in turns")
-    add("--verify-accuracy", **switch, help="outputs and gradients as with all off?")
+    add("--verify-accuracy", **switch, help="compare outputs and gradients with all off")
     return parser
 
 
@@ -1476,7 +1476,7 @@ class Trainer:
         self.timing: dict = {}  # of the warm-up
         self.kernels: dict = {}
         self.peak = self.flops = 0  # bytes and floating-point operations of a step
-        self.shown = 0.0  # when progress was
+        self.shown = 0.0  # when progress was last printed
         self.status, self.error = 1, "it did not finish"
 
     def build(self) -> Trainer:
@@ -1487,7 +1487,7 @@ class Trainer:
         scaled = args.use_amp and dtype == torch.float16
         self.scaler = torch.amp.GradScaler(args.device, 4096, enabled=scaled)  # 65536 may overflow
         self.batches = make_batches(args, torch.device("cpu"), args.seed)
-        self.inputs: dict[str, Tensor] = {}  # on a GPU, where batches are copied
+        self.inputs: dict[str, Tensor] = {}  # on a GPU: where batches are copied to
         self.model = self.forward = build_model(args, self.device)
         self.optimizer = build_optimizer(args, self.model)
         self.average = getattr(self.optimizer, "average_gradients", None)  # in place of DDP
@@ -1582,7 +1582,7 @@ class Trainer:
         gc.collect()  # compiling leaves cycles that keep tensors
 
     def take(self, steps: int, label: str = "step") -> float:
-        """Take steps in a row, a turn, which Ctrl-C ends but keeps; return mean milliseconds."""
+        """Take a turn of steps (Ctrl-C ends it, what is done counts); return mean milliseconds."""
         prepare(self.args)  # another run may have had a turn
         synchronize = torch.cuda.synchronize if self.gpu else int
         losses = torch.full((steps,), NOT_YET, pin_memory=self.gpu)
@@ -1914,7 +1914,7 @@ def join_processes(args: argparse.Namespace) -> None:
     if args.device == "cuda":
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", "0")) % torch.cuda.device_count())
     if args.cuda_graph:
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # says PyTorch
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # as PyTorch asks
     warnings.filterwarnings("ignore", ".*(broadcast_buffers|AccumulateGrad node's stream)")
     try:
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
@@ -1928,11 +1928,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     args = parse_args(argv)
     if args.num_gpus > 1 and "RANK" not in os.environ:
-        os.environ["TINY_LAUNCHED"] = "1"  # notes are said
+        os.environ["TINY_LAUNCHED"] = "1"  # notes have been printed
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         words = [*torchrun, str(args.num_gpus), __file__, *(sys.argv[1:] if argv is None else argv)]
         os.execv(sys.executable, [sys.executable, *words])
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # of a scheduler: as Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # from a scheduler: as Ctrl-C
     try:
         if WORLD_SIZE > 1:
             join_processes(args)

@@ -9,7 +9,7 @@ overlap            weight gradients and updates on side streams, during the back
 
 An operation runs as a Triton kernel or as plain PyTorch. V3's kernels stay, and matrix products
 stay with the vendor's library; attention's backward kernels also rotate the gradients of queries
-and keys back. A Function launches its kernels itself, which torch.compile does not see: compile V3
+and keys back. Autograd Functions launch the kernels, which torch.compile does not see: compile V3
 instead. A whole step is one CUDA or HIP graph by default. A graph stores what depends on what, not
 an order, and `overlap` relies on that: it has no effect on a step without a graph.
 exercises/tiny_llama_v4/one_launch.py has a whole transformer layer as one launch.
@@ -17,7 +17,7 @@ exercises/tiny_llama_v4/one_launch.py has a whole transformer layer as one launc
 Examples:
   python tiny_llama_v4.py --use-amp --compare-fusion                   all off against all on
   python tiny_llama_v4.py --use-amp --disable-overlap                  one kernel after the other
-  python tiny_llama_v4.py --use-amp --verify-accuracy                  as with all off?
+  python tiny_llama_v4.py --use-amp --verify-accuracy                  same as with all off?
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class Fusions:
-    """Which fusions are on. A flag is a field with dashes, its help what stands beside `bool`."""
+    """Which fusions are on. Each field is a flag; the text beside `bool` is its help."""
 
     flash_attention: Annotated[bool, "SDPA of PyTorch instead of materialised scores"] = True
     triton_rms_norm: Annotated[bool, "residual addition and norm as one kernel"] = True
@@ -92,14 +92,14 @@ class Fusions:
     triton_swiglu: Annotated[bool, "silu(gate) * up as one kernel"] = True
     triton_cross_entropy: Annotated[bool, "loss without a float32 copy of the logits"] = True
     direct_gradients: Annotated[bool, "weight gradients reach the optimizer without a cast"] = True
-    fused_optimizer: Annotated[bool, "AdamW as one kernel, which casts weights, too"] = True
+    fused_optimizer: Annotated[bool, "AdamW as one kernel, which also casts weights"] = True
     norm_from_output: Annotated[bool, "the norm's backward pass reads its output"] = True
     overlap: Annotated[
         bool, "in a graph, weight gradients and updates during the backward pass"
     ] = True
 
 
-FUSIONS = tuple(
+FUSIONS = tuple(  # flag, attribute, help
     (name.replace("_", "-"), name, hint.__metadata__[0])
     for name, hint in get_type_hints(Fusions, include_extras=True).items()
 )
@@ -142,7 +142,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("data").add_argument
     add("--text-file", type=Path, metavar="FILE", help="train on the bytes of a real text")
     add = parser.add_argument_group("kernels").add_argument
-    text = "other block sizes or warps, powers of two; a wrong kernel lists all; can be repeated"
+    text = "other block sizes or warps, powers of two; a wrong name lists all; can be repeated"
     form = "KERNEL:NAME=NUMBER,..."
     add("--blocks", type=read_blocks, action="append", metavar=form, help=text)
 
@@ -1864,7 +1864,7 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> T
 SCRIPT = Path(__file__).stem
 RANK, WORLD_SIZE = int(os.getenv("RANK", "0")), int(os.getenv("WORLD_SIZE", "1"))  # by torchrun
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
-NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # and views move no data
+NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # like views, move no data
 PROFILERS = {"ROCP_TOOL_LIBRARIES", "ROCPROFSYS_MODE", "NSYS_PROFILING_SESSION_ID"}  # variables
 PROFILERS |= {"NV_NSIGHT_INJECTION_TRANSPORT_TYPE"}  # of ncu
 SETTINGS = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", "deterministic")
@@ -1952,7 +1952,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("modes").add_mutually_exclusive_group().add_argument
     add("--compare-fusion", **switch, help="all fusions off and as chosen, in turns")
-    add("--verify-accuracy", **switch, help="outputs and gradients as with all off?")
+    add("--verify-accuracy", **switch, help="compare outputs and gradients with all off")
     return parser
 
 
@@ -2041,7 +2041,7 @@ class Trainer:
         self.timing: dict = {}  # of the warm-up
         self.kernels: dict = {}
         self.peak = self.flops = 0  # bytes and floating-point operations of a step
-        self.shown = 0.0  # when progress was
+        self.shown = 0.0  # when progress was last printed
         self.status, self.error = 1, "it did not finish"
 
     def build(self) -> Trainer:
@@ -2052,7 +2052,7 @@ class Trainer:
         scaled = args.use_amp and dtype == torch.float16
         self.scaler = torch.amp.GradScaler(args.device, 4096, enabled=scaled)  # 65536 may overflow
         self.batches = make_batches(args, torch.device("cpu"), args.seed)
-        self.inputs: dict[str, Tensor] = {}  # on a GPU, where batches are copied
+        self.inputs: dict[str, Tensor] = {}  # on a GPU: where batches are copied to
         self.model = self.forward = build_model(args, self.device)
         self.optimizer = build_optimizer(args, self.model)
         self.average = getattr(self.optimizer, "average_gradients", None)  # in place of DDP
@@ -2147,7 +2147,7 @@ class Trainer:
         gc.collect()  # compiling leaves cycles that keep tensors
 
     def take(self, steps: int, label: str = "step") -> float:
-        """Take steps in a row, a turn, which Ctrl-C ends but keeps; return mean milliseconds."""
+        """Take a turn of steps (Ctrl-C ends it, what is done counts); return mean milliseconds."""
         prepare(self.args)  # another run may have had a turn
         synchronize = torch.cuda.synchronize if self.gpu else int
         losses = torch.full((steps,), NOT_YET, pin_memory=self.gpu)
@@ -2479,7 +2479,7 @@ def join_processes(args: argparse.Namespace) -> None:
     if args.device == "cuda":
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", "0")) % torch.cuda.device_count())
     if args.cuda_graph:
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # says PyTorch
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # as PyTorch asks
     warnings.filterwarnings("ignore", ".*(broadcast_buffers|AccumulateGrad node's stream)")
     try:
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
@@ -2493,11 +2493,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     args = parse_args(argv)
     if args.num_gpus > 1 and "RANK" not in os.environ:
-        os.environ["TINY_LAUNCHED"] = "1"  # notes are said
+        os.environ["TINY_LAUNCHED"] = "1"  # notes have been printed
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         words = [*torchrun, str(args.num_gpus), __file__, *(sys.argv[1:] if argv is None else argv)]
         os.execv(sys.executable, [sys.executable, *words])
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # of a scheduler: as Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # from a scheduler: as Ctrl-C
     try:
         if WORLD_SIZE > 1:
             join_processes(args)

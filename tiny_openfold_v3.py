@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""TinyOpenFold V3: Triton kernels for what memory or launches limit, each on a flag of its own.
+"""TinyOpenFold V3: Triton kernels where memory or launches are the limit, each on its own flag.
 
 triton-layer-norm     a norm reads its input once and writes the type that the next GEMM takes, and
                       the pair bias
@@ -22,7 +22,7 @@ does. Every kernel has its backward pass; the model, its weights and its loss ar
 V2. Without a GPU the kernels run in Triton's interpreter, which shows that they are right, not how
 fast they are.
 
-The Evoformer follows the supplementary information of Jumper et al. 2021 (AF2 SI below), names
+The Evoformer follows the supplementary information of Jumper et al. 2021 (AF2 SI below); names
 follow OpenFold.
 
 Examples:
@@ -98,7 +98,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class Fusions:
-    """Which fusions are on. A flag is a field with dashes, its help what stands beside `bool`."""
+    """Which fusions are on. Each field is a flag; the text beside `bool` is its help."""
 
     triton_layer_norm: Annotated[bool, "layer norms that write the type of the next GEMM"] = True
     triton_attention: Annotated[bool, "attention with pair bias and gate as one kernel"] = True
@@ -109,7 +109,7 @@ class Fusions:
     cast_fusion: Annotated[bool, "with AMP all weights of a block cast in one launch"] = True
 
 
-FUSIONS = tuple(
+FUSIONS = tuple(  # flag, attribute, help
     (name.replace("_", "-"), name, hint.__metadata__[0])
     for name, hint in get_type_hints(Fusions, include_extras=True).items()
 )
@@ -182,7 +182,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--msa", type=Path, action="append", metavar="FILE.a3m", help=text)
     add("--structure", type=Path, action="append", metavar="FILE", help="the PDB or mmCIF of each")
     add = parser.add_argument_group("kernels").add_argument
-    text = "other block sizes or warps, powers of two; a wrong kernel lists all; can be repeated"
+    text = "other block sizes or warps, powers of two; a wrong name lists all; can be repeated"
     form = "KERNEL:NAME=NUMBER,..."
     add("--blocks", type=read_blocks, action="append", metavar=form, help=text)
 
@@ -2657,7 +2657,7 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> P
 SCRIPT = Path(__file__).stem
 RANK, WORLD_SIZE = int(os.getenv("RANK", "0")), int(os.getenv("WORLD_SIZE", "1"))  # by torchrun
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
-NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # and views move no data
+NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # like views, move no data
 PROFILERS = {"ROCP_TOOL_LIBRARIES", "ROCPROFSYS_MODE", "NSYS_PROFILING_SESSION_ID"}  # variables
 PROFILERS |= {"NV_NSIGHT_INJECTION_TRANSPORT_TYPE"}  # of ncu
 SETTINGS = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", "deterministic")
@@ -2745,7 +2745,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("modes").add_mutually_exclusive_group().add_argument
     add("--compare-fusion", **switch, help="all fusions off and as chosen, in turns")
-    add("--verify-accuracy", **switch, help="outputs and gradients as with all off?")
+    add("--verify-accuracy", **switch, help="compare outputs and gradients with all off")
     return parser
 
 
@@ -2834,7 +2834,7 @@ class Trainer:
         self.timing: dict = {}  # of the warm-up
         self.kernels: dict = {}
         self.peak = self.flops = 0  # bytes and floating-point operations of a step
-        self.shown = 0.0  # when progress was
+        self.shown = 0.0  # when progress was last printed
         self.status, self.error = 1, "it did not finish"
 
     def build(self) -> Trainer:
@@ -2845,7 +2845,7 @@ class Trainer:
         scaled = args.use_amp and dtype == torch.float16
         self.scaler = torch.amp.GradScaler(args.device, 4096, enabled=scaled)  # 65536 may overflow
         self.batches = make_batches(args, torch.device("cpu"), args.seed)
-        self.inputs: dict[str, Tensor] = {}  # on a GPU, where batches are copied
+        self.inputs: dict[str, Tensor] = {}  # on a GPU: where batches are copied to
         self.model = self.forward = build_model(args, self.device)
         self.optimizer = build_optimizer(args, self.model)
         self.average = getattr(self.optimizer, "average_gradients", None)  # in place of DDP
@@ -2940,7 +2940,7 @@ class Trainer:
         gc.collect()  # compiling leaves cycles that keep tensors
 
     def take(self, steps: int, label: str = "step") -> float:
-        """Take steps in a row, a turn, which Ctrl-C ends but keeps; return mean milliseconds."""
+        """Take a turn of steps (Ctrl-C ends it, what is done counts); return mean milliseconds."""
         prepare(self.args)  # another run may have had a turn
         synchronize = torch.cuda.synchronize if self.gpu else int
         losses = torch.full((steps,), NOT_YET, pin_memory=self.gpu)
@@ -3272,7 +3272,7 @@ def join_processes(args: argparse.Namespace) -> None:
     if args.device == "cuda":
         torch.cuda.set_device(int(os.getenv("LOCAL_RANK", "0")) % torch.cuda.device_count())
     if args.cuda_graph:
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # says PyTorch
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # as PyTorch asks
     warnings.filterwarnings("ignore", ".*(broadcast_buffers|AccumulateGrad node's stream)")
     try:
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
@@ -3286,11 +3286,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     args = parse_args(argv)
     if args.num_gpus > 1 and "RANK" not in os.environ:
-        os.environ["TINY_LAUNCHED"] = "1"  # notes are said
+        os.environ["TINY_LAUNCHED"] = "1"  # notes have been printed
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         words = [*torchrun, str(args.num_gpus), __file__, *(sys.argv[1:] if argv is None else argv)]
         os.execv(sys.executable, [sys.executable, *words])
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # of a scheduler: as Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # from a scheduler: as Ctrl-C
     try:
         if WORLD_SIZE > 1:
             join_processes(args)

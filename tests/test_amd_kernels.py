@@ -36,7 +36,7 @@ def results() -> dict[str, dict]:
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("a barrier dropped", "race: reads what another wave has since the last barrier"),
+        ("a barrier dropped", "race: reads what another wave has written since the last barrier"),
         ("a barrier dropped in a product", "race"),
         ("a store to LDS dropped", "reads LDS that nobody has written"),
         ("a wrong mask", "reads 4 bytes from byte 4000 of X, which has 4000"),

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Three kernels to be seen as an AMD GPU gets them: relu(x + y), the sum of each row, and a matrix
-product. Run by itself, each is compared with PyTorch, in Triton's interpreter.
+"""Four kernels to be seen as an AMD GPU gets them: relu(x + y), the sum of each row, a matrix
+product and a transposition. Run by itself, each is compared with PyTorch, in Triton's interpreter.
 
 Example:
   python -m lab.amd.step exercises/amd/kernels.py add_relu_kernel

@@ -161,7 +161,7 @@ class Lds:
             bad = (known[index] != np.iinfo(known.dtype).max).any(0)
             self.fault("reads LDS that nobody has written", address, active, bad)
         if self.waves > 1:
-            self.check(writers[index], bits, "reads what another wave has", address, active)
+            self.check(writers[index], bits, "reads what another wave has written", address, active)
             add_bits(readers, index, np.broadcast_to(bits, index.shape))
         found = np.zeros((count, *address.shape), np.uint32)
         found[:, active] = content[index]
