@@ -152,17 +152,18 @@ def record_step() -> None:
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """The largest difference over the largest value; infinite where only one is a number."""
+    """The largest difference over the largest value, or the smallest that is no denormal number:
+    below it numbers are as far apart; infinite where only one is a number."""
     if not expected.is_floating_point():
         return 0.0 if torch.equal(found, expected) else float("inf")
+    least = torch.finfo(expected.dtype).tiny
     found, expected = found.double(), expected.double()
     numbers = expected.isfinite()
     same = (found == expected) | (found.isnan() & expected.isnan())
     if not (same | numbers & found.isfinite()).all():
         return float("inf")
     largest = (found - expected)[numbers].abs().max().item() if numbers.any() else 0.0
-    scale = expected[numbers].abs().max().item() if largest else 1.0
-    return largest / scale if scale else float("inf")
+    return largest / max(expected[numbers].abs().max().item(), least) if largest else 0.0
 
 
 def constants_of(kernel, arguments: dict) -> str:
