@@ -2700,9 +2700,8 @@ def build_parser() -> argparse.ArgumentParser:
     """Build the command line: the arguments of the model, and those of every version."""
     description, _, examples = (__doc__ or "").partition("\nExamples:\n")
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        usage=argparse.SUPPRESS, description=description, formatter_class=raw, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(f"{SCRIPT}.py", argparse.SUPPRESS, description)
+    parser.formatter_class, parser.allow_abbrev = raw, False
     parser.epilog = "examples:\n" + examples
     add_model_arguments(parser)
     switch, default = {"action": "store_true"}, "(default: %(default)s)"

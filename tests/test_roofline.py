@@ -167,7 +167,7 @@ def in_rows(folder: Path) -> tuple[Path, list[str], list[list[str]]]:
         known = ["4", cells["Dispatch_ID"], dispatch.name, str(dispatch.start), str(dispatch.end)]
         rows += [[*known, n, cells[n]] for n in (*FLOP_COUNTERS, *BYTE_COUNTERS["MI200"])]
     path.unlink()
-    return path.parent, header.split(","), rows
+    return path.parent, header, rows
 
 
 def write_table(path: Path, header: list[str], rows: list[list[str]]) -> None:

@@ -97,6 +97,8 @@ def test_commands_on_slides_and_in_notes_are_accepted(path):
     for line in "\n".join(shown).replace("\\\n", " ").splitlines():
         words = shlex.split(line)
         program = words[words[0] in ("python", "bash")]
+        if program == "-m":
+            program = f"{words[2].replace('.', '/')}.py"
         assert words[0] in ("source", "diff") or (ROOT / program).is_file()
         if program.startswith("tiny_") and "--help" not in words:
             load(Path(program).stem).build_parser().parse_args(words[2:])

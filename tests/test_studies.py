@@ -244,7 +244,18 @@ def steady(monkeypatch):
 def test_an_ablation_has_the_effect_of_each_fusion(steady, monkeypatch, tmp_path):
     """The groups and sums below are those of three fusions."""
     path = tmp_path / "study.json"
-    argv = [*SMALL, "--all-combinations", "--group-size", "4", "--rounds", "5", "--output", path]
+    argv = [
+        "--script",
+        "tiny_llama_v2.py",
+        *SMALL,
+        "--all-combinations",
+        "--group-size",
+        "4",
+        "--rounds",
+        "5",
+        "--output",
+        path,
+    ]
     status, out, err = call(fusion_ablation_study, *argv)
     assert (status, "6 of 6" in err) == (0, True)
     rows = {row[0]: row for row in table_of(out)}
@@ -301,7 +312,15 @@ def test_the_search_doubles_and_then_halves_the_gap():
 def test_the_best_batch_size_is_below_the_limit(steady, monkeypatch, tmp_path):
     fails_where(lambda args: args.batch_size > 4, monkeypatch, "tiny_llama_v2")
     at, path = SMALL.index("--batch-size"), tmp_path / "search.json"
-    argv = [*SMALL[:at], *SMALL[at + 2 :], "--rounds", "2", "--output"]
+    argv = [
+        "--script",
+        "tiny_llama_v2.py",
+        *SMALL[:at],
+        *SMALL[at + 2 :],
+        "--rounds",
+        "2",
+        "--output",
+    ]
     status, out, err = call(optimize_batch_size, *argv, path)
     assert status == 0, err
     rows = table_of(out)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -401,7 +402,7 @@ def test_a_layer_is_launched_cooperatively_where_its_programs_wait(monkeypatch: 
     assert found == [True] + 5 * [False]
 
 
-def test_a_layer_that_cannot_be_one_launch_is_refused(run, monkeypatch: pytest.MonkeyPatch):
+def test_a_layer_that_cannot_be_one_launch_is_refused(monkeypatch: pytest.MonkeyPatch):
     """By an old Triton, or with more tokens than angles."""
     given = layer_arguments(*SHORT_LAYER)
     with pytest.raises(ValueError, match="7 tokens, but the model's seq_len is 6"):
@@ -410,11 +411,12 @@ def test_a_layer_that_cannot_be_one_launch_is_refused(run, monkeypatch: pytest.M
     with pytest.raises(RuntimeError, match=r"needs Triton 3\.3"):
         one_launch.transformer_block(*given)
     assert one_launch.transformer_block(*given, 5).isfinite().all()
-    assert_one_error(run(V4, *HERE, *SMALL, "--mode", "benchmark"), 4, "needs Triton 3.3")
+    with pytest.raises(SystemExit, match="4"):
+        one_launch.benchmark(parse(V4, *SMALL))
 
 
-def test_inference_says_that_all_ways_agree(run):
-    result = run(V4, *HERE, *SMALL, "--mode", "benchmark", "--use-amp")
-    assert result.status == 0, result.stdout + result.stderr
-    assert re.search(r"^one launch .*relative error", result.stdout, re.MULTILINE)
-    assert (result.directory / f"{V4}_benchmark.json").is_file()
+def test_inference_says_that_all_ways_agree(tmp_path: Path, capsys: pytest.CaptureFixture):
+    args = parse(V4, *SMALL, "--use-amp", "--profile-dir", str(tmp_path))
+    assert one_launch.benchmark(args) == 0
+    assert re.search(r"^one launch .*relative error", capsys.readouterr().out, re.MULTILINE)
+    assert (tmp_path / f"{V4}_benchmark.json").is_file()

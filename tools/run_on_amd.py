@@ -134,6 +134,7 @@ def record_step() -> None:
     args = module.parse_args([*argv, "--device", "cpu"])
     # blocks and warps are those that the script chooses for AMD
     module.BACKEND, module.INTERPRETED = "hip", False
+    module.wrap_triton = module.Interpreted  # which multiplies bfloat16 right
     module.shared_memory = lambda: 2**31
     module.use_settings(args)
     batch = module.make_batches(args, cpu, args.seed).next_batch()
