@@ -15,7 +15,7 @@ executed, not measured. There are no times among it.
 
 Examples:
   python tools/run_on_amd.py                       everything: most of an hour
-  python tools/run_on_amd.py --quick               each kernel in each precision: minutes
+  python tools/run_on_amd.py --quick               each kernel and precision: 4 minutes, two cores
   python tools/run_on_amd.py tiny_openfold_v4.py --dtype float32 --size odd --target gfx942
   python tools/run_on_amd.py my_kernels.py         what any program launches
   python tools/run_on_amd.py --write               and into results/amd/executed.json, case by case
