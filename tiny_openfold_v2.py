@@ -814,6 +814,7 @@ SETTINGS = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", 
 SETTINGS += ("use_amp", "amp_dtype", "matmul_precision")
 SETTINGS += ("torch_compile", "torch_compile_mode", "cuda_graph")
 NOT_YET = -1.0  # in place of a loss that is still on its way to the host
+AHEAD = 2000  # steps that the host is ahead at most: a GPU's queue has about a thousand launches
 
 
 def say(kind: str, message: str) -> None:
@@ -1099,7 +1100,7 @@ class Trainer:
         try:
             for step in range(steps):
                 losses[step].copy_(self.step(), non_blocking=True)
-                self.show(losses, label, began)
+                self.show(losses, step + 1, label, began)
         finally:
             synchronize()
             seconds, known = time.perf_counter() - began, losses[losses != NOT_YET].tolist()
@@ -1114,17 +1115,19 @@ class Trainer:
             raise FloatingPointError("the loss is no number any more; lower --learning-rate")
         return ms
 
-    def show(self, losses: Tensor, label: str, began: float) -> None:
-        """Show how far the device is now and then, without waiting for it."""
-        done, now = int((losses != NOT_YET).sum()), time.perf_counter()
-        step = done + len(self.phases.get("data", ()))
-        goal = self.args.num_steps if label == "step" else len(losses)
-        due = now > self.shown + 0.1 if sys.stderr.isatty() else step % self.args.log_interval == 0
-        if done and due:
+    def show(self, losses: Tensor, steps: int, label: str, began: float) -> None:
+        """Show now and then how far the device is, of these steps, without waiting for it."""
+        earlier, now = len(self.phases.get("data", ())), time.perf_counter()
+        often = (earlier + steps) % self.args.log_interval == 0
+        if not (now > self.shown + 0.1 if sys.stderr.isatty() else often):
+            return
+        done = steps - int((losses[max(0, steps - AHEAD) : steps] == NOT_YET).sum())
+        if done:
             self.shown, pace = now, (now - began) / done
-            text = f"{self.title}{label} {step}/{goal}  loss {losses[done - 1]:.4f}"
+            goal = self.args.num_steps if label == "step" else len(losses)
+            text = f"{self.title}{label} {earlier + done}/{goal}  loss {losses[done - 1]:.4f}"
             speed = f"{self.args.batch_size / pace:.1f} samples/s"
-            progress(f"{text}  {speed}  {(goal - step) * pace:.0f} s left")
+            progress(f"{text}  {speed}  {(goal - earlier - done) * pace:.0f} s left")
 
     def count(self, off: int | None = None) -> None:
         """Count in extra steps; `off`: kernels with all off, if known."""
