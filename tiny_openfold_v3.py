@@ -1,26 +1,26 @@
 #!/usr/bin/env python3
 """TinyOpenFold V3: Triton kernels where memory or launches are the limit, each on its own flag.
 
-triton-layer-norm     a norm reads its input once and writes the type that the next GEMM takes, and
-                      the pair bias
-triton-attention      attention with pair bias and gate in one pass; nothing is transposed, and no
-                      gradient is added up atomically: a program sums the bias gradient of a tile
-                      over the rows that share it
-triton-triangle       norm, projections and gates of a triangle multiplication are one kernel before
-                      its batched product and one after it
-triton-outer-product  the outer product is written as its projection reads it, and not kept for the
-                      backward pass
-triton-transition     bias and ReLU in one pass, and so are their gradients
-triton-bias-gradient  the gradient of a bias is a sum over all rows, which PyTorch leaves to a few
-                      slow programs
-cast-fusion           with AMP, all weights of a block in one launch instead of each in its own
-                      (PyTorch's own kernel)
+Most operations of an Evoformer wait for memory, not for arithmetic. A kernel that does several of
+them reads its input once, and writes only what the next GEMM takes.
 
-The GEMMs stay with the vendor's library where nothing can be fused to them. Attention and triangle
-multiplication project with one GEMM, as in V2; turn their kernels off, and PyTorch computes what V1
-does. Every kernel has its backward pass; the model, its weights and its loss are those of V1 and
-V2. Without a GPU the kernels run in Triton's interpreter, which shows that they are right, not how
-fast they are.
+triton-layer-norm     a norm in one pass; it writes the type of the next GEMM, and the pair bias
+triton-attention      attention with pair bias and gate in one pass: no scores in memory, nothing
+                      transposed. Each program adds up its own tile of the bias gradient, over all
+                      rows that share it: no atomic additions
+triton-triangle       a triangle multiplication has a batched product in its middle; norm,
+                      projections and gates are one kernel before it and one after it
+triton-outer-product  the outer product is written in the order in which its projection reads it;
+                      the backward pass computes it again
+triton-transition     bias and ReLU in one pass, forward and backward
+triton-bias-gradient  the gradient of a bias, a sum over all rows, by many programs; PyTorch's sum
+                      has a few slow ones
+cast-fusion           with AMP, PyTorch casts all weights of a block in one launch
+
+Products alone stay with the vendor's library. Where a flag is off, PyTorch computes what V1 does;
+query, key, value and gate stay one GEMM, as in V2. Every kernel has its backward pass: model,
+weights and loss are those of V1. Without a GPU the kernels run in Triton's interpreter, which shows
+that they are right, not how fast they are.
 
 The Evoformer follows the supplementary information of Jumper et al. 2021 (AF2 SI below); names
 follow OpenFold.

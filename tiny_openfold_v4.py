@@ -1,28 +1,27 @@
 #!/usr/bin/env python3
 """TinyOpenFold V4: what is left to take away when the kernels of V3 are fast.
 
-triton-attention      V3's kernels; the norm before them is in the kernel of their projections, the
-                      residual after them in that of the output projection, and the gradients of
-                      both likewise: no kernel adds up gradients of the residual stream
-triton-triangle       V3's kernels; if a triangle is short, its product is one kernel, and both
-                      gradients of the product are another
-triton-outer-product  V3's kernel forward, norm and residual as in the attentions; the gradients of
-                      the two factors are GEMMs of the library
-fused-optimizer       AdamW as one kernel, which also writes the weights that the next GEMMs take
-transition-fusion     a transition as one kernel; its hidden layer never reaches memory, and the
-                      backward pass computes it again. Wide rows keep it, with bias and ReLU inside
-                      the GEMMs
+Between V3's kernels, norms, residuals and sums of gradients still travel through memory. V4 takes
+them into the kernels beside them, and makes one graph of the whole step.
+
+triton-attention      V3's kernels. The norm before them moves into the kernel of their projections,
+                      the residual into that of the output projection. Their gradients move likewise
+triton-triangle       V3's kernels. The batched product of a short triangle is one kernel, and its
+                      two gradients are another
+triton-outer-product  V3's kernel forward, norm and residual inside; GEMMs of the library backward
+transition-fusion     a transition is one kernel. Its hidden layer never reaches memory; backward
+                      computes it again. Wide rows keep it, bias and ReLU inside the GEMMs
 embedding-fusion      one product for each representation embeds the tokens
 loss-fusion           the loss of a head is one kernel, and its gradient another
-overlap               gradients of weights and biases on a side stream, as the backward pass goes on
+fused-optimizer       AdamW is one kernel. It also writes the weights in the type of the next GEMMs
+overlap               gradients of weights and biases on a side stream, beside the backward pass
 
-Each operation is computed in one of two ways: by these kernels, or by PyTorch alone, as in V1, also
-at sizes for which there is no kernel. Projections of the same input are one weight, and a GEMM
+Each operation has two ways: these kernels, or PyTorch as in V1, which also takes the sizes that no
+kernel does. Weights that share an input lie side by side, so that one GEMM takes them all. A GEMM
 writes the gradient of a weight where the optimizer reads it: nothing is joined or cast in between.
 
-The whole step is one graph by default. A graph keeps what depends on what, not an order: `overlap`
-makes use of that, so it does nothing in a step without a graph. A compiler does not see these
-launches: torch.compile is for V3.
+A graph keeps what depends on what, not the order of launches. That is what `overlap` needs; without
+a graph it does nothing. A compiler cannot see these launches: torch.compile is for V3.
 
 The Evoformer follows the supplementary information of Jumper et al. 2021 (AF2 SI below); names
 follow OpenFold.
