@@ -1297,7 +1297,6 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> T
 # Copied from common/core.py by tools/sync_common.py: edit it there.
 # In the order in which it runs: arguments, training step, turns, counts, report, main.
 SCRIPT = Path(__file__).stem
-RANK, WORLD_SIZE = int(os.getenv("RANK", "0")), int(os.getenv("WORLD_SIZE", "1"))  # by torchrun
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # like views, move no data
 PROFILERS = {"ROCP_TOOL_LIBRARIES", "ROCPROFSYS_MODE", "NSYS_PROFILING_SESSION_ID"}  # variables
@@ -1319,6 +1318,16 @@ def fail(message: str, status: int = 2) -> None:
     """End the program with one line about what the user can put right."""
     say("error", message)
     raise SystemExit(status)
+
+
+def from_launcher(name: str, default: int) -> int:
+    """Return a number that torchrun sets in the environment."""
+    if not (text := os.getenv(name, str(default))).isdecimal():
+        fail(f"{name} in the environment is no number: {text!r}")
+    return int(text)
+
+
+RANK, WORLD_SIZE = from_launcher("RANK", 0), from_launcher("WORLD_SIZE", 1)
 
 
 def progress(text: str = "") -> None:
@@ -1779,10 +1788,8 @@ def headline(args: argparse.Namespace, facts: dict) -> str:
     precision = args.amp_dtype if args.use_amp else float32
     names = [*(name for _, name, _ in FUSIONS), "torch_compile", "cuda_graph"]
     on = [name for name in names if getattr(args, name) and name not in args.without_effect]
-    fused = ", ".join(on or ["nothing fused"]).replace("_", "-")
-    return (
-        f"{SCRIPT} on {device}: {facts['parameters']:,} parameters, {sizes}; {precision}; {fused}"
-    )
+    fused, size = ", ".join(on or ["nothing fused"]).replace("_", "-"), facts["parameters"]
+    return f"{SCRIPT} on {device}: {size:,} parameters, {sizes}; {precision}; {fused}"
 
 
 def report(result: dict) -> str:
@@ -1872,11 +1879,8 @@ def measure(*trainers: Trainer) -> list[dict]:
     steps, turns = args.num_steps, 1 if len(trainers) == 1 else min(10, args.num_steps)
     end, region = (1, "it did not finish"), contextlib.nullcontext
     try:
-        if (
-            args.enable_rocm_profiling
-            or args.enable_pytorch_profiler
-            or args.enable_memory_profiling
-        ):
+        profiles = args.enable_pytorch_profiler or args.enable_memory_profiling
+        if profiles or args.enable_rocm_profiling:
             from lab.profile import steps as profiled  # before time is spent on training
         if args.enable_rocm_profiling:
             region = profiled.recorded_region
@@ -1889,7 +1893,7 @@ def measure(*trainers: Trainer) -> list[dict]:
                 for trainer in trainers[:: 1 if turn % 2 == 0 else -1]:
                     trainer.take(steps * (turn + 1) // turns - steps * turn // turns)
         for trainer in trainers if not args.under_profiler else ():
-            if args.enable_pytorch_profiler or args.enable_memory_profiling:
+            if profiles:
                 profiled.write_profile(sys.modules[__name__], trainer)
             trainer.count(trainers[0].kernels.get("per_step"))
         if WORLD_SIZE > 1:
@@ -1914,7 +1918,7 @@ def train(args: argparse.Namespace) -> dict:
 def join_processes(args: argparse.Namespace) -> None:
     """Meet the other processes that torchrun started; only the first prints from now on."""
     if args.device == "cuda":
-        torch.cuda.set_device(int(os.getenv("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(from_launcher("LOCAL_RANK", 0) % torch.cuda.device_count())
     if args.cuda_graph:
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # as PyTorch asks
     warnings.filterwarnings("ignore", ".*(broadcast_buffers|AccumulateGrad node's stream)")

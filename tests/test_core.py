@@ -26,7 +26,7 @@ from conftest import (
 ALL_SCRIPTS = sorted(ROOT.glob("tiny_*_v*.py"))
 CORE = (ROOT / "common/core.py").read_text()
 END = "# --- end of core\n"
-MOST_LINES, MOST_IMPORTS = 667, 14
+MOST_LINES, MOST_IMPORTS = 671, 14
 
 
 # One file
