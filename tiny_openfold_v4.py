@@ -9,8 +9,9 @@ triton-attention      V3's kernels. The norm before them moves into the kernel o
 triton-triangle       V3's kernels. The batched product of a short triangle is one kernel, and its
                       two gradients are another
 triton-outer-product  V3's kernel forward, norm and residual inside; GEMMs of the library backward
-transition-fusion     a transition is one kernel: its hidden layer never reaches memory, the backward
-                      pass computes it again. Wide rows keep it; bias and ReLU are in the GEMMs
+transition-fusion     a transition is one kernel. Its hidden layer never reaches memory: it is
+                      computed again in the backward pass. Wide rows keep it; bias and ReLU are in
+                      the GEMMs
 embedding-fusion      one product for each representation embeds the tokens
 loss-fusion           the loss of a head is one kernel, and its gradient another
 fused-optimizer       AdamW is one kernel. It also writes the weights in the type of the next GEMMs
