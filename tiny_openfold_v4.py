@@ -1117,7 +1117,7 @@ def column_sums_kernel(
 
 
 def column_sums_out(x: Tensor, out: Tensor, factors: Tensor | None = None) -> None:
-    """Write the sum over all rows of x [..., C] into out [C], times factors [samples] or [1]."""
+    """Write the sum over all rows of x [..., C] into out [C], times factors [samples]."""
     rows, programs, options = row_launch("column_sums", x)
     options |= {"rows": rows, "rows_of_factor": rows if factors is None else rows // len(factors)}
     sums = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
@@ -1131,7 +1131,7 @@ def linear_gradients_out(
     """Write the gradients of a weight [N, K] and its bias [N] into `out`, one after the other.
 
     grad is [..., N], x [..., K]. If `out` has N x K elements only, there is no bias. If given, the
-    bias was added times factors [samples] or [1].
+    bias was added times factors [samples].
     """
     grad, x = grad.flatten(0, -2), x.flatten(0, -2)
     weight, bias = out.tensor_split([grad.shape[1] * x.shape[1]])
@@ -1198,9 +1198,8 @@ def store_rows(
 
 
 @triton.jit
-def load_bias(BIAS, row, column, N, EVEN: tl.constexpr, ALIGNED: tl.constexpr):
+def load_bias(BIAS, row, column, N, EVEN: tl.constexpr):
     """Load a tile of a pair bias [N, N] in float32."""
-    N = length_of(N, ALIGNED)
     at = row.to(tl.int64)[:, None] * N + column[None, :]
     if EVEN:
         bias = tl.load(BIAS + at)
@@ -1211,22 +1210,9 @@ def load_bias(BIAS, row, column, N, EVEN: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def load_present(PRESENT, b, key, N):
-    """Load which of sample b's keys are there: neither padding nor beyond the last."""
-    return tl.load(PRESENT + b * N + key, mask=key < N, other=0) != 0
-
-
-@triton.jit
-def scores(
-    q, k, bias, PRESENT, b, key, N, scale, EVEN: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    """Compute S = scale * Q K^T + B, [queries, keys]; nobody attends to a key that is not there.
-
-    Its weight is 0, and where all keys are padding no NaN arises.
-    """
+def scores(q, k, bias, key, N, scale, EVEN: tl.constexpr, PRECISION: tl.constexpr):
+    """Compute S = scale * Q K^T + B, [queries, keys]; -inf beyond the last key."""
     score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale + bias
-    if PRESENT is not None:
-        return tl.where(load_present(PRESENT, b, key, N)[None, :], score, -1e4)
     return score if EVEN else tl.where((key < N)[None, :], score, float("-inf"))
 
 
@@ -1243,17 +1229,18 @@ def load_gate(
 
 @triton.jit
 def attention_forward_kernel(
-    QKVG, GATE_BIAS, BIAS, PRESENT, OUT, LOG_SUM_EXP, R, H, N,
+    QKVG, GATE_BIAS, BIAS, OUT, LOG_SUM_EXP, R, H, N,
     scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute out = sigmoid(gate + gate_bias) * softmax(scale * Q K^T + B) V without storing S.
 
-    QKVG is [B, R, N, H, 4, D], GATE_BIAS [H x D], BIAS [B, H, N, N] or None, PRESENT [B, N] or
-    None, OUT [B, R, N, H x D], LOG_SUM_EXP [B, R, H, N] that of each row of S. A program owns
-    BLOCK_M queries of a head of a row, and goes over their keys BLOCK_N at a time.
+    QKVG is [B, R, N, H, 4, D], GATE_BIAS [H x D], BIAS [B, H, N, N] or None, OUT [B, R, N, H x D],
+    LOG_SUM_EXP [B, R, H, N] that of each row of S. A program owns BLOCK_M queries of a head of a
+    row, and goes over their keys BLOCK_N at a time.
     """
+    N = length_of(N, ALIGNED)
     tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_M), H, R)
     first, step = head_of_row(b, r, head, R, H, N, COLUMNS)
     QKVG += first * 4 * D
@@ -1268,8 +1255,8 @@ def attention_forward_kernel(
         k = load_rows(QKVG + D, key, x_n, D, BLOCK_D, N, EVEN)
         v = load_rows(QKVG + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
         at_bias = (b * H + head) * N * N
-        bias = 0.0 if BIAS is None else load_bias(BIAS + at_bias, query, key, N, EVEN, ALIGNED)
-        s = scores(q, k, bias, PRESENT, b, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
+        bias = 0.0 if BIAS is None else load_bias(BIAS + at_bias, query, key, N, EVEN)
+        s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
         # Online softmax: what was added up so far belongs to the maximum so far.
         new_row_max = tl.maximum(row_max, tl.max(s, 1) * LOG2E)  # to the base 2
         p = tl.exp2(s * LOG2E - new_row_max[:, None])
@@ -1290,7 +1277,7 @@ def attention_forward_kernel(
 
 @triton.jit
 def attention_backward_query_kernel(
-    GRAD_OUT, QKVG, GATE_BIAS, BIAS, PRESENT, OUT, LOG_SUM_EXP,
+    GRAD_OUT, QKVG, GATE_BIAS, BIAS, OUT, LOG_SUM_EXP,
     GRAD_QKVG, GRAD_ATTENTION, DELTA, GRAD_GATE_BIAS, R, H, N,
     scale: tl.constexpr, COLUMNS: tl.constexpr, ROUNDED: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -1307,6 +1294,7 @@ def attention_backward_query_kernel(
     common would enter the query's gradient. From a ROUNDED output it does so only roughly: what the
     sum is then, rowsum(dS), is taken off at the end, times P K, the mean of the keys.
     """
+    N = length_of(N, ALIGNED)
     tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_M), H, R)
     first, step = head_of_row(b, r, head, R, H, N, COLUMNS)
     at_x, x_n = first * 4 * D, step * 4 * D
@@ -1336,8 +1324,8 @@ def attention_backward_query_kernel(
         k = load_rows(QKVG + D, key, x_n, D, BLOCK_D, N, EVEN)
         v = load_rows(QKVG + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
         at_bias = (b * H + head) * N * N
-        bias = 0.0 if BIAS is None else load_bias(BIAS + at_bias, query, key, N, EVEN, ALIGNED)
-        s = scores(q, k, bias, PRESENT, b, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
+        bias = 0.0 if BIAS is None else load_bias(BIAS + at_bias, query, key, N, EVEN)
+        s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
         p = tl.exp2(s * LOG2E - log_sum_exp[:, None])  # P
         grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)  # dP = dO V^T
         grad_s = p * (grad_p - delta[:, None])  # dS
@@ -1352,7 +1340,7 @@ def attention_backward_query_kernel(
 
 @triton.jit
 def attention_backward_key_kernel(
-    QKVG, BIAS_T, PRESENT, LOG_SUM_EXP, GRAD_ATTENTION, DELTA, GRAD_QKVG, R, H, N,
+    QKVG, BIAS_T, LOG_SUM_EXP, GRAD_ATTENTION, DELTA, GRAD_QKVG, R, H, N,
     scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -1363,6 +1351,7 @@ def attention_backward_key_kernel(
     BIAS_T [B, H, N, N]. A program owns BLOCK_N keys of a head of a row, and goes over the queries
     BLOCK_M at a time.
     """
+    N = length_of(N, ALIGNED)
     tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_N), H, R)
     first, step = head_of_row(b, r, head, R, H, N, COLUMNS)
     at_x, x_n, out_n = first * 4 * D, step * 4 * D, step * D
@@ -1381,23 +1370,20 @@ def attention_backward_key_kernel(
         log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=query < N, other=0.0)
         delta = tl.load(DELTA + at_row + query, mask=query < N, other=0.0)
         at_bias = (b * H + head) * N * N
-        bias = 0.0 if BIAS_T is None else load_bias(BIAS_T + at_bias, key, query, N, EVEN, ALIGNED)
+        bias = 0.0 if BIAS_T is None else load_bias(BIAS_T + at_bias, key, query, N, EVEN)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale + bias  # S^T
         p = tl.exp2(s * LOG2E - log_sum_exp[None, :])  # P^T
         grad_v = tl.dot(p.to(grad.dtype), grad, grad_v, input_precision=PRECISION)  # dV += P^T dO
         grad_p = tl.dot(v, tl.trans(grad), input_precision=PRECISION)  # dP^T = V dO^T
         grad_s = p * (grad_p - delta[None, :])  # dS^T
         grad_k = tl.dot(grad_s.to(q.dtype), q, grad_k, input_precision=PRECISION)  # dK += dS^T Q
-    if PRESENT is not None:  # the sums of other keys may be infinite: their P is not set to 0
-        present = load_present(PRESENT, b, key, N)[:, None]
-        grad_k, grad_v = tl.where(present, grad_k, 0.0), tl.where(present, grad_v, 0.0)
     store_rows(GRAD_QKVG + at_x + D, grad_k * scale, key, x_n, D, BLOCK_D, N, EVEN)
     store_rows(GRAD_QKVG + at_x + 2 * D, grad_v, key, x_n, D, BLOCK_D, N, EVEN)
 
 
 @triton.jit
 def attention_backward_bias_kernel(
-    QKVG, BIAS, PRESENT, LOG_SUM_EXP, GRAD_ATTENTION, DELTA, GRAD_BIAS, R, H, N, B, group,
+    QKVG, BIAS, LOG_SUM_EXP, GRAD_ATTENTION, DELTA, GRAD_BIAS, R, H, N, B, group,
     scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -1407,13 +1393,14 @@ def attention_backward_bias_kernel(
     GRAD_BIAS is [groups, B, H, N, N]. A program owns a tile [BLOCK_M, BLOCK_N] of it and adds up
     `group` of the rows, so nothing is added atomically.
     """
+    N = length_of(N, ALIGNED)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tile, head, g, b = split_program(
         tl.program_id(0), tl.cdiv(N, BLOCK_M) * tiles_n, H, tl.cdiv(R, group)
     )  # fmt: skip
     query = tile // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
     key = tile % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    bias = load_bias(BIAS + (b * H + head) * N * N, query, key, N, EVEN, ALIGNED)
+    bias = load_bias(BIAS + (b * H + head) * N * N, query, key, N, EVEN)
     grad_bias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     first_row = (g * group).to(tl.int32)
     last_row = tl.minimum(g * group + group, R).to(tl.int32)
@@ -1428,18 +1415,17 @@ def attention_backward_bias_kernel(
         at_row = ((b * R + r) * H + head) * N
         log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=query < N, other=0.0)
         delta = tl.load(DELTA + at_row + query, mask=query < N, other=0.0)
-        s = scores(q, k, bias, PRESENT, b, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
+        s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
         p = tl.exp2(s * LOG2E - log_sum_exp[:, None])  # P
         grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)  # dP = dO V^T
         grad_bias += p * (grad_p - delta[:, None])  # dB += dS
-    N = length_of(N, ALIGNED)
     at = ((g * B + b) * H + head) * N * N + query.to(tl.int64)[:, None] * N + key[None, :]
     tl.store(GRAD_BIAS + at, grad_bias, mask=(query < N)[:, None] & (key < N)[None, :])
 
 
 @triton.jit
 def attention_backward_short_kernel(
-    GRAD_OUT, QKVG, GATE_BIAS, BIAS, PRESENT, OUT, GRAD_QKVG, GRAD_GATE_BIAS, GRAD_BIAS,
+    GRAD_OUT, QKVG, GATE_BIAS, BIAS, OUT, GRAD_QKVG, GRAD_GATE_BIAS, GRAD_BIAS,
     R, H, N, B, group, scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -1451,11 +1437,12 @@ def attention_backward_short_kernel(
     and the sums of dgate and of dS over them: of GRAD_GATE_BIAS [B, groups, H x D] and of
     GRAD_BIAS [groups, B, H, N, N].
     """
+    N = length_of(N, ALIGNED)
     _, head, g, b = split_program(tl.program_id(0), 1, H, tl.cdiv(R, group))
     n = tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_D)
     at_bias = (b * H + head) * N * N
-    bias = 0.0 if BIAS is None else load_bias(BIAS + at_bias, n, n, N, EVEN, ALIGNED)
+    bias = 0.0 if BIAS is None else load_bias(BIAS + at_bias, n, n, N, EVEN)
     grad_bias = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
     grad_gate_bias = tl.zeros([BLOCK_D], tl.float32)
     first_row = (g * group).to(tl.int32)
@@ -1475,7 +1462,7 @@ def attention_backward_short_kernel(
         grad_gate_bias += tl.sum(grad_gate, 0)
         store_rows(GRAD_QKVG + at_x + 3 * D, grad_gate, n, x_n, D, BLOCK_D, N, EVEN)
         grad = (grad_out.to(tl.float32) * gate).to(q.dtype)
-        s = scores(q, k, bias, PRESENT, b, n, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
+        s = scores(q, k, bias, n, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
         # A whole row is here: its own sum is more exact than a log-sum-exp that was rounded.
         p = tl.exp2(s * LOG2E - (tl.max(s, 1) * LOG2E)[:, None])
         p /= tl.sum(p, 1)[:, None]  # P
@@ -1537,18 +1524,13 @@ class GatedAttentionFunction(torch.autograd.Function):
     """Compute sigmoid(gate + gate_bias) * softmax(q k^T / sqrt(D) + bias) v.
 
     qkvg [B, R, N, H, 4, D] holds q, k, v and gate; the result is [B, R, N, H x D]. The bias
-    [B, H, N, N] is the same for all rows R, as is present [B, N], False for keys that are padding;
-    each may be None. With `columns` qkvg and the result are [B, N, R, ...].
+    [B, H, N, N] is the same for all rows R; it may be None. With `columns` qkvg and the result are
+    [B, N, R, ...].
     """
 
     @staticmethod
     def forward(
-        ctx,
-        qkvg: Tensor,
-        gate_bias: Tensor,
-        bias: Tensor | None,
-        present: Tensor | None = None,
-        columns: bool = False,
+        ctx, qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None, columns: bool = False
     ) -> Tensor:
         samples, rows, length, heads, dim = attention_sizes(qkvg, columns)
         qkvg, bias = qkvg.contiguous(), None if bias is None else bias.contiguous()
@@ -1557,15 +1539,15 @@ class GatedAttentionFunction(torch.autograd.Function):
         options = attention_options("attention_forward", qkvg, columns)
         programs = triton.cdiv(length, options["BLOCK_M"]) * heads * rows * samples
         launch = wrap_triton(attention_forward_kernel)[(programs,)]
-        launch(qkvg, gate_bias, bias, present, out, log_sum_exp, **options)
-        ctx.save_for_backward(qkvg, gate_bias, bias, present, out, log_sum_exp)
+        launch(qkvg, gate_bias, bias, out, log_sum_exp, **options)
+        ctx.save_for_backward(qkvg, gate_bias, bias, out, log_sum_exp)
         ctx.columns, ctx.parameters = columns, (gate_bias,)
         return out
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
         saved, columns = ctx.saved_tensors, ctx.columns  # with checkpoints they are read once
-        qkvg, _, bias, present, out, log_sum_exp = saved
+        qkvg, _, bias, out, log_sum_exp = saved
         samples, rows, length, heads, dim = attention_sizes(qkvg, columns)
         heads_of_all, grad_bias, grad_qkvg = heads * samples, None, torch.empty_like(qkvg)
         inputs, needs_bias = (grad_out.contiguous(), *saved), ctx.needs_input_grad[2]
@@ -1595,7 +1577,7 @@ class GatedAttentionFunction(torch.autograd.Function):
             tiles = triton.cdiv(length, options["BLOCK_N"])
             bias_t = None if bias is None else bias.mT.contiguous()
             launch = wrap_triton(attention_backward_key_kernel)[(tiles * rows * heads_of_all,)]
-            launch(qkvg, bias_t, present, log_sum_exp, grad, delta, grad_qkvg, **options)
+            launch(qkvg, bias_t, log_sum_exp, grad, delta, grad_qkvg, **options)
             if needs_bias:
                 options = attention_options("attention_backward_bias", qkvg, columns)
                 tiles = [triton.cdiv(length, options[size]) for size in ("BLOCK_M", "BLOCK_N")]
@@ -1604,12 +1586,11 @@ class GatedAttentionFunction(torch.autograd.Function):
                 parts = triton.cdiv(rows, group)
                 grad_bias, options = new_sums(parts, *bias.shape), options | {"group": group}
                 launch = wrap_triton(attention_backward_bias_kernel)[(parts * programs,)]
-                read = qkvg, bias, present, log_sum_exp, grad, delta
-                launch(*read, grad_bias, B=samples, **options)
+                launch(qkvg, bias, log_sum_exp, grad, delta, grad_bias, B=samples, **options)
         grad_bias = sum_parts(grad_bias, dtype=bias.dtype) if needs_bias else None
         compute = partial(sum_parts, grad_gate_bias)
         grads = parameter_gradients(ctx, (ctx.parameters,), compute, grad_gate_bias)
-        return grad_qkvg, *grads, grad_bias, None, None
+        return grad_qkvg, *grads, grad_bias, None
 
 
 # Triangle multiplication of x [B, N, N, C]:
@@ -1638,11 +1619,10 @@ def index(i, WIDE: tl.constexpr):
 
 @triton.jit
 def load_pair_present(PRESENT, position, N, M):
-    """Load whether both residues of each position (b, i, j) are there, from PRESENT [B, N]."""
-    of_i, of_j = position // N, position // (N * N) * N + position % N
+    """Load from PRESENT [B, N] whether residue i, and j, of each position (b, i, j) is there."""
+    of_i, of_j = PRESENT + position // N, PRESENT + (position // (N * N) * N + position % N)
     inside = position < M
-    i_is_there = tl.load(PRESENT + of_i, mask=inside, other=0) != 0
-    return i_is_there & (tl.load(PRESENT + of_j, mask=inside, other=0) != 0)
+    return tl.load(of_i, mask=inside, other=0) != 0, tl.load(of_j, mask=inside, other=0) != 0
 
 
 @triton.jit
@@ -1700,6 +1680,9 @@ def triangle_project_kernel(
     x = normalise_and_keep(x, position, STATISTICS, M, eps, C)
     y = tl.trans(scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(WEIGHT.dtype.element_ty))
     inside = (position < M)[None, :]
+    if PRESENT is not None:
+        i_is_there, j_is_there = load_pair_present(PRESENT, position, N, M)
+        both = (i_is_there & j_is_there)[None, :]
     for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
         row = first + tl.arange(0, BLOCK_C)
         at = WEIGHT + row[:, None] * C + channel[None, :]
@@ -1709,7 +1692,7 @@ def triangle_project_kernel(
         value = value + tl.load(BIAS + row)[:, None]
         value = (value * sigmoid(gate)).to(AB.dtype.element_ty)
         if PRESENT is not None:
-            value = tl.where(load_pair_present(PRESENT, position, N, M)[None, :], value, 0.0)
+            value = tl.where(both, value, 0.0)
         tl.store(AB + index(row, WIDE)[:, None] * M + position[None, :], value, mask=inside)
 
 
@@ -1866,6 +1849,9 @@ def triangle_project_backward_kernel(
     grad_g = tl.load(at_g, mask=inside, other=0.0)
     weight_g = load_transposed(WEIGHT_T, channel + G * C, channel, 6 * C, C, TRANSPOSED)
     grad_y = tl.dot(grad_g, weight_g, input_precision=PRECISION)  # dy = dg W_g^T
+    if PRESENT is not None:
+        i_is_there, j_is_there = load_pair_present(PRESENT, position, N, M)
+        both = (i_is_there & j_is_there)[:, None]
     for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
         row = first + tl.arange(0, BLOCK_C)
         at = WEIGHT + row[None, :] * C + channel[:, None]
@@ -1876,7 +1862,7 @@ def triangle_project_backward_kernel(
         gate = sigmoid(gate)
         grad_ab = tl.load(GRAD_AB + index(row, WIDE)[None, :] * M + m, mask=inside, other=0.0)
         if PRESENT is not None:
-            grad_ab = tl.where(load_pair_present(PRESENT, position, N, M)[:, None], grad_ab, 0.0)
+            grad_ab = tl.where(both, grad_ab, 0.0)
         grad_p = grad_ab.to(tl.float32) * gate
         grad_s = (grad_p * (1 - gate) * value).to(dtype)
         grad_p = grad_p.to(dtype)
@@ -2099,16 +2085,16 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
         return grad_x, None, None, None, *parameter_gradients(ctx, groups, compute, *read)
 
 
-# Outer product mean: out_ij = factor * sum_s a_si (x) b_sj, a factor for each sample or one for
-# all. Of matrices [S, N x H] the products of all channels are one GEMM, but its result [N, H, N, H]
-# is not what the projection takes: this kernel writes it as [N, N, H, H]. The backward pass makes
-# it again. The gradient of the product is written as the GEMM's result would be, so that those of a
-# and b are two GEMMs of the library.
+# Outer product mean: out_ij = factor * sum_s a_si (x) b_sj. Of matrices [S, N x H] the products of
+# all channels are one GEMM, but its result [N, H, N, H] is not what the projection takes: this
+# kernel writes it as [N, N, H, H]. The backward pass makes it again. The gradient of the product is
+# written as the GEMM's result would be, so that those of a and b are two GEMMs of the library.
+# FACTORS [samples] are 1 / (number of sequences + 1e-3).
 
 
 @triton.jit
 def outer_product_forward_kernel(
-    A, B, FACTORS, OUT, S, N, samples_of_factor, H: tl.constexpr,
+    A, B, FACTORS, OUT, S, N, H: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute OUT_ijcd = factor * sum_s A_sic * B_sjd for each sample, with its factor.
@@ -2120,6 +2106,7 @@ def outer_product_forward_kernel(
     left = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # (i, c)
     right = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)  # (j, d)
     sample = tl.program_id(2).to(tl.int64)
+    factor = tl.load(FACTORS + tl.program_id(2))
     product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, S, BLOCK_S):
         s = start + tl.arange(0, BLOCK_S)
@@ -2132,12 +2119,12 @@ def outer_product_forward_kernel(
     pair = (sample * N + left // H)[:, None] * N + (right // H)[None, :]
     at = pair * (H * H) + (left % H * H)[:, None] + (right % H)[None, :]
     inside = (left < width)[:, None] & (right < width)[None, :]
-    tl.store(OUT + at, product * tl.load(FACTORS + sample // samples_of_factor), mask=inside)
+    tl.store(OUT + at, product * factor, mask=inside)
 
 
 @triton.jit
 def outer_product_gradient_kernel(
-    GRAD, WEIGHT_T, FACTORS, GRAD_WIDE, N, samples_of_factor, C: tl.constexpr, H: tl.constexpr,
+    GRAD, WEIGHT_T, FACTORS, GRAD_WIDE, N, C: tl.constexpr, H: tl.constexpr,
     TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of the product of a and b, factor * sum_z G_ijz W_zcd, from that of out.
@@ -2151,7 +2138,7 @@ def outer_product_gradient_kernel(
     channel = tl.arange(0, C)
     inside = (j < N)[:, None]
     grad = tl.load(GRAD + (row * N + j)[:, None] * C + channel[None, :], mask=inside, other=0.0)
-    factor = tl.load(FACTORS + tl.program_id(2) // samples_of_factor)
+    factor = tl.load(FACTORS + tl.program_id(2))
     for first in tl.range(0, H * H, BLOCK_N):
         cd = first + tl.arange(0, BLOCK_N)
         weight = load_transposed(WEIGHT_T, channel, cd, C, H * H, TRANSPOSED)
@@ -2163,7 +2150,7 @@ def outer_product_gradient_kernel(
 def outer_product(a: Tensor, b: Tensor, factors: Tensor) -> Tensor:
     """Multiply a and b [B, S, N, H] -> factor * sum over S of outer products [B, N, N, H x H].
 
-    factors is [B] or, if it is the same for all samples, [1].
+    factors is [B].
     """
     chosen, (samples, depth, length, dim) = blocks("outer_product_forward", a.dtype), a.shape
     chosen["BLOCK_S"] = min(chosen["BLOCK_S"], max(16, triton.next_power_of_2(depth)))
@@ -2171,7 +2158,7 @@ def outer_product(a: Tensor, b: Tensor, factors: Tensor) -> Tensor:
     out = a.new_empty(samples, length, length, dim * dim)
     left, right = (triton.cdiv(length * dim, chosen[size]) for size in ("BLOCK_M", "BLOCK_N"))
     launch = wrap_triton(outer_product_forward_kernel)[(left, right, samples)]
-    launch(a, b, factors, out, samples_of_factor=samples // len(factors), **chosen)
+    launch(a, b, factors, out, **chosen)
     return out
 
 
@@ -2188,7 +2175,7 @@ class OuterProductWithResidual(torch.autograd.Function):
     ) -> Tensor:
         ab, pair, cast = ab.contiguous(), pair.contiguous(), cached_cast(weight, ab.dtype)
         if sequences is None:
-            factors = ab.new_full([1], 1 / (ab.shape[2] + 1e-3), dtype=torch.float32)
+            factors = ab.new_full(ab.shape[1:2], 1 / (ab.shape[2] + 1e-3), dtype=torch.float32)
         else:
             ab = ab * sequences[..., None, None]
             factors = sequences.sum(1, dtype=torch.float32).add_(1e-3).reciprocal_()
@@ -2214,7 +2201,6 @@ class OuterProductWithResidual(torch.autograd.Function):
         wide, grad_ab = ab.new_empty(samples, width, width), torch.empty_like(ab)
         grid = (length, triton.cdiv(length, chosen["BLOCK_M"]), samples)
         launch = wrap_triton(outer_product_gradient_kernel)[grid]
-        chosen["samples_of_factor"] = samples // len(factors)
         launch(grad, weight_t, factors, wide, **chosen)
         (a, b), (grad_a, grad_b) = ab.flatten(3), grad_ab.flatten(3)
         torch.bmm(b, wide.mT, out=grad_a)
@@ -2245,7 +2231,7 @@ def load_heads(HEADS, H: tl.constexpr, BLOCK_H: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def norm_project_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, HEADS, OUT, PAIR_BIAS, M, N,
+    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, HEADS, PRESENT, OUT, PAIR_BIAS, M, N,
     eps: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
     H: tl.constexpr, BLOCK_H: tl.constexpr, ENDING: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
@@ -2253,8 +2239,9 @@ def norm_project_kernel(
     """Compute out = y W^T + b from y = LayerNorm(x), and a pair bias for H heads.
 
     X is [M, C], WEIGHT [WIDTH, C], BIAS [WIDTH] or None, OUT [M, WIDTH]; without a WEIGHT out is y,
-    and OUT may be None. PAIR_BIAS_h = sum_c y_c HEADS_hc in [B, H, N, N]. A program owns BLOCK_M
-    rows, and goes over the columns BLOCK_N at a time.
+    and OUT may be None. PAIR_BIAS_h = sum_c y_c HEADS_hc in [B, H, N, N], and -1e4 for keys that
+    are padding by PRESENT [B, N], if it is not None. A program owns BLOCK_M rows, and goes over the
+    columns BLOCK_N at a time.
     """
     position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
     channel = tl.arange(0, C)
@@ -2265,6 +2252,10 @@ def norm_project_kernel(
         head = tl.arange(0, BLOCK_H)
         projection = load_heads(HEADS, H, BLOCK_H, C).to(y.dtype)
         pair_bias = tl.dot(y, tl.trans(projection), input_precision=PRECISION)  # y HEADS^T
+        if PRESENT is not None:  # a weight of 0, and no NaN where all keys are padding
+            i_is_there, j_is_there = load_pair_present(PRESENT, position, N, M)
+            key_is_there = i_is_there if ENDING else j_is_there
+            pair_bias = tl.where(key_is_there[:, None], pair_bias, -1e4)
         to = PAIR_BIAS + pair_bias_offset(position[:, None], head[None, :], N, H, ENDING, ALIGNED)
         tl.store(to, pair_bias.to(y.dtype), mask=inside[:, None] & (head < H)[None, :])
     if WEIGHT is not None:
@@ -2338,7 +2329,7 @@ def project_residual_kernel(
     C: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute out = residual + x W^T + b, with FACTORS [samples] or [1] times b.
+    """Compute out = residual + x W^T + b, with FACTORS [samples] times b.
 
     X is [M, K], WEIGHT [C, K], RESIDUAL and OUT [M, C]. A program owns BLOCK_M rows.
     """
@@ -2408,6 +2399,7 @@ class NormSettings(NamedTuple):
     eps: float
     dtype: torch.dtype  # of the results
     ending: bool = False  # the pair bias is that of the transposed pairs
+    present: Tensor | None = None  # [B, N], False for residues that are padding
 
 
 def norm_options(
@@ -2444,7 +2436,8 @@ def norm_project(
         shape = len(x), len(heads), options["N"], options["N"]
         pair_bias = x.new_empty(shape, dtype=settings.dtype)
     grid = (triton.cdiv(options["M"], options["BLOCK_M"]),)
-    wrap_triton(norm_project_kernel)[grid](x, *parameters, out, pair_bias, **options)
+    tensors = x, *parameters, settings.present, out, pair_bias
+    wrap_triton(norm_project_kernel)[grid](*tensors, **options)
     return out, pair_bias
 
 
@@ -2530,14 +2523,12 @@ class NormProjection(torch.autograd.Function):
 def project_residual(
     x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, factors: Tensor | None = None
 ) -> Tensor:
-    """Compute residual + x W^T + b [samples, ..., C], with factors [samples] or [1] times b."""
+    """Compute residual + x W^T + b [samples, ..., C], with factors [samples] times b."""
     dim, width = weight.shape
     if not multiplies(x.dtype, dim, 256):
-        if factors is not None:
-            bias = factors[:, None] * bias
-        if bias.numel() == dim:
-            return residual + F.linear(x, weight, bias.flatten().to(x.dtype))
-        return residual + F.linear(x, weight).add_(bias[:, None, None])
+        if factors is None:
+            return residual + F.linear(x, weight, bias.to(x.dtype))
+        return residual + F.linear(x, weight).add_(factors[:, None, None, None] * bias)
     options = projection_options("project_residual", residual, x.dtype, width)
     out, grid = torch.empty_like(residual), (triton.cdiv(options["M"], options["BLOCK_M"]),)
     launch = wrap_triton(project_residual_kernel)[grid]
@@ -2789,13 +2780,12 @@ class WideTransitionFunction(torch.autograd.Function):
 
 
 # The loss of a head: cross-entropies of its logits, where a position counts. The distogram's logits
-# are the sum of those of a pair and of its mirror image. The backward pass reads them again. Logits
-# may be those of a padded protein, of L residues; what they are compared with is of N.
+# are the sum of those of a pair and of its mirror image. The backward pass reads them again.
 
 
 @triton.jit
 def head_logits(
-    LOGITS, b, row, L, ROWS_OF_SAMPLE, PAIRS: tl.constexpr, BINS: tl.constexpr,
+    LOGITS, b, row, N, ROWS_OF_SAMPLE, PAIRS: tl.constexpr, BINS: tl.constexpr,
     BLOCK_BINS: tl.constexpr,
 ):  # fmt: skip
     """Load the logits [rows, BINS] of sample b, with PAIRS plus those of the mirrored pairs.
@@ -2808,34 +2798,27 @@ def head_logits(
     at = row.to(tl.int64)[:, None] * BINS + label[None, :]
     logits = tl.load(LOGITS + at, mask=inside, other=0.0).to(tl.float32)
     if PAIRS:
-        at = (row % L * L + row // L).to(tl.int64)[:, None] * BINS + label[None, :]
+        at = (row % N * N + row // N).to(tl.int64)[:, None] * BINS + label[None, :]
         logits += tl.load(LOGITS + at, mask=inside, other=0.0).to(tl.float32)
     return tl.where((label < BINS)[None, :], logits, float("-inf"))
 
 
 @triton.jit
-def load_targets(TARGETS, COUNTED, b, row, S, N, L):
-    """Load targets [B, S, N] of rows of sample b, and whether they count: not in the padding."""
-    s, n = row // L, row % L
-    inside, at = (s < S) & (n < N), (b * S + s) * N + n
-    counted = tl.load(COUNTED + at, mask=inside, other=0) != 0
-    return tl.load(TARGETS + at, mask=inside, other=0), counted
-
-
-@triton.jit
 def head_loss_kernel(
-    LOGITS, TARGETS, COUNTED, COUNTS, LOSSES, S, N, L, ROWS_OF_SAMPLE, factor: tl.constexpr,
+    LOGITS, TARGETS, COUNTED, COUNTS, LOSSES, N, ROWS_OF_SAMPLE, factor: tl.constexpr,
     PAIRS: tl.constexpr, BINS: tl.constexpr, BLOCK_BINS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Add up factor / max(count, 1) * cross-entropy over the rows that count: LOSSES [B, tiles].
 
-    LOGITS is [B, rows, BINS], TARGETS and COUNTED are [B, S, N], COUNTS [B] how many of these
+    LOGITS is [B, rows, BINS], TARGETS and COUNTED are [B, rows], COUNTS [B] the number of rows that
     count. A program owns BLOCK_M rows of a sample.
     """
     tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    logits = head_logits(LOGITS, b, row, L, ROWS_OF_SAMPLE, PAIRS, BINS, BLOCK_BINS)
-    target, counted = load_targets(TARGETS, COUNTED, b, row, S, N, L)
+    logits = head_logits(LOGITS, b, row, N, ROWS_OF_SAMPLE, PAIRS, BINS, BLOCK_BINS)
+    at, inside = b * ROWS_OF_SAMPLE + row, row < ROWS_OF_SAMPLE
+    target = tl.load(TARGETS + at, mask=inside, other=0)
+    counted = tl.load(COUNTED + at, mask=inside, other=0) != 0
     is_target = tl.arange(0, BLOCK_BINS)[None, :] == target[:, None]
     highest = tl.max(logits, 1)
     error = tl.log(tl.sum(tl.exp(logits - highest[:, None]), 1)) + highest
@@ -2848,9 +2831,8 @@ def head_loss_kernel(
 
 @triton.jit
 def head_loss_backward_kernel(
-    LOGITS, TARGETS, COUNTED, COUNTS, GRAD, GRAD_LOGITS, S, N, L, ROWS_OF_SAMPLE,
-    factor: tl.constexpr, PAIRS: tl.constexpr, BINS: tl.constexpr, BLOCK_BINS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    LOGITS, TARGETS, COUNTED, COUNTS, GRAD, GRAD_LOGITS, N, ROWS_OF_SAMPLE, factor: tl.constexpr,
+    PAIRS: tl.constexpr, BINS: tl.constexpr, BLOCK_BINS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Compute dlogits = factor / max(count, 1) * dloss * (softmax(logits) - onehot).
 
@@ -2860,8 +2842,10 @@ def head_loss_backward_kernel(
     """
     tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row, label = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_BINS)
-    logits = head_logits(LOGITS, b, row, L, ROWS_OF_SAMPLE, PAIRS, BINS, BLOCK_BINS)
-    target, counted = load_targets(TARGETS, COUNTED, b, row, S, N, L)
+    logits = head_logits(LOGITS, b, row, N, ROWS_OF_SAMPLE, PAIRS, BINS, BLOCK_BINS)
+    at, inside = b * ROWS_OF_SAMPLE + row, row < ROWS_OF_SAMPLE
+    target = tl.load(TARGETS + at, mask=inside, other=0)
+    counted = tl.load(COUNTED + at, mask=inside, other=0) != 0
     grad = tl.exp(logits - tl.max(logits, 1)[:, None])
     grad /= tl.sum(grad, 1)[:, None]
     grad -= (label[None, :] == target[:, None]).to(tl.float32)
@@ -2869,17 +2853,16 @@ def head_loss_backward_kernel(
     if PAIRS:
         grad *= 2
     grad = tl.where(counted[:, None], grad, 0.0)
-    at = GRAD_LOGITS + (b * ROWS_OF_SAMPLE + row)[:, None] * BINS + label[None, :]
-    mask = (row < ROWS_OF_SAMPLE)[:, None] & (label < BINS)[None, :]
+    at = GRAD_LOGITS + at[:, None] * BINS + label[None, :]
+    mask = inside[:, None] & (label < BINS)[None, :]
     tl.store(at, grad.to(GRAD_LOGITS.dtype.element_ty), mask=mask)
 
 
 class HeadLoss(torch.autograd.Function):
     """Average cross-entropies over what counts of each protein, then over the batch -> scalar.
 
-    The result is `weight` times as much. logits are [B, S, N, bins], targets and counted the same
-    or less in S and N, if the logits are padded; with `pairs` S is N, and the logits are those of a
-    pair plus those of its mirror image.
+    The result is `weight` times as much. logits [B, S, N, bins], targets and counted [B, S, N];
+    with `pairs` S is N, and the logits are those of a pair plus those of its mirror image.
     """
 
     @staticmethod
@@ -2889,8 +2872,7 @@ class HeadLoss(torch.autograd.Function):
         logits, targets, counted = (t.contiguous() for t in (logits, targets, counted))
         samples, depth, length, bins = logits.shape
         counts = counted.flatten(1).sum(1)
-        options = dict(zip("SNL", (*counted.shape[1:], length), strict=True))
-        options |= {"ROWS_OF_SAMPLE": depth * length, "PAIRS": pairs, "BINS": bins}
+        options = {"N": length, "ROWS_OF_SAMPLE": depth * length, "PAIRS": pairs, "BINS": bins}
         options |= {"BLOCK_BINS": triton.next_power_of_2(bins), "factor": weight / samples}
         options |= blocks("head_loss")
         grid = triton.cdiv(depth * length, options["BLOCK_M"]), samples
@@ -3111,20 +3093,25 @@ class GatedAttention(nn.Module):
         self,
         norm: nn.LayerNorm,
         x: Tensor,
-        present: Tensor | None,
+        present: Tensor | None = None,
         bias: Tensor | None = None,
         heads: nn.Linear | None = None,
         columns: bool = False,
     ) -> Tensor:
         """Compute x + the attention of norm(x), norm and residual in the projections' kernels.
 
-        With `heads`, the projection to a pair bias, the bias comes from the same norm.
+        With `heads`, the projection to a pair bias, the bias comes from the same norm. A bias that
+        is given knows which keys are present.
         """
-        linear = self.linear_qkvg
-        x, qkvg, own_bias = normed_projection(norm, x, linear.weight, None, heads, ending=columns)
-        bias = bias if heads is None else own_bias
+        linear, settings = self.linear_qkvg, (columns, None if heads is None else present)
+        x, qkvg, own_bias = normed_projection(norm, x, linear.weight, None, heads, *settings)
+        if heads is not None:
+            bias = own_bias
+        elif present is not None:
+            every = present[:, None, None].expand(-1, self.heads, present.shape[1], -1)
+            bias = torch.where(every, 0.0, -1e4)
         qkvg = qkvg.unflatten(-1, (self.heads, 4, -1))
-        out = GatedAttentionFunction.apply(qkvg, linear.bias, bias, present, columns)
+        out = GatedAttentionFunction.apply(qkvg, linear.bias, bias, columns)
         return Projection.apply(out, x, *parameters_of(self.linear_o))
 
 
@@ -3135,10 +3122,12 @@ def normed_projection(
     bias: Tensor | None,
     heads: nn.Linear | None = None,
     ending: bool = False,
+    present: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return x, its projection after the norm, and a pair bias: use this x, see NormProjection."""
     parameters = norm.weight, norm.bias, weight, bias, None if heads is None else heads.weight
-    return NormProjection.apply(x, NormSettings(norm.eps, gemm_dtype(x), ending), *parameters)
+    settings = NormSettings(norm.eps, gemm_dtype(x), ending, present)
+    return NormProjection.apply(x, settings, *parameters)
 
 
 class MSARowAttentionWithPairBias(GatedAttention):
@@ -3156,8 +3145,8 @@ class MSARowAttentionWithPairBias(GatedAttention):
         """Update msa [B, S, N, c_m] from it, pair [B, N, N, c_z], residues [B, N]; return both."""
         if self.fused:
             norm, heads = self.layer_norm_z, self.linear_z
-            pair, _, bias = normed_projection(norm, pair, None, None, heads)
-            return self.attend_fused(self.layer_norm_m, msa, residues, bias), pair
+            pair, _, bias = normed_projection(norm, pair, None, None, heads, present=residues)
+            return self.attend_fused(self.layer_norm_m, msa, bias=bias), pair
         bias = self.linear_z(self.layer_norm_z(pair)).permute(0, 3, 1, 2)
         return msa + self.attend(self.layer_norm_m(msa), bias, residues), pair
 
@@ -3417,18 +3406,6 @@ class MaskedMSAHead(nn.Module):
         return self.linear(msa)
 
 
-def padded_to_8(tokens: Tensor, residues: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Pad tokens [B, S, N] and residues [B, N] to the next multiple of 8.
-
-    A row of pairs in 16 bits then begins at a multiple of 16 bytes, which kernels and the library's
-    GEMMs load at a time; 173 residues take longer than 176 without.
-    """
-    shape, padding = (len(tokens), tokens.shape[-1]), (0, -tokens.shape[-1] % 8)
-    if residues is None:
-        residues = tokens.new_ones(shape, dtype=torch.bool)
-    return F.pad(tokens, padding, value=GAP), F.pad(residues, padding)
-
-
 class TinyOpenFold(nn.Module):
     """Chain input embedding, Evoformer stack, distogram and masked-MSA heads."""
 
@@ -3463,8 +3440,14 @@ class TinyOpenFold(nn.Module):
         trains = all(parameter.requires_grad for parameter in self.input_embedder.parameters())
         self.side.begin_step(overlap and trains)  # before any product of the library
         samples, depth, length = tokens.shape
-        if (self.fusions.triton_attention or self.fusions.triton_triangle) and length % 8:
-            tokens, residues = padded_to_8(tokens, residues)
+        # A row of pairs then begins at a multiple of 16 bytes, which kernels and GEMMs load at a
+        # time: 173 residues took longer than 176.
+        kernels = self.fusions.triton_attention or self.fusions.triton_triangle
+        padding = (0, -length % 8) if kernels else (0, 0)
+        if any(padding):
+            if residues is None:
+                residues = tokens.new_ones(samples, length, dtype=torch.bool)
+            tokens, residues = F.pad(tokens, padding, value=GAP), F.pad(residues, padding)
         msa, pair = self.input_embedder(tokens)
         if self.side.active:  # the embedding's gradients, the last ones, are on the main stream
             msa, pair = JoinSideStreams.apply(self.side, msa, pair)
@@ -3483,6 +3466,9 @@ class TinyOpenFold(nn.Module):
         check_shape("masked", masked, samples, depth, length)
         check_shape("coords", coords, samples, length, 3)
         check_shape("observed", observed, samples, length)
+        if any(padding):  # where nothing counts
+            true_tokens, masked = F.pad(true_tokens, padding), F.pad(masked, padding)
+            coords, observed = F.pad(coords, (0, 0, *padding)), F.pad(observed, padding)
         bins, known = self.distogram.targets(coords, observed)
         if self.fusions.loss_fusion:
             distogram = Projection.apply(pair, None, *parameters_of(self.distogram.linear))
@@ -3490,7 +3476,6 @@ class TinyOpenFold(nn.Module):
             self.side.return_workspaces()  # the backward pass, in another thread, has its own
             distogram = HeadLoss.apply(distogram, bins, known, True, 0.3)
             return distogram + HeadLoss.apply(masked_msa, true_tokens, masked, False, 2.0)
-        msa, pair = msa[:, :, :length], pair[:, :length, :length]
         distogram = head_loss(self.distogram(pair), bins, known)
         return 0.3 * distogram + 2.0 * head_loss(self.masked_msa(msa), true_tokens, masked)
 
