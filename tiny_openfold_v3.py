@@ -498,11 +498,18 @@ def norm_backward(grad, x, rstd, C: tl.constexpr):
 
 
 @triton.jit
-def pair_bias_offset(row, head, N, H: tl.constexpr, ENDING: tl.constexpr):
+def length_of(N, ALIGNED: tl.constexpr):
+    """Return N; if it is a multiple of 8, the compiler knows it and takes 16 bytes at a time."""
+    return N // 8 * 8 if ALIGNED else N
+
+
+@triton.jit
+def pair_bias_offset(row, head, N, H: tl.constexpr, ENDING: tl.constexpr, ALIGNED: tl.constexpr):
     """Find the place in a bias [B, H, N, N] of what pair `row` = (b, i, j) gives.
 
     It is bias[b, head, i, j], and with ENDING bias[b, head, j, i].
     """
+    N = length_of(N, ALIGNED)
     b, pair = row // (N * N), row % (N * N)
     if ENDING:
         pair = pair % N * N + pair // N
@@ -512,7 +519,7 @@ def pair_bias_offset(row, head, N, H: tl.constexpr, ENDING: tl.constexpr):
 @triton.jit
 def layer_norm_forward_kernel(
     X, WEIGHT, BIAS, HEADS, OUT, PAIR_BIAS, rows, N,
-    eps: tl.constexpr, H: tl.constexpr, ENDING: tl.constexpr,
+    eps: tl.constexpr, H: tl.constexpr, ENDING: tl.constexpr, ALIGNED: tl.constexpr,
     C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Normalise rows: y = x_hat * weight + bias.
@@ -534,16 +541,16 @@ def layer_norm_forward_kernel(
     for head in tl.static_range(H):
         projection = tl.load(HEADS + head * C + channel, mask=channel < C, other=0.0)
         pair_bias = tl.sum(y * projection[None, :], 1)
-        tl.store(
-            PAIR_BIAS + pair_bias_offset(row, head, N, H, ENDING), pair_bias, mask=row < rows,
-        )  # fmt: skip
+        to = PAIR_BIAS + pair_bias_offset(row, head, N, H, ENDING, ALIGNED)
+        tl.store(to, pair_bias, mask=row < rows)
 
 
 @triton.jit
 def layer_norm_backward_kernel(
     GRAD, GRAD_PAIR_BIAS, X, WEIGHT, BIAS, HEADS, GRAD_X, SUMS, rows, N,
     eps: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr, ENDING: tl.constexpr,
-    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
+    ALIGNED: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a norm and of the pair bias, with x_hat and rstd made again from X.
 
@@ -572,7 +579,7 @@ def layer_norm_backward_kernel(
             grad += tl.load(GRAD + at, mask=inside, other=0.0).to(tl.float32)
         for head in tl.static_range(H):
             projection = tl.load(HEADS + head * C + channel, mask=channel < C, other=0.0)
-            at_pair = GRAD_PAIR_BIAS + pair_bias_offset(row, head, N, H, ENDING)
+            at_pair = GRAD_PAIR_BIAS + pair_bias_offset(row, head, N, H, ENDING, ALIGNED)
             grad_pair_bias = tl.load(at_pair, mask=row < rows, other=0.0).to(tl.float32)[:, None]
             grad += grad_pair_bias * projection[None, :]
             grad_head = tl.sum(grad_pair_bias * (x * weight[None, :] + bias[None, :]), 0)
@@ -644,7 +651,7 @@ def layer_norm_backward(
 def norm_options(x: Tensor, heads: Tensor | None, eps: float, ending: bool) -> dict:
     """Return what the kernels of a norm are told of x, and of the heads that project it."""
     count, length = (0, 1) if heads is None else (len(heads), x.shape[1])
-    return {"N": length, "H": count, "eps": eps, "ENDING": ending}
+    return {"N": length, "H": count, "eps": eps, "ENDING": ending, "ALIGNED": length % 8 == 0}
 
 
 class LayerNormFunction(torch.autograd.Function):
@@ -823,7 +830,8 @@ def load_gate(
 def attention_forward_kernel(
     QKVG, GATE_BIAS, BIAS, OUT, LOG_SUM_EXP, R, H, N,
     scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute out = sigmoid(gate + gate_bias) * softmax(scale * Q K^T + B) V without storing S.
 
@@ -831,6 +839,7 @@ def attention_forward_kernel(
     LOG_SUM_EXP [B, R, H, N] that of each row of S. A program owns BLOCK_M queries of a head of a
     row, and goes over their keys BLOCK_N at a time.
     """
+    N = length_of(N, ALIGNED)
     tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_M), H, R)
     first, step = head_of_row(b, r, head, R, H, N, COLUMNS)
     QKVG += first * 4 * D
@@ -871,7 +880,7 @@ def attention_backward_query_kernel(
     GRAD_QKVG, GRAD_ATTENTION, DELTA, GRAD_GATE_BIAS, R, H, N,
     scale: tl.constexpr, COLUMNS: tl.constexpr, ROUNDED: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ and dgate, and what the other two kernels need: dO and delta.
 
@@ -884,6 +893,7 @@ def attention_backward_query_kernel(
     common would enter the query's gradient. From a ROUNDED output it does so only roughly: what the
     sum is then, rowsum(dS), is taken off at the end, times P K, the mean of the keys.
     """
+    N = length_of(N, ALIGNED)
     tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_M), H, R)
     first, step = head_of_row(b, r, head, R, H, N, COLUMNS)
     at_x, x_n = first * 4 * D, step * 4 * D
@@ -931,7 +941,8 @@ def attention_backward_query_kernel(
 def attention_backward_key_kernel(
     QKVG, BIAS_T, LOG_SUM_EXP, GRAD_ATTENTION, DELTA, GRAD_QKVG, R, H, N,
     scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dK = dS^T Q and dV = P^T dO.
 
@@ -939,6 +950,7 @@ def attention_backward_key_kernel(
     BIAS_T [B, H, N, N]. A program owns BLOCK_N keys of a head of a row, and goes over the queries
     BLOCK_M at a time.
     """
+    N = length_of(N, ALIGNED)
     tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_N), H, R)
     first, step = head_of_row(b, r, head, R, H, N, COLUMNS)
     at_x, x_n, out_n = first * 4 * D, step * 4 * D, step * D
@@ -972,13 +984,15 @@ def attention_backward_key_kernel(
 def attention_backward_bias_kernel(
     QKVG, BIAS, LOG_SUM_EXP, GRAD_ATTENTION, DELTA, GRAD_BIAS, R, H, N, B, group,
     scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of the bias, dB = sum of dS over the rows that share it.
 
     GRAD_BIAS is [groups, B, H, N, N]. A program owns a tile [BLOCK_M, BLOCK_N] of it and adds up
     `group` of the rows, so nothing is added atomically.
     """
+    N = length_of(N, ALIGNED)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tile, head, g, b = split_program(
         tl.program_id(0), tl.cdiv(N, BLOCK_M) * tiles_n, H, tl.cdiv(R, group)
@@ -1012,7 +1026,8 @@ def attention_backward_bias_kernel(
 def attention_backward_short_kernel(
     GRAD_OUT, QKVG, GATE_BIAS, BIAS, OUT, GRAD_QKVG, GRAD_GATE_BIAS, GRAD_BIAS,
     R, H, N, B, group, scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute all gradients of an attention whose rows are at most BLOCK_N long.
 
@@ -1021,6 +1036,7 @@ def attention_backward_short_kernel(
     and the sums of dgate and of dS over them: of GRAD_GATE_BIAS [B, groups, H x D] and of
     GRAD_BIAS [groups, B, H, N, N].
     """
+    N = length_of(N, ALIGNED)
     _, head, g, b = split_program(tl.program_id(0), 1, H, tl.cdiv(R, group))
     n = tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_D)
@@ -1081,6 +1097,7 @@ def attention_options(kernel: str, qkvg: Tensor, columns: bool) -> dict[str, int
     chosen |= {**sizes, "D": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
     even_rows = all(length % size == 0 for size in sizes.values())
     chosen["EVEN"] = dim == chosen["BLOCK_D"] and even_rows
+    chosen["ALIGNED"] = length % 8 == 0
     tile = math.prod(sizes.values()) if len(sizes) == 2 else longest**2
     chosen["num_warps"] = max(1, min(chosen["num_warps"], tile // 512))
     chosen |= {"R": rows, "H": heads, "N": length, "scale": 1 / math.sqrt(dim), "COLUMNS": columns}
@@ -1234,6 +1251,14 @@ def index(i, WIDE: tl.constexpr):
 
 
 @triton.jit
+def load_pair_present(PRESENT, position, N, M):
+    """Load from PRESENT [B, N] whether residue i, and j, of each position (b, i, j) is there."""
+    of_i, of_j = PRESENT + position // N, PRESENT + (position // (N * N) * N + position % N)
+    inside = position < M
+    return tl.load(of_i, mask=inside, other=0) != 0, tl.load(of_j, mask=inside, other=0) != 0
+
+
+@triton.jit
 def load_positions(X, position, stride_m, channel, stride_c, M):
     """Load a tile [positions, C] in float32, zeros beyond the last position."""
     at = position[:, None] * stride_m + channel[None, :] * stride_c
@@ -1272,14 +1297,15 @@ def normalise_again(x, position, STATISTICS, M):
 
 @triton.jit
 def triangle_project_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, AB, M,
+    X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, PRESENT, AB, N, M,
     eps: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute a = sigmoid(y W_ag) * (y W_ap), and b likewise, from y = LayerNorm(x).
 
     X is [M, C]; AB [2 C, M] are a and b, channel first; STATISTICS [2, M] mean and rstd of the
-    norm. A program owns BLOCK_M positions, and goes over the channels of a and b BLOCK_C at a time.
+    norm. Both are 0 where a residue is not there by PRESENT [B, N], if it is not None. A program
+    owns BLOCK_M positions, and goes over the channels of a and b BLOCK_C at a time.
     """
     position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
     channel = tl.arange(0, C)
@@ -1287,6 +1313,9 @@ def triangle_project_kernel(
     x = normalise_and_keep(x, position, STATISTICS, M, eps, C)
     y = tl.trans(scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(WEIGHT.dtype.element_ty))
     inside = (position < M)[None, :]
+    if PRESENT is not None:
+        i_is_there, j_is_there = load_pair_present(PRESENT, position, N, M)
+        both = (i_is_there & j_is_there)[None, :]
     for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
         row = first + tl.arange(0, BLOCK_C)
         at = WEIGHT + row[:, None] * C + channel[None, :]
@@ -1295,6 +1324,8 @@ def triangle_project_kernel(
         value = tl.dot(tl.load(at), y, input_precision=PRECISION)  # W_ap y^T
         value = value + tl.load(BIAS + row)[:, None]
         value = (value * sigmoid(gate)).to(AB.dtype.element_ty)
+        if PRESENT is not None:
+            value = tl.where(both, value, 0.0)
         tl.store(AB + index(row, WIDE)[:, None] * M + position[None, :], value, mask=inside)
 
 
@@ -1429,8 +1460,8 @@ def triangle_output_backward_kernel(
 @triton.jit
 def triangle_project_backward_kernel(
     X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, OUT_STATISTICS,
-    WEIGHT_T, NORMED, GRAD_LINEAR, GRAD_OUT, GRAD_NORM, GRAD_AB, GRAD_X,
-    M, TRANSPOSED: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    WEIGHT_T, NORMED, GRAD_LINEAR, GRAD_OUT, GRAD_NORM, PRESENT, GRAD_AB, GRAD_X,
+    N, M, TRANSPOSED: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients before the product, from those of a and b (GRAD_AB [2 C, M]).
@@ -1451,6 +1482,9 @@ def triangle_project_backward_kernel(
     grad_g = tl.load(at_g, mask=inside, other=0.0)
     weight_g = load_transposed(WEIGHT_T, channel + G * C, channel, 6 * C, C, TRANSPOSED)
     grad_y = tl.dot(grad_g, weight_g, input_precision=PRECISION)  # dy = dg W_g^T
+    if PRESENT is not None:
+        i_is_there, j_is_there = load_pair_present(PRESENT, position, N, M)
+        both = (i_is_there & j_is_there)[:, None]
     for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
         row = first + tl.arange(0, BLOCK_C)
         at = WEIGHT + row[None, :] * C + channel[:, None]
@@ -1460,6 +1494,8 @@ def triangle_project_backward_kernel(
         value = value + tl.load(BIAS + row)[None, :]
         gate = sigmoid(gate)
         grad_ab = tl.load(GRAD_AB + index(row, WIDE)[None, :] * M + m, mask=inside, other=0.0)
+        if PRESENT is not None:
+            grad_ab = tl.where(both, grad_ab, 0.0)
         grad_p = grad_ab.to(tl.float32) * gate
         grad_s = (grad_p * (1 - gate) * value).to(dtype)
         grad_p = grad_p.to(dtype)
@@ -1512,8 +1548,8 @@ def triangle_forward(
     """Multiply triangles: the update of x [B, N, N, C], a and b [2 C, M], their product [C, M].
 
     Then mean and rstd of the norm before the product [2, M], and of that after it. The update is in
-    the weight's type; with `residual` it is x + update. present [B, N, N] is False for padding,
-    where a becomes 0.
+    the weight's type; with `residual` it is x + update. present [B, N] is False for residues that
+    are padding: their a and b become 0.
     """
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
     dtype = torch.promote_types(x.dtype, weight.dtype) if residual else weight.dtype
@@ -1524,10 +1560,8 @@ def triangle_forward(
     inputs = x, in_weight, in_bias, out_weight, out_bias, weight, bias
     programs, options = triangle_options("triangle_project", x, weight)
     launch = wrap_triton(triangle_project_kernel)[(programs,)]
-    launch(*inputs, in_statistics, ab, eps=eps, **options)
+    launch(*inputs, in_statistics, present, ab, eps=eps, N=x.shape[1], **options)
     a, b = (half.view(dim * len(x), *x.shape[1:3]) for half in ab.chunk(2))
-    if present is not None:
-        a.view(dim, *present.shape).mul_(present)
     product = torch.bmm(a.mT, b) if incoming else torch.bmm(a, b.mT)
     product = product.view(dim, positions)
     programs, options = triangle_options("triangle_output", x, weight)
@@ -1589,15 +1623,13 @@ def triangle_backward(
     else:  # X = a b^T
         torch.bmm(grad_product, b, out=grad_a)
         torch.bmm(grad_product.mT, a, out=grad_b)
-    if present is not None:
-        grad_a.view(dim, *present.shape).mul_(present)
 
     programs, options = triangle_options("triangle_project_backward", x, weight)
-    options |= {"TRANSPOSED": transposed, "RESIDUAL": residual}
+    options |= {"N": x.shape[1], "TRANSPOSED": transposed, "RESIDUAL": residual}
     grad_norm_in = x.new_empty(programs, 2, dim, dtype=torch.float32)
     grad_x = torch.empty_like(x)
     launch = wrap_triton(triangle_project_backward_kernel)[(programs,)]
-    launch(*inputs, grad_norm_in, grad_ab, grad_x, **options)
+    launch(*inputs, grad_norm_in, present, grad_ab, grad_x, **options)
 
     if norms:
         grad_norm_in, grad_norm_out = sum_parts(grad_norm_in), sum_parts(grad_norm_out)
@@ -1649,8 +1681,8 @@ def triangle_weight_gradients(
 class TriangleMultiplicationFunction(torch.autograd.Function):
     """Multiply the triangles of x [B, N, N, C] -> its update in `dtype`, or x + update.
 
-    The latter is with `residual`. present [B, N, N] is False for padding. The parameters: weight
-    and bias of the norm before the product and of that after it, then the weights of a_p, b_p, a_g,
+    The latter is with `residual`. present [B, N] is False for padding. The parameters: weight and
+    bias of the norm before the product and of that after it, then the weights of a_p, b_p, a_g,
     b_g, g and z in one piece, and their biases.
 
     Kept for later: x, a, b and their product.
@@ -2169,7 +2201,8 @@ class OuterProductMean(nn.Module):
                 return OuterProductMeanFunction.apply(a, b, out.weight, out.bias, factor)
             a = (a * sequences[:, :, None, None] * factor).to(a.dtype)
             zero = torch.zeros_like(out.bias)
-            return OuterProductMeanFunction.apply(a, b, out.weight, zero, 1.0) + factor * out.bias
+            update = OuterProductMeanFunction.apply(a, b, out.weight, zero, 1.0)
+            return update + (factor * out.bias).to(update.dtype)  # the pairs stay in 16 bits
         a, b = self.linear_1(msa), self.linear_2(msa)
         if sequences is not None:
             a = a * sequences[:, :, None, None]
@@ -2205,17 +2238,16 @@ class TriangleMultiplication(nn.Module):
 
         residues [B, N] are False for padding.
         """
-        present = None if residues is None else residues[:, :, None] & residues[:, None]
         if self.fused:
             settings = self.incoming, residual, self.layer_norm_in.eps, gemm_dtype(pair)
             norms = *self.layer_norm_in.parameters(), *self.layer_norm_out.parameters()
             parameters = *norms, *self.linears.parameters()
-            return TriangleMultiplicationFunction.apply(pair, present, *settings, *parameters)
+            return TriangleMultiplicationFunction.apply(pair, residues, *settings, *parameters)
         x = self.layer_norm_in(pair)
         a = torch.sigmoid(self.linear_a_g(x)) * self.linear_a_p(x)
         b = torch.sigmoid(self.linear_b_g(x)) * self.linear_b_p(x)
         if residues is not None:
-            a = a * present[..., None]
+            a = a * (residues[:, :, None] & residues[:, None])[..., None]
         product = self.layer_norm_out(torch.einsum(self.equation, a, b))
         update = torch.sigmoid(self.linear_g(x)) * self.linear_z(product)
         return pair + update if residual else update
@@ -2346,6 +2378,7 @@ class EvoformerBlock(nn.Module):
         check_shape("pair", pair, samples, length, length, pair_dim)
         check_shape("sequences", sequences, samples, depth)
         check_shape("residues", residues, samples, length)
+        residues = None if residues is None else residues.contiguous()
         msa = msa + self.msa_att_row(msa, pair, residues)
         msa = msa + self.msa_att_col(msa, sequences)
         msa = msa + self.msa_transition(msa)
@@ -2412,7 +2445,7 @@ class TinyOpenFold(nn.Module):
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
-        self.config = config
+        self.config, self.fusions = config, fusions
         self.input_embedder = InputEmbedder(config, fusions)
         blocks = (EvoformerBlock(config, fusions) for _ in range(config.num_blocks))
         self.blocks = nn.ModuleList(blocks)
@@ -2434,6 +2467,15 @@ class TinyOpenFold(nn.Module):
         Where tokens are padded, sequences [B, S] and residues [B, N] are False.
         With the targets return the loss, 0.3 x distogram + 2.0 x masked MSA (AF2 SI, section 1.9).
         """
+        samples, _, length = tokens.shape
+        # A row of pairs then begins at a multiple of 16 bytes, which kernels and GEMMs load at a
+        # time: 173 residues took longer than 176.
+        kernels = self.fusions.triton_attention or self.fusions.triton_triangle
+        padding = (0, -length % 8) if kernels else (0, 0)
+        if any(padding):
+            if residues is None:
+                residues = tokens.new_ones(samples, length, dtype=torch.bool)
+            tokens, residues = F.pad(tokens, padding, value=GAP), F.pad(residues, padding)
         msa, pair = self.input_embedder(tokens)
         for block in self.blocks:
             inputs = (msa, pair, sequences, residues)
@@ -2442,12 +2484,15 @@ class TinyOpenFold(nn.Module):
                 msa, pair = checkpoint(block.with_cast_weights, *inputs, **options)
             else:
                 msa, pair = block.with_cast_weights(*inputs)
-        outputs = {"masked_msa": self.masked_msa(msa), "distogram": self.distogram(pair)}
+        masked_msa, distogram = self.masked_msa(msa), self.distogram(pair)
         if true_tokens is None:
-            return outputs
-        distogram = head_loss(outputs["distogram"], *self.distogram.targets(coords, observed))
-        masked_msa = head_loss(outputs["masked_msa"], true_tokens, masked)
-        return 0.3 * distogram + 2.0 * masked_msa
+            distogram = distogram[:, :length, :length]
+            return {"masked_msa": masked_msa[:, :, :length], "distogram": distogram}
+        if any(padding):  # where nothing counts
+            true_tokens, masked = F.pad(true_tokens, padding), F.pad(masked, padding)
+            coords, observed = F.pad(coords, (0, 0, *padding)), F.pad(observed, padding)
+        distogram = head_loss(distogram, *self.distogram.targets(coords, observed))
+        return 0.3 * distogram + 2.0 * head_loss(masked_msa, true_tokens, masked)
 
 
 def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:

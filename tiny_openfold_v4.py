@@ -1074,11 +1074,18 @@ def norm_backward(grad, x, rstd, C: tl.constexpr):
 
 
 @triton.jit
-def pair_bias_offset(row, head, N, H: tl.constexpr, ENDING: tl.constexpr):
+def length_of(N, ALIGNED: tl.constexpr):
+    """Return N; if it is a multiple of 8, the compiler knows it and takes 16 bytes at a time."""
+    return N // 8 * 8 if ALIGNED else N
+
+
+@triton.jit
+def pair_bias_offset(row, head, N, H: tl.constexpr, ENDING: tl.constexpr, ALIGNED: tl.constexpr):
     """Find the place in a bias [B, H, N, N] of what pair `row` = (b, i, j) gives.
 
     It is bias[b, head, i, j], and with ENDING bias[b, head, j, i].
     """
+    N = length_of(N, ALIGNED)
     b, pair = row // (N * N), row % (N * N)
     if ENDING:
         pair = pair % N * N + pair // N
@@ -1087,10 +1094,10 @@ def pair_bias_offset(row, head, N, H: tl.constexpr, ENDING: tl.constexpr):
 
 @triton.jit
 def column_sums_kernel(
-    X, SUMS, rows,
+    X, FACTORS, SUMS, rows, rows_of_factor,
     C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Add up rows: sums_pc = sum of x_rc over the rows r of program p.
+    """Add up rows: sums_pc = sum of x_rc over the rows r of program p, times FACTORS.
 
     X is [rows, C], SUMS [PROGRAMS, C]. A program owns every PROGRAMS-th block of ROWS rows.
     """
@@ -1101,28 +1108,36 @@ def column_sums_kernel(
         row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (channel < C)[None, :]
         at = X + row[:, None] * C + channel[None, :]
-        total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        if FACTORS is not None:
+            factor = tl.load(FACTORS + row // rows_of_factor, mask=row < rows, other=0.0)
+            x *= factor[:, None]
+        total += x
     tl.store(SUMS + program * C + channel, tl.sum(total, 0), mask=channel < C)
 
 
-def column_sums_out(x: Tensor, out: Tensor) -> None:
-    """Write the sum over all rows of x [..., C] into out [C]."""
+def column_sums_out(x: Tensor, out: Tensor, factors: Tensor | None = None) -> None:
+    """Write the sum over all rows of x [..., C] into out [C], times factors [samples]."""
     rows, programs, options = row_launch("column_sums", x)
+    options |= {"rows": rows, "rows_of_factor": rows if factors is None else rows // len(factors)}
     sums = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
-    wrap_triton(column_sums_kernel)[(programs,)](x, sums, rows=rows, **options)
+    wrap_triton(column_sums_kernel)[(programs,)](x, factors, sums, **options)
     sum_parts(sums, out)
 
 
-def linear_gradients_out(grad: Tensor, x: Tensor, out: Tensor) -> None:
+def linear_gradients_out(
+    grad: Tensor, x: Tensor, out: Tensor, factors: Tensor | None = None
+) -> None:
     """Write the gradients of a weight [N, K] and its bias [N] into `out`, one after the other.
 
-    grad is [..., N], x [..., K]. If `out` has N x K elements only, there is no bias.
+    grad is [..., N], x [..., K]. If `out` has N x K elements only, there is no bias. If given, the
+    bias was added times factors [samples].
     """
     grad, x = grad.flatten(0, -2), x.flatten(0, -2)
     weight, bias = out.tensor_split([grad.shape[1] * x.shape[1]])
     matmul_out(grad, x, weight.view(grad.shape[1], x.shape[1]), direct=True)
     if len(bias):
-        column_sums_out(grad, bias)
+        column_sums_out(grad, bias, factors)
 
 
 # Attention of every row of a batch of rows, with a pair bias B that they share, and a gate:
@@ -1216,7 +1231,8 @@ def load_gate(
 def attention_forward_kernel(
     QKVG, GATE_BIAS, BIAS, OUT, LOG_SUM_EXP, R, H, N,
     scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute out = sigmoid(gate + gate_bias) * softmax(scale * Q K^T + B) V without storing S.
 
@@ -1224,6 +1240,7 @@ def attention_forward_kernel(
     LOG_SUM_EXP [B, R, H, N] that of each row of S. A program owns BLOCK_M queries of a head of a
     row, and goes over their keys BLOCK_N at a time.
     """
+    N = length_of(N, ALIGNED)
     tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_M), H, R)
     first, step = head_of_row(b, r, head, R, H, N, COLUMNS)
     QKVG += first * 4 * D
@@ -1264,7 +1281,7 @@ def attention_backward_query_kernel(
     GRAD_QKVG, GRAD_ATTENTION, DELTA, GRAD_GATE_BIAS, R, H, N,
     scale: tl.constexpr, COLUMNS: tl.constexpr, ROUNDED: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ and dgate, and what the other two kernels need: dO and delta.
 
@@ -1277,6 +1294,7 @@ def attention_backward_query_kernel(
     common would enter the query's gradient. From a ROUNDED output it does so only roughly: what the
     sum is then, rowsum(dS), is taken off at the end, times P K, the mean of the keys.
     """
+    N = length_of(N, ALIGNED)
     tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_M), H, R)
     first, step = head_of_row(b, r, head, R, H, N, COLUMNS)
     at_x, x_n = first * 4 * D, step * 4 * D
@@ -1324,7 +1342,8 @@ def attention_backward_query_kernel(
 def attention_backward_key_kernel(
     QKVG, BIAS_T, LOG_SUM_EXP, GRAD_ATTENTION, DELTA, GRAD_QKVG, R, H, N,
     scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dK = dS^T Q and dV = P^T dO.
 
@@ -1332,6 +1351,7 @@ def attention_backward_key_kernel(
     BIAS_T [B, H, N, N]. A program owns BLOCK_N keys of a head of a row, and goes over the queries
     BLOCK_M at a time.
     """
+    N = length_of(N, ALIGNED)
     tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_N), H, R)
     first, step = head_of_row(b, r, head, R, H, N, COLUMNS)
     at_x, x_n, out_n = first * 4 * D, step * 4 * D, step * D
@@ -1365,13 +1385,15 @@ def attention_backward_key_kernel(
 def attention_backward_bias_kernel(
     QKVG, BIAS, LOG_SUM_EXP, GRAD_ATTENTION, DELTA, GRAD_BIAS, R, H, N, B, group,
     scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of the bias, dB = sum of dS over the rows that share it.
 
     GRAD_BIAS is [groups, B, H, N, N]. A program owns a tile [BLOCK_M, BLOCK_N] of it and adds up
     `group` of the rows, so nothing is added atomically.
     """
+    N = length_of(N, ALIGNED)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tile, head, g, b = split_program(
         tl.program_id(0), tl.cdiv(N, BLOCK_M) * tiles_n, H, tl.cdiv(R, group)
@@ -1405,7 +1427,8 @@ def attention_backward_bias_kernel(
 def attention_backward_short_kernel(
     GRAD_OUT, QKVG, GATE_BIAS, BIAS, OUT, GRAD_QKVG, GRAD_GATE_BIAS, GRAD_BIAS,
     R, H, N, B, group, scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute all gradients of an attention whose rows are at most BLOCK_N long.
 
@@ -1414,6 +1437,7 @@ def attention_backward_short_kernel(
     and the sums of dgate and of dS over them: of GRAD_GATE_BIAS [B, groups, H x D] and of
     GRAD_BIAS [groups, B, H, N, N].
     """
+    N = length_of(N, ALIGNED)
     _, head, g, b = split_program(tl.program_id(0), 1, H, tl.cdiv(R, group))
     n = tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_D)
@@ -1474,6 +1498,7 @@ def attention_options(kernel: str, qkvg: Tensor, columns: bool) -> dict[str, int
     chosen |= {**sizes, "D": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
     even_rows = all(length % size == 0 for size in sizes.values())
     chosen["EVEN"] = dim == chosen["BLOCK_D"] and even_rows
+    chosen["ALIGNED"] = length % 8 == 0
     tile = math.prod(sizes.values()) if len(sizes) == 2 else longest**2
     chosen["num_warps"] = max(1, min(chosen["num_warps"], tile // 512))
     chosen |= {"R": rows, "H": heads, "N": length, "scale": 1 / math.sqrt(dim), "COLUMNS": columns}
@@ -1593,6 +1618,14 @@ def index(i, WIDE: tl.constexpr):
 
 
 @triton.jit
+def load_pair_present(PRESENT, position, N, M):
+    """Load from PRESENT [B, N] whether residue i, and j, of each position (b, i, j) is there."""
+    of_i, of_j = PRESENT + position // N, PRESENT + (position // (N * N) * N + position % N)
+    inside = position < M
+    return tl.load(of_i, mask=inside, other=0) != 0, tl.load(of_j, mask=inside, other=0) != 0
+
+
+@triton.jit
 def load_positions(X, position, stride_m, channel, stride_c, M):
     """Load a tile [positions, C] in float32, zeros beyond the last position."""
     at = position[:, None] * stride_m + channel[None, :] * stride_c
@@ -1631,14 +1664,15 @@ def normalise_again(x, position, STATISTICS, M):
 
 @triton.jit
 def triangle_project_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, AB, M,
+    X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, PRESENT, AB, N, M,
     eps: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute a = sigmoid(y W_ag) * (y W_ap), and b likewise, from y = LayerNorm(x).
 
     X is [M, C]; AB [2 C, M] are a and b, channel first; STATISTICS [2, M] mean and rstd of the
-    norm. A program owns BLOCK_M positions, and goes over the channels of a and b BLOCK_C at a time.
+    norm. Both are 0 where a residue is not there by PRESENT [B, N], if it is not None. A program
+    owns BLOCK_M positions, and goes over the channels of a and b BLOCK_C at a time.
     """
     position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
     channel = tl.arange(0, C)
@@ -1646,6 +1680,9 @@ def triangle_project_kernel(
     x = normalise_and_keep(x, position, STATISTICS, M, eps, C)
     y = tl.trans(scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(WEIGHT.dtype.element_ty))
     inside = (position < M)[None, :]
+    if PRESENT is not None:
+        i_is_there, j_is_there = load_pair_present(PRESENT, position, N, M)
+        both = (i_is_there & j_is_there)[None, :]
     for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
         row = first + tl.arange(0, BLOCK_C)
         at = WEIGHT + row[:, None] * C + channel[None, :]
@@ -1654,6 +1691,8 @@ def triangle_project_kernel(
         value = tl.dot(tl.load(at), y, input_precision=PRECISION)  # W_ap y^T
         value = value + tl.load(BIAS + row)[:, None]
         value = (value * sigmoid(gate)).to(AB.dtype.element_ty)
+        if PRESENT is not None:
+            value = tl.where(both, value, 0.0)
         tl.store(AB + index(row, WIDE)[:, None] * M + position[None, :], value, mask=inside)
 
 
@@ -1788,8 +1827,8 @@ def triangle_output_backward_kernel(
 @triton.jit
 def triangle_project_backward_kernel(
     X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, OUT_STATISTICS,
-    WEIGHT_T, NORMED, GRAD_LINEAR, GRAD_OUT, GRAD_NORM, GRAD_AB, GRAD_X,
-    M, TRANSPOSED: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    WEIGHT_T, NORMED, GRAD_LINEAR, GRAD_OUT, GRAD_NORM, PRESENT, GRAD_AB, GRAD_X,
+    N, M, TRANSPOSED: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients before the product, from those of a and b (GRAD_AB [2 C, M]).
@@ -1810,6 +1849,9 @@ def triangle_project_backward_kernel(
     grad_g = tl.load(at_g, mask=inside, other=0.0)
     weight_g = load_transposed(WEIGHT_T, channel + G * C, channel, 6 * C, C, TRANSPOSED)
     grad_y = tl.dot(grad_g, weight_g, input_precision=PRECISION)  # dy = dg W_g^T
+    if PRESENT is not None:
+        i_is_there, j_is_there = load_pair_present(PRESENT, position, N, M)
+        both = (i_is_there & j_is_there)[:, None]
     for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
         row = first + tl.arange(0, BLOCK_C)
         at = WEIGHT + row[None, :] * C + channel[:, None]
@@ -1819,6 +1861,8 @@ def triangle_project_backward_kernel(
         value = value + tl.load(BIAS + row)[None, :]
         gate = sigmoid(gate)
         grad_ab = tl.load(GRAD_AB + index(row, WIDE)[None, :] * M + m, mask=inside, other=0.0)
+        if PRESENT is not None:
+            grad_ab = tl.where(both, grad_ab, 0.0)
         grad_p = grad_ab.to(tl.float32) * gate
         grad_s = (grad_p * (1 - gate) * value).to(dtype)
         grad_p = grad_p.to(dtype)
@@ -1958,9 +2002,9 @@ def triangle_weight_gradients(products: Iterable[tuple[Tensor, Tensor]], out: Te
 class TriangleMultiplicationFunction(torch.autograd.Function):
     """Multiply the triangles of x [B, N, N, C] -> x + update.
 
-    present [B, N, N] is False for padding, where a becomes 0. The parameters: weight and bias of
-    the norm before the product and of that after it, then the weights of a_p, b_p, a_g, b_g, g and
-    z in one piece, and their biases.
+    present [B, N] is False for residues that are padding: their a and b become 0. The parameters:
+    weight and bias of the norm before the product and of that after it, then the weights of a_p,
+    b_p, a_g, b_g, g and z in one piece, and their biases.
 
     Kept for later: x, a, b and their product, and mean and rstd of both norms.
     """
@@ -1977,10 +2021,8 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
         inputs = x, *norms, weight, bias
         programs, options = triangle_options("triangle_project", x, weight)
         launch = wrap_triton(triangle_project_kernel)[(programs,)]
-        launch(*inputs, statistics[0], ab, eps=eps, **options)
+        launch(*inputs, statistics[0], present, ab, eps=eps, N=x.shape[1], **options)
         a, b = (half.view(dim * len(x), *x.shape[1:3]) for half in ab.chunk(2))
-        if present is not None:
-            a.view(dim, *present.shape).mul_(present)
         product = torch.empty_like(a)
         if not multiply_triangles(triangle_product_kernel, a, b, product, incoming=incoming):
             torch.bmm(*((a.mT, b) if incoming else (a, b.mT)), out=product)
@@ -2023,15 +2065,13 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
         else:  # X = a b^T
             torch.bmm(grad_product, b, out=grad_a)
             torch.bmm(grad_product.mT, a, out=grad_b)
-        if present is not None:
-            grad_a.view(dim, *present.shape).mul_(present)
 
         programs, options = triangle_options("triangle_project_backward", x, weight)
-        options |= {"TRANSPOSED": transposed, "RESIDUAL": True}
+        options |= {"N": x.shape[1], "TRANSPOSED": transposed, "RESIDUAL": True}
         sums_in = x.new_empty(programs, 2, dim, dtype=torch.float32)
         grad_x = torch.empty_like(x)
         launch = wrap_triton(triangle_project_backward_kernel)[(programs,)]
-        launch(*inputs, sums_in, grad_ab, grad_x, **options)
+        launch(*inputs, sums_in, present, grad_ab, grad_x, **options)
         del a, b, grads, grad_a, grad_b, grad_ab, grad_product  # before the next GEMMs take memory
 
         def compute(grad_norm_in: Tensor, grad_norm_out: Tensor, grad_linears: Tensor) -> None:
@@ -2045,18 +2085,19 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
         return grad_x, None, None, None, *parameter_gradients(ctx, groups, compute, *read)
 
 
-# Outer product mean: out_ij = (1 / S) sum_s a_si (x) b_sj. Of matrices [S, N x H] the products of
+# Outer product mean: out_ij = factor * sum_s a_si (x) b_sj. Of matrices [S, N x H] the products of
 # all channels are one GEMM, but its result [N, H, N, H] is not what the projection takes: this
 # kernel writes it as [N, N, H, H]. The backward pass makes it again. The gradient of the product is
 # written as the GEMM's result would be, so that those of a and b are two GEMMs of the library.
+# FACTORS [samples] are 1 / (number of sequences + 1e-3).
 
 
 @triton.jit
 def outer_product_forward_kernel(
-    A, B, OUT, S, N, factor: tl.constexpr, H: tl.constexpr,
+    A, B, FACTORS, OUT, S, N, H: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute OUT_ijcd = factor * sum_s A_sic * B_sjd for each sample.
+    """Compute OUT_ijcd = factor * sum_s A_sic * B_sjd for each sample, with its factor.
 
     A and B are [samples, S, N, H], OUT is [samples, N, N, H x H]. A program owns BLOCK_M of the
     N x H pairs (i, c) and BLOCK_N of (j, d), and goes over the sequences BLOCK_S at a time.
@@ -2065,6 +2106,7 @@ def outer_product_forward_kernel(
     left = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # (i, c)
     right = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)  # (j, d)
     sample = tl.program_id(2).to(tl.int64)
+    factor = tl.load(FACTORS + tl.program_id(2))
     product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, S, BLOCK_S):
         s = start + tl.arange(0, BLOCK_S)
@@ -2082,7 +2124,7 @@ def outer_product_forward_kernel(
 
 @triton.jit
 def outer_product_gradient_kernel(
-    GRAD, WEIGHT_T, GRAD_WIDE, N, factor: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
+    GRAD, WEIGHT_T, FACTORS, GRAD_WIDE, N, C: tl.constexpr, H: tl.constexpr,
     TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of the product of a and b, factor * sum_z G_ijz W_zcd, from that of out.
@@ -2096,6 +2138,7 @@ def outer_product_gradient_kernel(
     channel = tl.arange(0, C)
     inside = (j < N)[:, None]
     grad = tl.load(GRAD + (row * N + j)[:, None] * C + channel[None, :], mask=inside, other=0.0)
+    factor = tl.load(FACTORS + tl.program_id(2))
     for first in tl.range(0, H * H, BLOCK_N):
         cd = first + tl.arange(0, BLOCK_N)
         weight = load_transposed(WEIGHT_T, channel, cd, C, H * H, TRANSPOSED)
@@ -2104,44 +2147,51 @@ def outer_product_gradient_kernel(
         tl.store(at, wide.to(GRAD_WIDE.dtype.element_ty), mask=inside)
 
 
-def outer_product(a: Tensor, b: Tensor, factor: float) -> Tensor:
-    """Multiply a and b [B, S, N, H] -> factor * sum over S of outer products [B, N, N, H x H]."""
+def outer_product(a: Tensor, b: Tensor, factors: Tensor) -> Tensor:
+    """Multiply a and b [B, S, N, H] -> factor * sum over S of outer products [B, N, N, H x H].
+
+    factors is [B].
+    """
     chosen, (samples, depth, length, dim) = blocks("outer_product_forward", a.dtype), a.shape
     chosen["BLOCK_S"] = min(chosen["BLOCK_S"], max(16, triton.next_power_of_2(depth)))
     chosen |= {"S": depth, "N": length, "H": dim, "PRECISION": dot_precision(a.dtype)}
     out = a.new_empty(samples, length, length, dim * dim)
     left, right = (triton.cdiv(length * dim, chosen[size]) for size in ("BLOCK_M", "BLOCK_N"))
     launch = wrap_triton(outer_product_forward_kernel)[(left, right, samples)]
-    launch(a, b, out, factor=factor, **chosen)
+    launch(a, b, factors, out, **chosen)
     return out
 
 
 class OuterProductWithResidual(torch.autograd.Function):
     """Compute pair + factor * (sum over S of a (x) b, as [B, N, N, H x H], times W^T, plus bias).
 
-    ab is [2, B, S, N, H], pair [B, N, N, C]; the bias may be None.
+    ab is [2, B, S, N, H], pair [B, N, N, C]. sequences [B, S] are False for padding, whose a and b
+    become 0; factor is 1 / (number of others + 1e-3).
     """
 
     @staticmethod
     def forward(
-        ctx, ab: Tensor, pair: Tensor, factor: float, weight: Tensor, bias: Tensor | None
+        ctx, ab: Tensor, pair: Tensor, sequences: Tensor | None, weight: Tensor, bias: Tensor
     ) -> Tensor:
         ab, pair, cast = ab.contiguous(), pair.contiguous(), cached_cast(weight, ab.dtype)
-        ctx.save_for_backward(ab, cast)
-        ctx.factor, ctx.parameters = factor, (weight, bias)
-        return project_residual(outer_product(*ab, factor), cast, bias, pair, factor)
+        if sequences is None:
+            factors = ab.new_full(ab.shape[1:2], 1 / (ab.shape[2] + 1e-3), dtype=torch.float32)
+        else:
+            ab = ab * sequences[..., None, None]
+            factors = sequences.sum(1, dtype=torch.float32).add_(1e-3).reciprocal_()
+        ctx.save_for_backward(ab, cast, factors)
+        ctx.parameters = weight, bias
+        return project_residual(outer_product(*ab, factors), cast, bias, pair, factors)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        ab, cast = ctx.saved_tensors
+        ab, cast, factors = ctx.saved_tensors
         residual, grad = grad, grad.contiguous().to(ab.dtype)
 
         def compute(out: Tensor) -> None:
-            linear_gradients_out(grad, outer_product(*ab, ctx.factor), out)
-            out[cast.numel() :].mul_(ctx.factor)  # the bias's gradient
+            linear_gradients_out(grad, outer_product(*ab, factors), out, factors)
 
-        groups = ([p for p in ctx.parameters if p is not None],)
-        grads = parameter_gradients(ctx, groups, compute, grad, ab)
+        grads = parameter_gradients(ctx, (ctx.parameters,), compute, grad, ab, factors)
         _, samples, _, length, dim = ab.shape
         chosen, width = blocks("outer_product_gradient", ab.dtype), length * dim
         chosen["BLOCK_M"] = min(chosen["BLOCK_M"], max(16, triton.next_power_of_2(length)))
@@ -2151,7 +2201,7 @@ class OuterProductWithResidual(torch.autograd.Function):
         wide, grad_ab = ab.new_empty(samples, width, width), torch.empty_like(ab)
         grid = (length, triton.cdiv(length, chosen["BLOCK_M"]), samples)
         launch = wrap_triton(outer_product_gradient_kernel)[grid]
-        launch(grad, weight_t, wide, factor=ctx.factor, **chosen)
+        launch(grad, weight_t, factors, wide, **chosen)
         (a, b), (grad_a, grad_b) = ab.flatten(3), grad_ab.flatten(3)
         torch.bmm(b, wide.mT, out=grad_a)
         torch.bmm(a, wide, out=grad_b)
@@ -2181,16 +2231,17 @@ def load_heads(HEADS, H: tl.constexpr, BLOCK_H: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def norm_project_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, HEADS, OUT, PAIR_BIAS, M, N,
+    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, HEADS, PRESENT, OUT, PAIR_BIAS, M, N,
     eps: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
-    H: tl.constexpr, BLOCK_H: tl.constexpr, ENDING: tl.constexpr,
+    H: tl.constexpr, BLOCK_H: tl.constexpr, ENDING: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute out = y W^T + b from y = LayerNorm(x), and a pair bias for H heads.
 
     X is [M, C], WEIGHT [WIDTH, C], BIAS [WIDTH] or None, OUT [M, WIDTH]; without a WEIGHT out is y,
-    and OUT may be None. PAIR_BIAS_h = sum_c y_c HEADS_hc in [B, H, N, N]. A program owns BLOCK_M
-    rows, and goes over the columns BLOCK_N at a time.
+    and OUT may be None. PAIR_BIAS_h = sum_c y_c HEADS_hc in [B, H, N, N], and -1e4 for keys that
+    are padding by PRESENT [B, N], if it is not None. A program owns BLOCK_M rows, and goes over the
+    columns BLOCK_N at a time.
     """
     position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
     channel = tl.arange(0, C)
@@ -2201,7 +2252,11 @@ def norm_project_kernel(
         head = tl.arange(0, BLOCK_H)
         projection = load_heads(HEADS, H, BLOCK_H, C).to(y.dtype)
         pair_bias = tl.dot(y, tl.trans(projection), input_precision=PRECISION)  # y HEADS^T
-        to = PAIR_BIAS + pair_bias_offset(position[:, None], head[None, :], N, H, ENDING)
+        if PRESENT is not None:  # a weight of 0, and no NaN where all keys are padding
+            i_is_there, j_is_there = load_pair_present(PRESENT, position, N, M)
+            key_is_there = i_is_there if ENDING else j_is_there
+            pair_bias = tl.where(key_is_there[:, None], pair_bias, -1e4)
+        to = PAIR_BIAS + pair_bias_offset(position[:, None], head[None, :], N, H, ENDING, ALIGNED)
         tl.store(to, pair_bias.to(y.dtype), mask=inside[:, None] & (head < H)[None, :])
     if WEIGHT is not None:
         for first in tl.range(0, WIDTH, BLOCK_N):
@@ -2220,7 +2275,7 @@ def norm_project_kernel(
 def norm_project_backward_kernel(
     X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, HEADS, GRAD, GRAD_PAIR_BIAS, RESIDUAL, GRAD_X, SUMS,
     M, N, eps: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
-    H: tl.constexpr, BLOCK_H: tl.constexpr, ENDING: tl.constexpr,
+    H: tl.constexpr, BLOCK_H: tl.constexpr, ENDING: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dx from GRAD = dout and dPAIR_BIAS, plus RESIDUAL, what x has from elsewhere.
@@ -2248,7 +2303,9 @@ def norm_project_backward_kernel(
     SUMS += tl.program_id(0) * (2 + H) * C + channel
     if H > 0:
         head = tl.arange(0, BLOCK_H)
-        to = GRAD_PAIR_BIAS + pair_bias_offset(position[:, None], head[None, :], N, H, ENDING)
+        to = GRAD_PAIR_BIAS + pair_bias_offset(
+            position[:, None], head[None, :], N, H, ENDING, ALIGNED
+        )
         bias = tl.load(to, mask=inside & (head < H)[None, :], other=0.0)
         projection = load_heads(HEADS, H, BLOCK_H, C).to(bias.dtype)
         # dy += dPAIR_BIAS HEADS
@@ -2268,10 +2325,11 @@ def norm_project_backward_kernel(
 
 @triton.jit
 def project_residual_kernel(
-    X, WEIGHT, BIAS, RESIDUAL, OUT, M, factor: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    X, WEIGHT, BIAS, FACTORS, RESIDUAL, OUT, M, rows_of_factor,
+    C: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute out = residual + x W^T + factor * b.
+    """Compute out = residual + x W^T + b, with FACTORS [samples] times b.
 
     X is [M, K], WEIGHT [C, K], RESIDUAL and OUT [M, C]. A program owns BLOCK_M rows.
     """
@@ -2284,9 +2342,11 @@ def project_residual_kernel(
         x = tl.load(X + position[:, None] * K + k[None, :], mask=inside, other=0.0)
         weight = tl.load(WEIGHT + channel[None, :] * K + k[:, None])
         out = tl.dot(x, weight, out, input_precision=PRECISION)  # out += x W^T
-    if BIAS is not None:
-        out += factor * tl.load(BIAS + channel)[None, :]
-    out += load_positions(RESIDUAL, position, C, channel, 1, M)
+    bias = tl.load(BIAS + channel)[None, :]
+    if FACTORS is not None:
+        factor = tl.load(FACTORS + position // rows_of_factor, mask=position < M, other=0.0)
+        bias *= factor[:, None]
+    out += bias + load_positions(RESIDUAL, position, C, channel, 1, M)
     at = OUT + position[:, None] * C + channel[None, :]
     tl.store(at, out.to(OUT.dtype.element_ty), mask=inside)
 
@@ -2339,6 +2399,7 @@ class NormSettings(NamedTuple):
     eps: float
     dtype: torch.dtype  # of the results
     ending: bool = False  # the pair bias is that of the transposed pairs
+    present: Tensor | None = None  # [B, N], False for residues that are padding
 
 
 def norm_options(
@@ -2348,7 +2409,8 @@ def norm_options(
     count = 0 if heads is None else len(heads)
     # A pair bias alone is a product, too, with heads in place of columns.
     options = projection_options(kernel, x, settings.dtype, width or (16 if count else 0))
-    options |= {"N": x.shape[1] if count else 1, "WIDTH": width, "H": count}
+    length = x.shape[1] if count else 1
+    options |= {"N": length, "ALIGNED": length % 8 == 0, "WIDTH": width, "H": count}
     options["BLOCK_H"] = max(16, triton.next_power_of_2(count))
     if not width and options["PRECISION"] == "tf32":  # a pair bias is as exact as V3's
         options["PRECISION"] = "tf32x3"
@@ -2374,7 +2436,8 @@ def norm_project(
         shape = len(x), len(heads), options["N"], options["N"]
         pair_bias = x.new_empty(shape, dtype=settings.dtype)
     grid = (triton.cdiv(options["M"], options["BLOCK_M"]),)
-    wrap_triton(norm_project_kernel)[grid](x, *parameters, out, pair_bias, **options)
+    tensors = x, *parameters, settings.present, out, pair_bias
+    wrap_triton(norm_project_kernel)[grid](*tensors, **options)
     return out, pair_bias
 
 
@@ -2458,18 +2521,19 @@ class NormProjection(torch.autograd.Function):
 
 
 def project_residual(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, factor: float = 1.0
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, factors: Tensor | None = None
 ) -> Tensor:
-    """Compute residual + x W^T + factor * b [..., C] from x [..., K]."""
+    """Compute residual + x W^T + b [samples, ..., C], with factors [samples] times b."""
     dim, width = weight.shape
     if not multiplies(x.dtype, dim, 256):
-        if bias is not None:
-            bias = (bias if factor == 1.0 else factor * bias).to(x.dtype)
-        return residual + F.linear(x, weight, bias)
+        if factors is None:
+            return residual + F.linear(x, weight, bias.to(x.dtype))
+        return residual + F.linear(x, weight).add_(factors[:, None, None, None] * bias)
     options = projection_options("project_residual", residual, x.dtype, width)
     out, grid = torch.empty_like(residual), (triton.cdiv(options["M"], options["BLOCK_M"]),)
     launch = wrap_triton(project_residual_kernel)[grid]
-    launch(x, weight, bias, residual, out, factor=factor, K=width, **options)
+    options["rows_of_factor"] = options["M"] // (1 if factors is None else len(factors))
+    launch(x, weight, bias, factors, residual, out, K=width, **options)
     return out
 
 
@@ -3029,21 +3093,23 @@ class GatedAttention(nn.Module):
         self,
         norm: nn.LayerNorm,
         x: Tensor,
-        present: Tensor | None,
+        present: Tensor | None = None,
         bias: Tensor | None = None,
         heads: nn.Linear | None = None,
         columns: bool = False,
     ) -> Tensor:
         """Compute x + the attention of norm(x), norm and residual in the projections' kernels.
 
-        With `heads`, the projection to a pair bias, the bias comes from the same norm.
+        With `heads`, the projection to a pair bias, the bias comes from the same norm. A bias that
+        is given knows which keys are present.
         """
-        linear = self.linear_qkvg
-        x, qkvg, own_bias = normed_projection(norm, x, linear.weight, None, heads, ending=columns)
-        bias = bias if heads is None else own_bias
-        if present is not None:
-            bias = without_padding(qkvg.new_zeros(1) if bias is None else bias, present)
-            bias = bias.expand(-1, self.heads, present.shape[1], -1)
+        linear, settings = self.linear_qkvg, (columns, None if heads is None else present)
+        x, qkvg, own_bias = normed_projection(norm, x, linear.weight, None, heads, *settings)
+        if heads is not None:
+            bias = own_bias
+        elif present is not None:
+            every = present[:, None, None].expand(-1, self.heads, present.shape[1], -1)
+            bias = torch.where(every, 0.0, -1e4)
         qkvg = qkvg.unflatten(-1, (self.heads, 4, -1))
         out = GatedAttentionFunction.apply(qkvg, linear.bias, bias, columns)
         return Projection.apply(out, x, *parameters_of(self.linear_o))
@@ -3056,10 +3122,12 @@ def normed_projection(
     bias: Tensor | None,
     heads: nn.Linear | None = None,
     ending: bool = False,
+    present: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return x, its projection after the norm, and a pair bias: use this x, see NormProjection."""
     parameters = norm.weight, norm.bias, weight, bias, None if heads is None else heads.weight
-    return NormProjection.apply(x, NormSettings(norm.eps, gemm_dtype(x), ending), *parameters)
+    settings = NormSettings(norm.eps, gemm_dtype(x), ending, present)
+    return NormProjection.apply(x, settings, *parameters)
 
 
 class MSARowAttentionWithPairBias(GatedAttention):
@@ -3077,8 +3145,8 @@ class MSARowAttentionWithPairBias(GatedAttention):
         """Update msa [B, S, N, c_m] from it, pair [B, N, N, c_z], residues [B, N]; return both."""
         if self.fused:
             norm, heads = self.layer_norm_z, self.linear_z
-            pair, _, bias = normed_projection(norm, pair, None, None, heads)
-            return self.attend_fused(self.layer_norm_m, msa, residues, bias), pair
+            pair, _, bias = normed_projection(norm, pair, None, None, heads, present=residues)
+            return self.attend_fused(self.layer_norm_m, msa, bias=bias), pair
         bias = self.linear_z(self.layer_norm_z(pair)).permute(0, 3, 1, 2)
         return msa + self.attend(self.layer_norm_m(msa), bias, residues), pair
 
@@ -3146,24 +3214,17 @@ class OuterProductMean(nn.Module):
         self, msa: Tensor, pair: Tensor, sequences: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Update pair [B, N, N, c_z] from msa [B, S, N, c_m], sequences [B, S]; return both."""
-        depth = msa.shape[1]
-        if sequences is not None:
-            dtype = torch.promote_types(msa.dtype, torch.float32)
-            depth = sequences.sum(1, dtype=dtype)[:, None, None, None]
-        factor = 1 / (depth + 1e-3)
         if self.fused:
-            linears, (weight, bias) = self.linears, parameters_of(self.linear_out)
-            msa, ab, _ = normed_projection(self.layer_norm, msa, *parameters_of(linears))
-            ab = ab.unflatten(-1, (2, -1)).movedim(-2, 0)
-            if sequences is not None:
-                a, b = ab
-                ab = torch.stack([(a * sequences[:, :, None, None] * factor).to(a.dtype), b])
-                pair, bias, factor = pair + factor * bias, None, 1.0
-            return msa, OuterProductWithResidual.apply(ab, pair, factor, weight, bias)
-        normed = self.layer_norm(msa)
+            msa, ab, _ = normed_projection(self.layer_norm, msa, *parameters_of(self.linears))
+            ab, parameters = ab.unflatten(-1, (2, -1)), parameters_of(self.linear_out)
+            inputs = ab.movedim(-2, 0), pair, sequences
+            return msa, OuterProductWithResidual.apply(*inputs, *parameters)
+        normed, depth = self.layer_norm(msa), msa.shape[1]
         a, b = self.linear_1(normed), self.linear_2(normed)
         if sequences is not None:
             a = a * sequences[:, :, None, None]
+            dtype = torch.promote_types(msa.dtype, torch.float32)
+            depth = sequences.sum(1, dtype=dtype)[:, None, None, None]
         outer = torch.einsum("bsic,bsjd->bijcd", a, b).flatten(3)
         # The bias is divided, too, as AlphaFold's code does.
         return msa, pair + self.linear_out(outer) / (depth + 1e-3)
@@ -3191,17 +3252,16 @@ class TriangleMultiplication(nn.Module):
 
     def forward(self, pair: Tensor, residues: Tensor | None = None) -> Tensor:
         """Update pair [B, N, N, c_z]; residues [B, N] are False for padding."""
-        present = None if residues is None else residues[:, :, None] & residues[:, None]
         if self.fused:
             norms = parameters_of(self.layer_norm_in, self.layer_norm_out)
             settings = self.incoming, self.layer_norm_in.eps
             parameters = *norms, *parameters_of(self.linears)
-            return TriangleMultiplicationFunction.apply(pair, present, *settings, *parameters)
+            return TriangleMultiplicationFunction.apply(pair, residues, *settings, *parameters)
         x = self.layer_norm_in(pair)
         a = torch.sigmoid(self.linear_a_g(x)) * self.linear_a_p(x)
         b = torch.sigmoid(self.linear_b_g(x)) * self.linear_b_p(x)
         if residues is not None:
-            a = a * present[..., None]
+            a = a * (residues[:, :, None] & residues[:, None])[..., None]
         product = self.layer_norm_out(torch.einsum(self.equation, a, b))
         return pair + torch.sigmoid(self.linear_g(x)) * self.linear_z(product)
 
@@ -3286,6 +3346,7 @@ class EvoformerBlock(nn.Module):
         check_shape("pair", pair, samples, length, length, pair_dim)
         check_shape("sequences", sequences, samples, depth)
         check_shape("residues", residues, samples, length)
+        sequences, residues = (m if m is None else m.contiguous() for m in (sequences, residues))
         msa, pair = self.msa_att_row(msa, pair, residues)
         msa = self.msa_att_col(msa, sequences)
         msa = self.msa_transition(msa)
@@ -3378,6 +3439,15 @@ class TinyOpenFold(nn.Module):
         overlap = self.fusions.overlap and self.fusions.fused_optimizer and torch.is_grad_enabled()
         trains = all(parameter.requires_grad for parameter in self.input_embedder.parameters())
         self.side.begin_step(overlap and trains)  # before any product of the library
+        samples, depth, length = tokens.shape
+        # A row of pairs then begins at a multiple of 16 bytes, which kernels and GEMMs load at a
+        # time: 173 residues took longer than 176.
+        kernels = self.fusions.triton_attention or self.fusions.triton_triangle
+        padding = (0, -length % 8) if kernels else (0, 0)
+        if any(padding):
+            if residues is None:
+                residues = tokens.new_ones(samples, length, dtype=torch.bool)
+            tokens, residues = F.pad(tokens, padding, value=GAP), F.pad(residues, padding)
         msa, pair = self.input_embedder(tokens)
         if self.side.active:  # the embedding's gradients, the last ones, are on the main stream
             msa, pair = JoinSideStreams.apply(self.side, msa, pair)
@@ -3389,12 +3459,16 @@ class TinyOpenFold(nn.Module):
             else:
                 msa, pair = block(*inputs)
         if true_tokens is None:
-            return {"masked_msa": self.masked_msa(msa), "distogram": self.distogram(pair)}
-        samples, _, length = tokens.shape
-        check_shape("true_tokens", true_tokens, *tokens.shape)
-        check_shape("masked", masked, *tokens.shape)
+            masked_msa, distogram = self.masked_msa(msa), self.distogram(pair)
+            distogram = distogram[:, :length, :length]
+            return {"masked_msa": masked_msa[:, :, :length], "distogram": distogram}
+        check_shape("true_tokens", true_tokens, samples, depth, length)
+        check_shape("masked", masked, samples, depth, length)
         check_shape("coords", coords, samples, length, 3)
         check_shape("observed", observed, samples, length)
+        if any(padding):  # where nothing counts
+            true_tokens, masked = F.pad(true_tokens, padding), F.pad(masked, padding)
+            coords, observed = F.pad(coords, (0, 0, *padding)), F.pad(observed, padding)
         bins, known = self.distogram.targets(coords, observed)
         if self.fusions.loss_fusion:
             distogram = Projection.apply(pair, None, *parameters_of(self.distogram.linear))

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import _path
 
-from bench.sizes import GPT_2, ODD, PRECISIONS, SHAPES, TRUNK, in_sizes, script_of, sized
+from bench.sizes import CROP, GPT_2, ODD, PRECISIONS, SHAPES, TRUNK, in_sizes, script_of, sized
 from lab.cli import Parser, ToolError, documented_parser, program
 from lab.provenance import output_of
 from lab.records import NUMBER, Row, read_study
@@ -41,6 +41,8 @@ SIZES = {
     **SHAPES,
     "tiny_llama, GPT-2 small": sized("llama", GPT_2),
     "tiny_openfold, untuned": sized("openfold", ODD),
+    "tiny_openfold, 128 x 255": sized("openfold", CROP.replace("256 --msa", "255 --msa")),
+    "tiny_openfold, 101 x 211": sized("openfold", f"{ODD} --num-seqs 101 --seq-len 211"),
     ALONE: sized("openfold", TRUNK),
 }
 MORE = {  # precisions beside bf16

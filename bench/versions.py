@@ -13,6 +13,7 @@ Examples:
   python bench/versions.py trunk DIR      48 Evoformer blocks, with and without --checkpoint-blocks
   python bench/versions.py ablation_tiny_llama_v3 DIR    what V3 adds: each alone, and all but each
   python bench/versions.py padding DIR    batches that are padded, and such of proteins of one size
+  python bench/versions.py lengths DIR    proteins of lengths that are no multiple of 8, too
   python bench/versions.py scaling DIR    the part on one GPU; then, in the same file, that on N:
   torchrun --nproc-per-node N bench/versions.py scaling DIR
   python bench/versions.py headline DIR --only "tiny_llama, small" bf16    a part of a suite
@@ -64,6 +65,11 @@ from lab.turns import all_measured, graph_of, in_turns
 TRUNKS = {  # sequences and residues of AlphaFold 2's training, and of its fine-tuning
     "128 x 256": sized("openfold", TRUNK),
     "512 x 384": sized("openfold", f"{TRUNK} --num-seqs 512 --seq-len 384"),
+}
+LENGTHS = (160, 165, 168, 171, 173, 176, 179, 184, 187, 192)  # of the suite of this name
+LONG = {
+    f"trunk, 128 x {length}": sized("openfold", f"{TRUNK} --seq-len {length}")
+    for length in (255, 256)
 }
 MODELS = {"tiny_openfold": [], "tiny_llama": ["--seq-len", "128"]}  # of the ablation of V2 and V3
 ABLATED = {  # of that of V4
@@ -142,6 +148,37 @@ def with_its_proteins(side: str) -> Iterator[None]:
         yield
 
 
+def lengths(args: argparse.Namespace) -> Iterator[Part]:
+    """TinyOpenFold's versions as graphs over lengths; V3 and V4 in each precision, and V4's trunk
+    of 48 blocks, at an odd length and the next multiple of 8."""
+    argv = {length: [*ODD.split(), "--seq-len", str(length)] for length in LENGTHS}
+    for length in LENGTHS:
+        compiled = ("V2",) if length in (173, 176) else ()
+        sides = beside_compiled("tiny_openfold", graph_of([*argv[length], "--use-amp"]),
+                                ("V4", "V3", "V2"), compiled)  # fmt: skip
+        yield (
+            {"shape": f"37 x {length}", "precision": "bf16"},
+            partial(all_sides, sides, args.rounds),
+        )
+    for precision, options in PRECISIONS.items():
+        if precision != "bf16":
+            pairs = product(("V4", "V3"), (173, 176))
+            sides = {
+                f"{version}, {length}": (
+                    script_of("tiny_openfold", version),
+                    graph_of([*argv[length], *options]),
+                )
+                for version, length in pairs
+            }
+            yield (
+                {"shape": "37 x 173", "precision": precision},
+                partial(all_sides, sides, args.rounds),
+            )
+    for names, model, trunk_argv in in_sizes(shapes=LONG):
+        side = script_of(model, "V4"), [*trunk_argv, "--warmup-steps", "2"]
+        yield {**names, "side": "V4"}, partial(trunk_of, "V4", False, side, args.rounds)
+
+
 def trunk(args: argparse.Namespace) -> Iterator[Part]:
     """48 blocks in bf16, each side alone, with and without checkpoints: versions, and V2 compiled,
     of which one block is compiled and serves all, as 48 would take too long."""
@@ -199,9 +236,15 @@ SUITES: dict[str, Callable[[argparse.Namespace], Iterable[Part]]] = {
     "trunk": trunk,
     **{f"ablation_{script}": partial(single_fusions, script) for script in ABLATIONS},
     "padding": padding,
+    "lengths": lengths,
     "scaling": scaling,
 }
-KEPT = ("overview", "trunk", "scaling")  # whose earlier rows stay, and are not measured again
+KEPT = (
+    "overview",
+    "trunk",
+    "lengths",
+    "scaling",
+)  # whose earlier rows stay, and are not measured again
 
 
 def build_parser() -> Parser:

@@ -9,7 +9,7 @@ which PyTorch fills new tensors with NaN: so an element that a kernel forgets to
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import pytest
@@ -62,6 +62,7 @@ BLOCKS = {
     "openfold": ("attention_backward_short:BLOCK_N=16",),  # short is 2, but not 17
 }
 LONG = ("tiny_openfold_v4",)  # in the interpreter
+ROUNDINGS = 6  # of the weights, in bfloat16: see check_values
 CLIPPED = "--seq-len 40 --num-seqs 2 --num-blocks 1 --batch-size 1 --msa-dim 16 --num-heads-msa 1"
 CLIPPED += " --disable-all-fusion --enable-embedding-fusion"  # some offsets are beyond 32
 STEPS = [  # script, arguments, with guards or without
@@ -153,13 +154,23 @@ def guarded(wrap_triton: Callable, launched: set[str], whole: bool = False) -> C
     return wrap
 
 
-def training_step(module: ModuleType, argv: list[str]) -> dict[str, Tensor]:
+def rounded_otherwise(state: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """These weights, off by up to a quarter of a digit of bfloat16; with seed 0 as they are."""
+    generator = torch.Generator().manual_seed(seed)
+    noises = [2**-8 * (torch.rand(w.shape, generator=generator) - 0.5) for w in state.values()]
+    if not seed:
+        return state
+    both = zip(state.items(), noises, strict=True)
+    return {name: weight * (1 + noise.to(weight)) for (name, weight), noise in both}
+
+
+def training_step(module: ModuleType, argv: list[str], rounding: int = 0) -> dict[str, Tensor]:
     """Loss, gradients by canonical name, and new weights of a step with random weights."""
     args = module.parse_args([*argv, "--deterministic"])
     device = module.prepare(args)
     model = module.build_model(args, device)
     optimizer = module.build_optimizer(args, model)
-    model.load_state_dict(random_state(model.state_dict()))
+    model.load_state_dict(rounded_otherwise(random_state(model.state_dict()), rounding))
     batch = {
         n: t.to(device)
         for n, t in module.make_batches(args, device, args.seed).next_batch().items()
@@ -176,16 +187,23 @@ def training_step(module: ModuleType, argv: list[str]) -> dict[str, Tensor]:
     return found | {GRADIENT + name: grad for name, grad in model.state_dict().items()}
 
 
-def check_values(script: str, argv: str, found: dict[str, Tensor]) -> None:
-    """Loss and gradients are what V1 gives in float64; in bfloat16 as nearly as V1's."""
+def check_values(script: str, argv: str, found: Sequence[dict[str, Tensor]]) -> None:
+    """Loss and gradients are what V1 gives in float64; in bfloat16 as nearly as V1's.
+
+    There both are the nearest of several, whose weights are rounded differently: in bfloat16 a ReLU
+    that rounds to the other side of zero moved dozens of V1's own gradients by a fifth, in four of
+    nine roundings. What a kernel does wrong is wrong in each.
+    """
     v1 = load(f"tiny_{model_of(script)}_v1")
-    sides = []
-    for exact in (True, False):
+
+    def values(rounding: int, exact: bool = False) -> dict[str, Tensor]:
         args = v1.parse_args([*argv.split(), "--device", DEVICE.type])
         trainer = v1.Trainer(args).build()
-        trainer.model.load_state_dict(random_state(trainer.model.state_dict()))
-        sides.append(values_of(v1, trainer, exact))
-    exact, rounded = sides
+        weights = random_state(trainer.model.state_dict())
+        trainer.model.load_state_dict(rounded_otherwise(weights, rounding))
+        return values_of(v1, trainer, exact)
+
+    exact, rounded = values(0, exact=True), [*map(values, range(len(found)))]
     total = sum(float(g.square().sum()) for n, g in exact.items() if GRADIENT in n) ** 0.5
     # of many positions one has a ReLU whose argument rounds beyond zero
     many = DEVICE.type == "cuda" and model_of(script) == "openfold"
@@ -195,7 +213,10 @@ def check_values(script: str, argv: str, found: dict[str, Tensor]) -> None:
         if value.norm() < 1e-12 * total:
             continue  # zero in theory: what a softmax takes out
         floor = 1e-3 * total if GRADIENT in name else 0.0
-        before, after = (relative_difference(side[name], value, floor) for side in (rounded, found))
+        before, after = (
+            min(relative_difference(side[name], value, floor) for side in sides)
+            for sides in (rounded, found)
+        )
         if not after <= 3 * before + limit:
             wrong[name] = after, before
     assert wrong == {}
@@ -209,9 +230,11 @@ def test_a_step_is_that_of_v1_in_float64_and_stays_within_its_tensors(
     """And gives the same bits again."""
     module, launched = load(script), set()
     argv = f"{argv} {precision}"
-    expected = training_step(module, argv.split())
+    roundings = range(ROUNDINGS if precision and model_of(script) == "openfold" else 1)
+    found = [training_step(module, argv.split(), rounding) for rounding in roundings]
     sizes = argv.partition(" --blocks")[0].partition(" --disable")[0]
-    check_values(script, f"{sizes} {precision}", expected)
+    check_values(script, f"{sizes} {precision}", found)
+    expected = found[0]
     for _ in range(5 if DEVICE.type == "cuda" else 0):
         again = training_step(module, argv.split())
         assert all(torch.equal(again[name], value) for name, value in expected.items())
