@@ -871,14 +871,14 @@ def next_token(LABELS, row, rows, seq):
 
 @triton.jit
 def cross_entropy_forward_kernel(
-    LOGITS, LABELS, LOSSES, LOG_SUM_EXP, rows, seq, C: tl.constexpr, BLOCK_C: tl.constexpr,
-    ROWS: tl.constexpr,
+    LOGITS, LABELS, LOSSES, LOG_SUM_EXP, rows, seq, VOCAB: tl.constexpr, C: tl.constexpr,
+    BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Compute loss = log(sum(exp(logits))) - logits[target] of each row; 0 for a target of -100.
 
-    The sum is online, as that of attention. LOGITS [rows, C], LABELS, LOSSES, LOG_SUM_EXP [rows].
-    A row's target is the next token's label. A program owns ROWS rows, and goes through their
-    columns by BLOCK_C.
+    The sum is online, as that of attention. LOGITS [rows, C], of which columns from VOCAB on do not
+    count, LABELS, LOSSES, LOG_SUM_EXP [rows]. A row's target is the next token's label. A program
+    owns ROWS rows, and goes through their columns by BLOCK_C.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_max = tl.full([ROWS], -3e38, tl.float32)  # not -inf, which a whole block may be
@@ -888,14 +888,14 @@ def cross_entropy_forward_kernel(
         inside = (row < rows)[:, None] & (column < C)[None, :]
         at = LOGITS + row[:, None] * C + column[None, :]
         logits = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        logits = tl.where((column < C)[None, :], logits, float("-inf"))
+        logits = tl.where((column < VOCAB)[None, :], logits, float("-inf"))
         new_row_max = tl.maximum(row_max, tl.max(logits, 1))
         rescale = tl.exp(row_max - new_row_max)
         row_sum = row_sum * rescale + tl.sum(tl.exp(logits - new_row_max[:, None]), 1)
         row_max = new_row_max
     log_sum_exp = row_max + tl.log(row_sum)
     target = next_token(LABELS, row, rows, seq)
-    valid = (target >= 0) & (target < C)  # any other label but -100 makes the loss NaN
+    valid = (target >= 0) & (target < VOCAB)  # any other label but -100 makes the loss NaN
     logit = tl.load(LOGITS + row * C + target, mask=valid, other=float("nan")).to(tl.float32)
     tl.store(LOSSES + row, tl.where(target == -100, 0.0, log_sum_exp - logit), mask=row < rows)
     tl.store(LOG_SUM_EXP + row, log_sum_exp, mask=row < rows)
@@ -920,13 +920,14 @@ def mean_loss_kernel(LOSSES, LABELS, LOSS, rows, seq, BLOCK: tl.constexpr):
 
 @triton.jit
 def cross_entropy_backward_kernel(
-    GRAD, LOGITS, LABELS, LOG_SUM_EXP, LOSS, GRAD_LOGITS, rows, seq, C: tl.constexpr,
-    BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
+    GRAD, LOGITS, LABELS, LOG_SUM_EXP, LOSS, GRAD_LOGITS, rows, seq, VOCAB: tl.constexpr,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Compute dlogits = (softmax(logits) - onehot(target)) * dloss / n; 0 for a target of -100.
 
     GRAD (dloss) [], LABELS, LOG_SUM_EXP [rows], LOSS [2] of which n is the second, LOGITS,
-    GRAD_LOGITS [rows, C]. A program owns ROWS rows, and goes through their columns by BLOCK_C.
+    GRAD_LOGITS [rows, C], 0 from column VOCAB on. A program owns ROWS rows, and goes through their
+    columns by BLOCK_C.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     target = next_token(LABELS, row, rows, seq)
@@ -938,26 +939,27 @@ def cross_entropy_backward_kernel(
         at = row[:, None] * C + column[None, :]
         logits = tl.load(LOGITS + at, mask=inside, other=0.0).to(tl.float32)
         p = tl.exp(logits - log_sum_exp[:, None])
+        p = tl.where((column < VOCAB)[None, :], p, 0.0)
         p -= tl.where(column[None, :] == target[:, None], 1.0, 0.0)
         tl.store(GRAD_LOGITS + at, p * grad[:, None], mask=inside)
 
 
 class NextTokenLoss(torch.autograd.Function):
-    """Compute the mean cross-entropy of the next token, float32, of logits [B, S, V] of any type.
+    """Compute the mean cross-entropy of the next token, float32, of logits [B, S, V or more].
 
     labels [B, S] are the same tokens. The kernels shift them and take the mean, which saves ten
-    small kernels; a label of -100 is ignored.
+    small kernels; a label of -100 is ignored. Only the first V = `vocab` columns count.
     """
 
     @staticmethod
-    def forward(ctx, logits: Tensor, labels: Tensor):
+    def forward(ctx, logits: Tensor, labels: Tensor, vocab: int):
         logits, labels = logits.contiguous(), labels.contiguous()
         rows, programs, options = row_launch("cross_entropy_forward", logits, whole=False)
         losses, log_sum_exp = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
         loss = logits.new_empty(2, dtype=torch.float32)
-        sizes = {"rows": rows, "seq": labels.shape[-1]}
+        sizes, ctx.vocab = {"rows": rows, "seq": labels.shape[-1]}, vocab
         launch = wrap_triton(cross_entropy_forward_kernel)[(programs,)]
-        launch(logits, labels, losses, log_sum_exp, **sizes, **options)
+        launch(logits, labels, losses, log_sum_exp, **sizes, VOCAB=vocab, **options)
         wrap_triton(mean_loss_kernel)[(1,)](losses, labels, loss, **sizes, **blocks("mean_loss"))
         ctx.save_for_backward(logits, labels, log_sum_exp, loss)
         return loss[0]
@@ -968,16 +970,29 @@ class NextTokenLoss(torch.autograd.Function):
         rows, programs, options = row_launch("cross_entropy_backward", logits, whole=False)
         tensors = grad, logits, labels, log_sum_exp, loss, (grad_logits := torch.empty_like(logits))
         launch = wrap_triton(cross_entropy_backward_kernel)[(programs,)]
-        launch(*tensors, rows=rows, seq=labels.shape[-1], **options)
-        return grad_logits, None
+        launch(*tensors, rows=rows, seq=labels.shape[-1], VOCAB=ctx.vocab, **options)
+        return grad_logits, None, None
+
+
+def with_aligned_rows(weight: Tensor) -> Tensor:
+    """Return a weight [V, D] with zeros as rows up to a multiple of 8.
+
+    Else rows of logits [T, V] begin at any address, for which GEMMs and loads are slow.
+    """
+    missing = -len(weight) % 8
+    return torch.cat((weight, weight.new_zeros(missing, weight.shape[1]))) if missing else weight
 
 
 class Projection(torch.autograd.Function):
-    """Compute x weight^T [..., N] of x [..., K] in the type of the GEMMs and a weight [N, K]."""
+    """Compute x weight^T [..., N] of x [..., K] in the type of the GEMMs and a weight [N, K].
+
+    aligned: with columns of zeros up to a multiple of 8.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, direct: bool):
+    def forward(ctx, x: Tensor, weight: Tensor, direct: bool, aligned: bool):
         cast = cached_cast(weight, x.dtype)
+        cast = with_aligned_rows(cast) if aligned else cast
         ctx.save_for_backward(x, cast)
         ctx.weight, ctx.direct = weight, direct
         return F.linear(x, cast)
@@ -987,7 +1002,7 @@ class Projection(torch.autograd.Function):
         x, cast = ctx.saved_tensors
         grad_x, grad_weight = None, None
         if ctx.needs_input_grad[1]:
-            rows = grad.flatten(0, -2), x.flatten(0, -2)
+            rows = grad.flatten(0, -2)[:, : len(ctx.weight)], x.flatten(0, -2)
 
             def compute(out: Tensor) -> None:
                 matmul_out(*rows, out.view_as(ctx.weight), ctx.direct)  # dW = dy^T x
@@ -997,14 +1012,17 @@ class Projection(torch.autograd.Function):
             grad_x = grad @ cast
         if hasattr(ctx.weight, "slot"):
             ctx.weight.slot.buffer.side.release(ctx.weight)
-        return grad_x, grad_weight, None
+        return grad_x, grad_weight, None, None
 
 
-def linear(x: Tensor, weight: Tensor, fusions: Fusions) -> Tensor:
-    """Compute x weight^T [..., N] of x [..., K] and weight [N, K]."""
+def linear(x: Tensor, weight: Tensor, fusions: Fusions, aligned: bool = False) -> Tensor:
+    """Compute x weight^T [..., N] of x [..., K] and weight [N, K].
+
+    aligned: with columns of zeros up to a multiple of 8.
+    """
     if not (fusions.direct_gradients or fusions.fused_optimizer):
-        return F.linear(x, weight)
-    return Projection.apply(x.to(gemm_dtype(x)), weight, fusions.direct_gradients)
+        return F.linear(x, with_aligned_rows(weight) if aligned else weight)
+    return Projection.apply(x.to(gemm_dtype(x)), weight, fusions.direct_gradients, aligned)
 
 
 # --- optimizer
@@ -1724,11 +1742,12 @@ class TinyLlama(nn.Module):
         for layer in self.layers:
             x, update = layer(x, update)
         # The embedding has the same weight, to whose gradient autograd adds its own.
-        logits = linear(self.norm(x, update)[0], weight, self.fusions)
+        normed, aligned = self.norm(x, update)[0], self.fusions.triton_cross_entropy
+        logits = linear(normed, weight, self.fusions, aligned)
         if labels is None:
-            return logits
+            return logits[..., : self.config.vocab_size]
         if self.fusions.triton_cross_entropy:
-            return NextTokenLoss.apply(logits, labels)
+            return NextTokenLoss.apply(logits, labels, self.config.vocab_size)
         following = F.pad(labels[:, 1:], (0, 1), value=-100)  # -100 is ignored
         return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
 

@@ -94,11 +94,14 @@ def test_attention_with_scores_of_several_hundred(module: ModuleType, dtype: tor
     )
 
 
-def next_token_loss(module: ModuleType, logits: Tensor, labels: Tensor) -> Tensor:
+def next_token_loss(
+    module: ModuleType, logits: Tensor, labels: Tensor, vocab: int | None = None
+) -> Tensor:
     """V3 has one of each token, V4 their mean."""
+    vocab = vocab or logits.shape[-1]
     if module is v4:
-        return v4.NextTokenLoss.apply(logits, labels)
-    return v3.CrossEntropy.apply(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return v4.NextTokenLoss.apply(logits, labels, vocab)
+    return v3.CrossEntropy.apply(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), vocab)
 
 
 @both
@@ -128,6 +131,23 @@ def test_loss_of_the_next_token(module: ModuleType, banned: bool, dtype, monkeyp
         limit=5 * LIMITS[dtype],  # a logit of 900 is rounded by 3e-5
         strided=not banned,
     )
+
+
+@both
+@both_types
+def test_columns_behind_the_vocabulary_do_not_count(module: ModuleType, dtype: torch.dtype):
+    """Whatever stands there: its gradient is 0, and a label among them makes the loss NaN."""
+    logits, labels = randn(2, 4, 40, dtype=dtype), torch.tensor([[0, 32, 7, -100]] * 2).to(DEVICE)
+    logits[..., 33:] = 60.0
+    logits.requires_grad_()
+    found = next_token_loss(module, logits, labels, 33)
+    expected = next_token_loss(module, logits[..., :33], labels)
+    grads = [torch.autograd.grad(loss.sum(), logits)[0] for loss in (found, expected)]
+    assert torch.equal(found, expected)
+    assert relative_difference(*grads) < LIMITS[dtype]
+    assert not grads[0][..., 33:].any()
+    beyond = labels.masked_fill(labels == 32, 33)
+    assert next_token_loss(module, logits, beyond, 33).isnan().any()
 
 
 @both
