@@ -1000,15 +1000,6 @@ class CrossEntropy(torch.autograd.Function):
         return grad_logits, None, None
 
 
-def with_aligned_rows(weight: Tensor) -> Tensor:
-    """Return a weight [V, D] with zeros as rows up to a multiple of 8.
-
-    Else rows of logits [T, V] begin at any address, for which GEMMs and loads are slow.
-    """
-    missing = -len(weight) % 8
-    return torch.cat((weight, weight.new_zeros(missing, weight.shape[1]))) if missing else weight
-
-
 # --- model
 
 
@@ -1200,8 +1191,10 @@ class TinyLlama(nn.Module):
         for layer in self.layers:
             x, update = layer(x, update)
         normed, weight = self.norm(x, update)[0], self.embed_tokens.weight
-        if self.fusions.triton_cross_entropy:
-            weight = with_aligned_rows(weight.to(gemm_dtype(normed)))
+        missing = -len(weight) % 8 if self.fusions.triton_cross_entropy else 0
+        if missing:  # rows of logits that begin at odd addresses are slow
+            weight = weight.to(gemm_dtype(normed))
+            weight = torch.cat((weight, weight.new_zeros(missing, weight.shape[1])))
         logits = F.linear(normed, weight)
         if labels is None:
             return logits[..., : self.config.vocab_size]

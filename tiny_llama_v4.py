@@ -974,25 +974,17 @@ class NextTokenLoss(torch.autograd.Function):
         return grad_logits, None, None
 
 
-def with_aligned_rows(weight: Tensor) -> Tensor:
-    """Return a weight [V, D] with zeros as rows up to a multiple of 8.
-
-    Else rows of logits [T, V] begin at any address, for which GEMMs and loads are slow.
-    """
-    missing = -len(weight) % 8
-    return torch.cat((weight, weight.new_zeros(missing, weight.shape[1]))) if missing else weight
-
-
 class Projection(torch.autograd.Function):
     """Compute x weight^T [..., N] of x [..., K] in the type of the GEMMs and a weight [N, K].
 
-    aligned: with columns of zeros up to a multiple of 8.
+    Columns of zeros make N a multiple of `multiple`.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, direct: bool, aligned: bool):
+    def forward(ctx, x: Tensor, weight: Tensor, direct: bool, multiple: int):
         cast = cached_cast(weight, x.dtype)
-        cast = with_aligned_rows(cast) if aligned else cast
+        if missing := -len(cast) % multiple:
+            cast = torch.cat((cast, cast.new_zeros(missing, cast.shape[1])))
         ctx.save_for_backward(x, cast)
         ctx.weight, ctx.direct = weight, direct
         return F.linear(x, cast)
@@ -1015,14 +1007,14 @@ class Projection(torch.autograd.Function):
         return grad_x, grad_weight, None, None
 
 
-def linear(x: Tensor, weight: Tensor, fusions: Fusions, aligned: bool = False) -> Tensor:
+def linear(x: Tensor, weight: Tensor, fusions: Fusions, multiple: int = 1) -> Tensor:
     """Compute x weight^T [..., N] of x [..., K] and weight [N, K].
 
-    aligned: with columns of zeros up to a multiple of 8.
+    Where Projection does it, columns of zeros make N a multiple of `multiple`.
     """
     if not (fusions.direct_gradients or fusions.fused_optimizer):
-        return F.linear(x, with_aligned_rows(weight) if aligned else weight)
-    return Projection.apply(x.to(gemm_dtype(x)), weight, fusions.direct_gradients, aligned)
+        return F.linear(x, weight)
+    return Projection.apply(x.to(gemm_dtype(x)), weight, fusions.direct_gradients, multiple)
 
 
 # --- optimizer
@@ -1733,7 +1725,7 @@ class TinyLlama(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
         """Map input_ids [B, S] to logits [B, S, V], with labels, the same tokens, to the loss."""
         check_sequences(input_ids, self.config.seq_len)
-        weight = self.embed_tokens.weight
+        weight, vocab = self.embed_tokens.weight, self.config.vocab_size
         trains = weight.requires_grad and torch.is_grad_enabled()
         self.side.begin_step(self.fusions.overlap and self.fusions.fused_optimizer and trains)
         x, update = self.embed_tokens(input_ids), None
@@ -1742,14 +1734,14 @@ class TinyLlama(nn.Module):
         for layer in self.layers:
             x, update = layer(x, update)
         # The embedding has the same weight, to whose gradient autograd adds its own.
-        normed, aligned = self.norm(x, update)[0], self.fusions.triton_cross_entropy
-        logits = linear(normed, weight, self.fusions, aligned)
+        # Rows of logits that begin at odd addresses would be slow.
+        logits = linear(self.norm(x, update)[0], weight, self.fusions, multiple=8)
         if labels is None:
-            return logits[..., : self.config.vocab_size]
+            return logits[..., :vocab]
         if self.fusions.triton_cross_entropy:
-            return NextTokenLoss.apply(logits, labels, self.config.vocab_size)
+            return NextTokenLoss.apply(logits, labels, vocab)
         following = F.pad(labels[:, 1:], (0, 1), value=-100)  # -100 is ignored
-        return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
+        return F.cross_entropy(logits[..., :vocab].flatten(0, 1).float(), following.flatten())
 
 
 def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
