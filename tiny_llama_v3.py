@@ -502,15 +502,6 @@ class AddRMSNorm(torch.autograd.Function):
         return grad_x, None if grad_summed is None else grad_update, grad_weight, None, None
 
 
-def check_sequences(x: Tensor, longest: int) -> None:
-    """Raise ValueError if x [B, S, ...] is empty, or longer than the rotary embedding's tables."""
-    batch, seq = x.shape[:2]
-    if batch * seq == 0:
-        raise ValueError(f"an empty batch: {batch} sequences of {seq} tokens")
-    if seq > longest:
-        raise ValueError(f"sequences of {seq} tokens, but the model's seq_len is {longest}")
-
-
 @triton.jit
 def rotary_kernel(
     QKV, COS, SIN, ROTATED, rows, seq, HEADS: tl.constexpr, VALUES: tl.constexpr,
@@ -543,12 +534,17 @@ def rotary_kernel(
 def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, values: int, sign: int) -> Tensor:
     """Rotate qkv [B, S, heads, head_dim] by `sign` times the angle of its position.
 
-    The last `values` heads are copied.
+    The last `values` heads are copied. Raises ValueError if there is nothing to rotate, or if cos
+    and sin end before the sequences.
     """
-    check_sequences(qkv, len(cos))
+    (batch, seq, heads, _), longest = qkv.shape, len(cos)
+    if batch * seq == 0:
+        raise ValueError(f"an empty batch: {batch} sequences of {seq} tokens")
+    if seq > longest:
+        raise ValueError(f"sequences of {seq} tokens, but the model's seq_len is {longest}")
     rows, programs, options = row_launch("rotary", qkv)
     rotated = torch.empty_like(qkv)
-    sizes = {"rows": rows, "seq": qkv.shape[1], "HEADS": qkv.shape[2], "VALUES": values}
+    sizes = {"rows": rows, "seq": seq, "HEADS": heads, "VALUES": values}
     wrap_triton(rotary_kernel)[(programs,)](qkv, cos, sin, rotated, **sizes, SIGN=sign, **options)
     return rotated
 
@@ -1099,11 +1095,11 @@ class Attention(nn.Module):
                 qkv = self.qkv_proj(x)
             else:
                 qkv = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)
-            qkv = qkv.view(batch, seq, -1, self.head_dim)
+            qkv = qkv.unflatten(-1, (-1, self.head_dim))
             qkv = Rotary.apply(qkv, self.rotary.cos, self.rotary.sin, self.num_kv_heads)
             q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
         elif self.fusions.qkv_fusion:
-            qkv = self.qkv_proj(x).view(batch, seq, -1, self.head_dim)
+            qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
             qk, v = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2)
             q, k = self.rotary(qk).split([self.num_heads, self.num_kv_heads], dim=2)
         else:
@@ -1186,7 +1182,6 @@ class TinyLlama(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
         """Map input_ids [B, S] to logits [B, S, V], with labels, the same tokens, to the loss."""
-        check_sequences(input_ids, self.config.seq_len)
         x, update = self.embed_tokens(input_ids), None
         for layer in self.layers:
             x, update = layer(x, update)

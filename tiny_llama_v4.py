@@ -86,7 +86,6 @@ class ModelConfig:
 class Fusions:
     """Which fusions are on. Each field is a flag; the text beside `bool` is its help."""
 
-    flash_attention: Annotated[bool, "SDPA of PyTorch instead of materialised scores"] = True
     triton_rms_norm: Annotated[bool, "residual addition and norm as one kernel"] = True
     triton_attention: Annotated[bool, "rotary embedding and flash attention of packed heads"] = True
     triton_swiglu: Annotated[bool, "silu(gate) * up as one kernel"] = True
@@ -111,8 +110,6 @@ TRITON_FUSIONS += ("fused_optimizer",)
 def without_effect(args: argparse.Namespace) -> dict[str, str]:
     """Return the fusions that have no effect with these arguments, and why."""
     idle = {}
-    if args.triton_attention:
-        idle["flash_attention"] = "triton-attention takes its place"
     if not args.triton_rms_norm:
         idle["norm_from_output"] = "it changes triton-rms-norm, which is off"
     if not args.use_amp:
@@ -215,7 +212,6 @@ BLOCKS: dict[str, dict[str, int]] = {
     "attention_backward_keys hip": {"BLOCK_M": 16, "num_stages": 1},
     "cross_entropy_forward": {"TILE": 4096},
     "cross_entropy_backward": {"TILE": 4096},
-    "mean_loss": {"BLOCK": 1024, "num_warps": 8},
     "adamw": {"BLOCK": 1024, "PROGRAMS": 1024},
 }
 # --- launch
@@ -488,15 +484,6 @@ class AddRMSNorm(torch.autograd.Function):
         return grad_x, grad_update, grad_weight, None, None, None
 
 
-def check_sequences(x: Tensor, longest: int) -> None:
-    """Raise ValueError if x [B, S, ...] is empty, or longer than the rotary embedding's tables."""
-    batch, seq = x.shape[:2]
-    if batch * seq == 0:
-        raise ValueError(f"an empty batch: {batch} sequences of {seq} tokens")
-    if seq > longest:
-        raise ValueError(f"sequences of {seq} tokens, but the model's seq_len is {longest}")
-
-
 @triton.jit
 def rotary_kernel(
     QKV, COS, SIN, ROTATED, rows, seq, HEADS: tl.constexpr, VALUES: tl.constexpr,
@@ -528,12 +515,17 @@ def rotary_kernel(
 def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, values: int, sign: int) -> Tensor:
     """Rotate qkv [B, S, heads, head_dim] by `sign` times the angle of its position.
 
-    The last `values` heads are copied.
+    The last `values` heads are copied. Raises ValueError if there is nothing to rotate, or if cos
+    and sin end before the sequences.
     """
-    check_sequences(qkv, len(cos))
+    (batch, seq, heads, _), longest = qkv.shape, len(cos)
+    if batch * seq == 0:
+        raise ValueError(f"an empty batch: {batch} sequences of {seq} tokens")
+    if seq > longest:
+        raise ValueError(f"sequences of {seq} tokens, but the model's seq_len is {longest}")
     rows, programs, options = row_launch("rotary", qkv)
     rotated = torch.empty_like(qkv)
-    sizes = {"rows": rows, "seq": qkv.shape[1], "HEADS": qkv.shape[2], "VALUES": values}
+    sizes = {"rows": rows, "seq": seq, "HEADS": heads, "VALUES": values}
     wrap_triton(rotary_kernel)[(programs,)](qkv, cos, sin, rotated, **sizes, SIGN=sign, **options)
     return rotated
 
@@ -902,37 +894,19 @@ def cross_entropy_forward_kernel(
 
 
 @triton.jit
-def mean_loss_kernel(LOSSES, LABELS, LOSS, rows, seq, BLOCK: tl.constexpr):
-    """Compute the mean of the losses of rows that have a target, and how many these are.
-
-    LOSSES, LABELS [rows], LOSS [2]. One program owns all.
-    """
-    total = tl.zeros([BLOCK], tl.float32)
-    known = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, rows, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        total += tl.load(LOSSES + row, mask=row < rows, other=0.0)
-        known += (next_token(LABELS, row, rows, seq) != -100).to(tl.int32)
-    number = tl.sum(known).to(tl.float32)
-    tl.store(LOSS, tl.sum(total) / number)
-    tl.store(LOSS + 1, number)
-
-
-@triton.jit
 def cross_entropy_backward_kernel(
-    GRAD, LOGITS, LABELS, LOG_SUM_EXP, LOSS, GRAD_LOGITS, rows, seq, VOCAB: tl.constexpr,
+    GRAD, LOGITS, LABELS, LOG_SUM_EXP, KNOWN, GRAD_LOGITS, rows, seq, VOCAB: tl.constexpr,
     C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Compute dlogits = (softmax(logits) - onehot(target)) * dloss / n; 0 for a target of -100.
 
-    GRAD (dloss) [], LABELS, LOG_SUM_EXP [rows], LOSS [2] of which n is the second, LOGITS,
-    GRAD_LOGITS [rows, C], 0 from column VOCAB on. A program owns ROWS rows, and goes through their
-    columns by BLOCK_C.
+    GRAD (dloss) [], LABELS, LOG_SUM_EXP [rows], KNOWN (n) [], LOGITS, GRAD_LOGITS [rows, C], 0 from
+    column VOCAB on. A program owns ROWS rows, and goes through their columns by BLOCK_C.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     target = next_token(LABELS, row, rows, seq)
     log_sum_exp = tl.load(LOG_SUM_EXP + row, mask=row < rows, other=0.0)
-    grad = tl.where(target == -100, 0.0, tl.load(GRAD) / tl.load(LOSS + 1))
+    grad = tl.where(target == -100, 0.0, tl.load(GRAD) / tl.load(KNOWN).to(tl.float32))
     for start in range(0, C, BLOCK_C):
         column = start + tl.arange(0, BLOCK_C)
         inside = (row < rows)[:, None] & (column < C)[None, :]
@@ -947,8 +921,8 @@ def cross_entropy_backward_kernel(
 class NextTokenLoss(torch.autograd.Function):
     """Compute the mean cross-entropy of the next token, float32, of logits [B, S, V or more].
 
-    labels [B, S] are the same tokens. The kernels shift them and take the mean, which saves ten
-    small kernels; a label of -100 is ignored. Only the first V = `vocab` columns count.
+    labels [B, S] are the same tokens. The kernels shift them, which saves small kernels; a label of
+    -100 is ignored. Only the first V = `vocab` columns count.
     """
 
     @staticmethod
@@ -956,21 +930,20 @@ class NextTokenLoss(torch.autograd.Function):
         logits, labels = logits.contiguous(), labels.contiguous()
         rows, programs, options = row_launch("cross_entropy_forward", logits, whole=False)
         losses, log_sum_exp = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
-        loss = logits.new_empty(2, dtype=torch.float32)
-        sizes, ctx.vocab = {"rows": rows, "seq": labels.shape[-1]}, vocab
+        ctx.sizes = {"rows": rows, "seq": labels.shape[-1], "VOCAB": vocab}
         launch = wrap_triton(cross_entropy_forward_kernel)[(programs,)]
-        launch(logits, labels, losses, log_sum_exp, **sizes, VOCAB=vocab, **options)
-        wrap_triton(mean_loss_kernel)[(1,)](losses, labels, loss, **sizes, **blocks("mean_loss"))
-        ctx.save_for_backward(logits, labels, log_sum_exp, loss)
-        return loss[0]
+        launch(logits, labels, losses, log_sum_exp, **ctx.sizes, **options)
+        known = (labels[:, 1:] != -100).sum()
+        ctx.save_for_backward(logits, labels, log_sum_exp, known)
+        return losses.sum() / known
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        logits, labels, log_sum_exp, loss = ctx.saved_tensors
-        rows, programs, options = row_launch("cross_entropy_backward", logits, whole=False)
-        tensors = grad, logits, labels, log_sum_exp, loss, (grad_logits := torch.empty_like(logits))
+        logits, *saved = ctx.saved_tensors
+        grad_logits = torch.empty_like(logits)
+        _, programs, options = row_launch("cross_entropy_backward", logits, whole=False)
         launch = wrap_triton(cross_entropy_backward_kernel)[(programs,)]
-        launch(*tensors, rows=rows, seq=labels.shape[-1], VOCAB=ctx.vocab, **options)
+        launch(grad, logits, *saved, grad_logits, **ctx.sizes, **options)
         return grad_logits, None, None
 
 
@@ -1643,17 +1616,13 @@ class Attention(nn.Module):
             self.v_proj = Linear(config.hidden_dim, kv_dim, fusions)
         self.o_proj = Linear(config.hidden_dim, config.hidden_dim, fusions)
         self.rotary = RotaryEmbedding(config)
-        if not (fusions.flash_attention or fusions.triton_attention):
-            mask = torch.full((config.seq_len, config.seq_len), -torch.inf)
-            mask = mask.triu(1)  # 0 on and below the diagonal
-            self.register_buffer("causal_mask", mask, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [B, S, D] to [B, S, D]."""
         batch, seq, _ = x.shape
         if self.fusions.triton_attention:
-            qkv, angles = self.qkv_proj(x), (self.rotary.cos, self.rotary.sin)
-            qkv = qkv.view(batch, seq, -1, self.head_dim)
+            qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+            angles = self.rotary.cos, self.rotary.sin
             return self.o_proj(CausalAttention.apply(qkv, self.num_heads, *angles).flatten(2))
         q = self.rotary(self.q_proj(x).view(batch, seq, self.num_heads, self.head_dim))
         k = self.rotary(self.k_proj(x).view(batch, seq, self.num_kv_heads, self.head_dim))
@@ -1661,12 +1630,7 @@ class Attention(nn.Module):
         group = self.num_heads // self.num_kv_heads  # query heads that share a key/value head
         k, v = (t.repeat_interleave(group, 2) for t in (k, v))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        if self.fusions.flash_attention:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)  # [B, H, S, S]
-            scores = scores + self.causal_mask[:seq, :seq]
-            out = scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o_proj(out.transpose(1, 2).reshape(batch, seq, -1))
 
 
@@ -1724,7 +1688,6 @@ class TinyLlama(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
         """Map input_ids [B, S] to logits [B, S, V], with labels, the same tokens, to the loss."""
-        check_sequences(input_ids, self.config.seq_len)
         weight, vocab = self.embed_tokens.weight, self.config.vocab_size
         trains = weight.requires_grad and torch.is_grad_enabled()
         self.side.begin_step(self.fusions.overlap and self.fusions.fused_optimizer and trains)

@@ -111,8 +111,6 @@ def test_loss_of_the_next_token(module: ModuleType, banned: bool, dtype, monkeyp
     """Of banned tokens the logits are -inf, for whole blocks of a row; some labels do not count."""
     for kernel in ("cross_entropy_forward", "cross_entropy_backward"):
         monkeypatch.setitem(module.OVERRIDES, kernel, {"TILE": 128})
-    if module is v4:
-        monkeypatch.setitem(v4.OVERRIDES, "mean_loss", {"BLOCK": 16})
     logits = randn(3, 9, 300, dtype=dtype, scale=1.0 if banned else 300.0)
     labels = torch.randint(300, (9, 3)).T.to(DEVICE)
     labels[:, 2::3] = -100
