@@ -176,6 +176,7 @@ BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cud
 # for 16 bits on NVIDIA's GPUs, then what is other in float32, TF32 or on AMD's GPUs. TILE elements
 # are a block of rows, PROGRAMS share the rows, more where each would have more than 16 blocks.
 BLOCKS: dict[str, dict[str, int]] = {
+    "sum_parts": {"TILE": 4096, "ROWS": 512, "num_warps": 8},
     "rms_norm_forward": {"TILE": 4096},
     "rms_norm_backward": {"TILE": 2048, "PROGRAMS": 528},
     "rotary": {"TILE": 4096},
@@ -348,6 +349,35 @@ def wrap_triton(kernel: Callable) -> Callable:
     return Interpreted(kernel) if INTERPRETED else torch.library.wrap_triton(kernel)
 
 
+@triton.jit
+def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum the partial results of all programs: out = sum over p of parts[p].
+
+    PARTS [parts, width], OUT [width]. A program owns BLOCK columns, and reads ROWS parts at a time.
+    """
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, parts, ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = (row < parts)[:, None] & (column < width)[None, :]
+        at = row.to(tl.int64)[:, None] * width + column[None, :]
+        total += tl.load(PARTS + at, mask=inside, other=0.0)
+    tl.store(OUT + column, tl.sum(total, 0), mask=column < width)
+
+
+def sum_parts(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the sum of float32 parts [parts, ...], one of each program, in `dtype`.
+
+    torch.sum is slower at many short parts.
+    """
+    chosen, out = blocks("sum_parts"), torch.empty_like(parts[0], dtype=dtype)
+    rows, width = min(chosen.pop("ROWS"), triton.next_power_of_2(len(parts))), out.numel()
+    block = max(8, chosen.pop("TILE") // rows)
+    launch = wrap_triton(sum_parts_kernel)[(triton.cdiv(width, block),)]
+    launch(parts, out, parts=len(parts), width=width, ROWS=rows, BLOCK=block, **chosen)
+    return out
+
+
 LOG2E = tl.constexpr(math.log2(math.e))  # scores are in base 2: the hardware computes exp2
 
 
@@ -442,7 +472,7 @@ def rms_norm_backward(
     parts = weight.new_empty(programs, len(weight), dtype=torch.float32)
     tensors = grad_normed, grad_summed, summed, weight, rstd, grad_x, grad_update, parts
     wrap_triton(rms_norm_backward_kernel)[(programs,)](*tensors, rows=rows, **options)
-    return grad_x, grad_update, parts.sum(0).to(weight.dtype)
+    return grad_x, grad_update, sum_parts(parts, weight.dtype)
 
 
 class AddRMSNorm(torch.autograd.Function):

@@ -193,6 +193,7 @@ BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cud
 # for 16 bits on NVIDIA's GPUs, then what is other in float32, TF32 or on AMD's GPUs. TILE elements
 # are a block of rows, PROGRAMS share the rows, more where each would have more than 16 blocks.
 BLOCKS: dict[str, dict[str, int]] = {
+    "sum_parts": {"TILE": 4096, "ROWS": 512, "num_warps": 8},
     "rms_norm_forward": {"TILE": 2048, "num_warps": 2},
     "rms_norm_backward": {"TILE": 1024, "PROGRAMS": 1056, "num_warps": 2},
     "rotary": {"TILE": 2048},
@@ -345,6 +346,34 @@ def wrap_triton(kernel: Callable) -> Callable:
     return Interpreted(kernel) if INTERPRETED else kernel
 
 
+@triton.jit
+def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum the partial results of all programs: out = sum over p of parts[p].
+
+    PARTS [parts, width], OUT [width]. A program owns BLOCK columns, and reads ROWS parts at a time.
+    """
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, parts, ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = (row < parts)[:, None] & (column < width)[None, :]
+        at = row.to(tl.int64)[:, None] * width + column[None, :]
+        total += tl.load(PARTS + at, mask=inside, other=0.0)
+    tl.store(OUT + column, tl.sum(total, 0), mask=column < width)
+
+
+def sum_parts(parts: Tensor, out: Tensor) -> None:
+    """Write the sum of float32 parts [parts, ...], one for each program, into out.
+
+    torch.sum is slower at many short parts.
+    """
+    chosen, width = blocks("sum_parts"), out.numel()
+    rows = min(chosen.pop("ROWS"), triton.next_power_of_2(len(parts)))
+    block = max(8, chosen.pop("TILE") // rows)
+    launch = wrap_triton(sum_parts_kernel)[(triton.cdiv(width, block),)]
+    launch(parts, out, parts=len(parts), width=width, ROWS=rows, BLOCK=block, **chosen)
+
+
 LOG2E = tl.constexpr(math.log2(math.e))  # scores are in base 2: the hardware computes exp2
 
 
@@ -451,11 +480,7 @@ class AddRMSNorm(torch.autograd.Function):
         options |= {"rows": rows, "FROM_OUTPUT": ctx.from_output}
         wrap_triton(rms_norm_backward_kernel)[(programs,)](*tensors, **options)
         if ctx.needs_input_grad[2]:
-
-            def add_up(out: Tensor) -> None:
-                torch.sum(parts, 0, out=out)
-
-            (grad_weight,) = gradients_into_buffer(((weight,),), add_up, parts)
+            (grad_weight,) = gradients_into_buffer(((weight,),), partial(sum_parts, parts), parts)
         return grad_x, grad_update, grad_weight, None, None, None
 
 
