@@ -534,17 +534,11 @@ def rotary_kernel(
 def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, values: int, sign: int) -> Tensor:
     """Rotate qkv [B, S, heads, head_dim] by `sign` times the angle of its position.
 
-    The last `values` heads are copied. Raises ValueError if there is nothing to rotate, or if cos
-    and sin end before the sequences.
+    The last `values` heads are copied.
     """
-    (batch, seq, heads, _), longest = qkv.shape, len(cos)
-    if batch * seq == 0:
-        raise ValueError(f"an empty batch: {batch} sequences of {seq} tokens")
-    if seq > longest:
-        raise ValueError(f"sequences of {seq} tokens, but the model's seq_len is {longest}")
     rows, programs, options = row_launch("rotary", qkv)
     rotated = torch.empty_like(qkv)
-    sizes = {"rows": rows, "seq": seq, "HEADS": heads, "VALUES": values}
+    sizes = {"rows": rows, "seq": qkv.shape[1], "HEADS": qkv.shape[2], "VALUES": values}
     wrap_triton(rotary_kernel)[(programs,)](qkv, cos, sin, rotated, **sizes, SIGN=sign, **options)
     return rotated
 
@@ -1031,7 +1025,8 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         half = config.hidden_dim // config.num_heads // 2
         frequency = config.rope_theta ** (-torch.arange(half) / half)
-        angle = torch.outer(torch.arange(config.seq_len), frequency)
+        positions = triton.cdiv(config.seq_len, 8) * 8  # as many as the model makes of them
+        angle = torch.outer(torch.arange(positions), frequency)
         angle = angle.repeat(1, 2)[:, None]  # [S, 1, head_dim]
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
@@ -1181,7 +1176,19 @@ class TinyLlama(nn.Module):
         self.norm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Map input_ids [B, S] to logits [B, S, V], with labels, the same tokens, to the loss."""
+        """Map input_ids [B, S] to logits [B, S, V], with labels, the same tokens, to the loss.
+
+        Raises ValueError if there is no token, or more than the model's seq_len.
+        """
+        (batch, seq), longest = input_ids.shape, self.config.seq_len
+        if batch * seq == 0:
+            raise ValueError(f"an empty batch: {batch} sequences of {seq} tokens")
+        if seq > longest:
+            raise ValueError(f"sequences of {seq} tokens, but the model's seq_len is {longest}")
+        if seq % 8 and self.fusions.triton_attention:
+            # GEMMs are slow at odd numbers of tokens. No token sees those that are added behind it.
+            input_ids = F.pad(input_ids, (0, -seq % 8))
+            labels = None if labels is None else F.pad(labels, (0, -seq % 8), value=-100)
         x, update = self.embed_tokens(input_ids), None
         for layer in self.layers:
             x, update = layer(x, update)
@@ -1192,7 +1199,7 @@ class TinyLlama(nn.Module):
             weight = torch.cat((weight, weight.new_zeros(missing, weight.shape[1])))
         logits = F.linear(normed, weight)
         if labels is None:
-            return logits[..., : self.config.vocab_size]
+            return logits[:, :seq, : self.config.vocab_size]
         # the one place where labels are shifted; -100 is ignored
         following = F.pad(labels[:, 1:], (0, 1), value=-100)
         if self.fusions.triton_cross_entropy:

@@ -515,17 +515,11 @@ def rotary_kernel(
 def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, values: int, sign: int) -> Tensor:
     """Rotate qkv [B, S, heads, head_dim] by `sign` times the angle of its position.
 
-    The last `values` heads are copied. Raises ValueError if there is nothing to rotate, or if cos
-    and sin end before the sequences.
+    The last `values` heads are copied.
     """
-    (batch, seq, heads, _), longest = qkv.shape, len(cos)
-    if batch * seq == 0:
-        raise ValueError(f"an empty batch: {batch} sequences of {seq} tokens")
-    if seq > longest:
-        raise ValueError(f"sequences of {seq} tokens, but the model's seq_len is {longest}")
     rows, programs, options = row_launch("rotary", qkv)
     rotated = torch.empty_like(qkv)
-    sizes = {"rows": rows, "seq": seq, "HEADS": heads, "VALUES": values}
+    sizes = {"rows": rows, "seq": qkv.shape[1], "HEADS": qkv.shape[2], "VALUES": values}
     wrap_triton(rotary_kernel)[(programs,)](qkv, cos, sin, rotated, **sizes, SIGN=sign, **options)
     return rotated
 
@@ -869,8 +863,9 @@ def cross_entropy_forward_kernel(
     """Compute loss = log(sum(exp(logits))) - logits[target] of each row; 0 for a target of -100.
 
     The sum is online, as that of attention. LOGITS [rows, C], of which columns from VOCAB on do not
-    count, LABELS, LOSSES, LOG_SUM_EXP [rows]. A row's target is the next token's label. A program
-    owns ROWS rows, and goes through their columns by BLOCK_C.
+    count, LABELS, LOG_SUM_EXP [rows], LOSSES [2, rows], the second 1 where there is a target. A
+    row's target is the next token's label. A program owns ROWS rows, and goes through their columns
+    by BLOCK_C.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_max = tl.full([ROWS], -3e38, tl.float32)  # not -inf, which a whole block may be
@@ -890,23 +885,25 @@ def cross_entropy_forward_kernel(
     valid = (target >= 0) & (target < VOCAB)  # any other label but -100 makes the loss NaN
     logit = tl.load(LOGITS + row * C + target, mask=valid, other=float("nan")).to(tl.float32)
     tl.store(LOSSES + row, tl.where(target == -100, 0.0, log_sum_exp - logit), mask=row < rows)
+    tl.store(LOSSES + rows + row, tl.where(target == -100, 0.0, 1.0), mask=row < rows)
     tl.store(LOG_SUM_EXP + row, log_sum_exp, mask=row < rows)
 
 
 @triton.jit
 def cross_entropy_backward_kernel(
-    GRAD, LOGITS, LABELS, LOG_SUM_EXP, KNOWN, GRAD_LOGITS, rows, seq, VOCAB: tl.constexpr,
+    GRAD, LOGITS, LABELS, LOG_SUM_EXP, SUMS, GRAD_LOGITS, rows, seq, VOCAB: tl.constexpr,
     C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Compute dlogits = (softmax(logits) - onehot(target)) * dloss / n; 0 for a target of -100.
 
-    GRAD (dloss) [], LABELS, LOG_SUM_EXP [rows], KNOWN (n) [], LOGITS, GRAD_LOGITS [rows, C], 0 from
-    column VOCAB on. A program owns ROWS rows, and goes through their columns by BLOCK_C.
+    GRAD (dloss) [], LABELS, LOG_SUM_EXP [rows], SUMS [2] of which n is the second, LOGITS,
+    GRAD_LOGITS [rows, C], 0 from column VOCAB on. A program owns ROWS rows, and goes through their
+    columns by BLOCK_C.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     target = next_token(LABELS, row, rows, seq)
     log_sum_exp = tl.load(LOG_SUM_EXP + row, mask=row < rows, other=0.0)
-    grad = tl.where(target == -100, 0.0, tl.load(GRAD) / tl.load(KNOWN).to(tl.float32))
+    grad = tl.where(target == -100, 0.0, tl.load(GRAD) / tl.load(SUMS + 1))
     for start in range(0, C, BLOCK_C):
         column = start + tl.arange(0, BLOCK_C)
         inside = (row < rows)[:, None] & (column < C)[None, :]
@@ -929,13 +926,14 @@ class NextTokenLoss(torch.autograd.Function):
     def forward(ctx, logits: Tensor, labels: Tensor, vocab: int):
         logits, labels = logits.contiguous(), labels.contiguous()
         rows, programs, options = row_launch("cross_entropy_forward", logits, whole=False)
-        losses, log_sum_exp = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
+        losses = logits.new_empty(2, rows, dtype=torch.float32)
+        log_sum_exp = torch.empty_like(losses[0])
         ctx.sizes = {"rows": rows, "seq": labels.shape[-1], "VOCAB": vocab}
         launch = wrap_triton(cross_entropy_forward_kernel)[(programs,)]
         launch(logits, labels, losses, log_sum_exp, **ctx.sizes, **options)
-        known = (labels[:, 1:] != -100).sum()
-        ctx.save_for_backward(logits, labels, log_sum_exp, known)
-        return losses.sum() / known
+        sums = losses.sum(1)
+        ctx.save_for_backward(logits, labels, log_sum_exp, sums)
+        return sums[0] / sums[1]
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -960,6 +958,7 @@ class Projection(torch.autograd.Function):
             cast = torch.cat((cast, cast.new_zeros(missing, cast.shape[1])))
         ctx.save_for_backward(x, cast)
         ctx.weight, ctx.direct = weight, direct
+        ctx.whole = max(multiple, len(weight) // multiple * multiple)
         return F.linear(x, cast)
 
     @staticmethod
@@ -967,10 +966,13 @@ class Projection(torch.autograd.Function):
         x, cast = ctx.saved_tensors
         grad_x, grad_weight = None, None
         if ctx.needs_input_grad[1]:
-            rows = grad.flatten(0, -2)[:, : len(ctx.weight)], x.flatten(0, -2)
+            rows = grad.flatten(0, -2), x.flatten(0, -2)
 
             def compute(out: Tensor) -> None:
-                matmul_out(*rows, out.view_as(ctx.weight), ctx.direct)  # dW = dy^T x
+                # dW = dy^T x; what is more than a multiple is a product of its own, both are faster
+                parts = rows[0].split(ctx.whole, 1), out.view_as(ctx.weight).split(ctx.whole)
+                for grads, part in zip(*parts, strict=True):
+                    matmul_out(grads[:, : len(part)], rows[1], part, ctx.direct)
 
             (grad_weight,) = gradients_into_buffer(((ctx.weight,),), compute, *rows)
         if ctx.needs_input_grad[0]:
@@ -1565,7 +1567,8 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         half = config.hidden_dim // config.num_heads // 2
         frequency = config.rope_theta ** (-torch.arange(half) / half)
-        angle = torch.outer(torch.arange(config.seq_len), frequency)
+        positions = triton.cdiv(config.seq_len, 8) * 8  # as many as the model makes of them
+        angle = torch.outer(torch.arange(positions), frequency)
         angle = angle.repeat(1, 2)[:, None]  # [S, 1, head_dim]
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
@@ -1687,7 +1690,19 @@ class TinyLlama(nn.Module):
         self.norm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Map input_ids [B, S] to logits [B, S, V], with labels, the same tokens, to the loss."""
+        """Map input_ids [B, S] to logits [B, S, V], with labels, the same tokens, to the loss.
+
+        Raises ValueError if there is no token, or more than the model's seq_len.
+        """
+        (batch, seq), longest = input_ids.shape, self.config.seq_len
+        if batch * seq == 0:
+            raise ValueError(f"an empty batch: {batch} sequences of {seq} tokens")
+        if seq > longest:
+            raise ValueError(f"sequences of {seq} tokens, but the model's seq_len is {longest}")
+        if seq % 8 and self.fusions.triton_attention:
+            # GEMMs are slow at odd numbers of tokens. No token sees those that are added behind it.
+            input_ids = F.pad(input_ids, (0, -seq % 8))
+            labels = None if labels is None else F.pad(labels, (0, -seq % 8), value=-100)
         weight, vocab = self.embed_tokens.weight, self.config.vocab_size
         trains = weight.requires_grad and torch.is_grad_enabled()
         self.side.begin_step(self.fusions.overlap and self.fusions.fused_optimizer and trains)
@@ -1700,7 +1715,7 @@ class TinyLlama(nn.Module):
         # Rows of logits that begin at odd addresses would be slow.
         logits = linear(self.norm(x, update)[0], weight, self.fusions, multiple=8)
         if labels is None:
-            return logits[..., :vocab]
+            return logits[:, :seq, :vocab]
         if self.fusions.triton_cross_entropy:
             return NextTokenLoss.apply(logits, labels, vocab)
         following = F.pad(labels[:, 1:], (0, 1), value=-100)  # -100 is ignored

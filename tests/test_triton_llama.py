@@ -25,6 +25,8 @@ from conftest import (
 )
 from torch import Tensor
 
+from lab.accuracy import InFloat64
+
 V3, V4 = "tiny_llama_v3", "tiny_llama_v4"
 v3, v4 = load(V3), load(V4)
 HERE = ["--device", DEVICE.type]
@@ -165,7 +167,7 @@ def test_what_has_no_loss(module: ModuleType):
 @both_scripts
 def test_what_the_model_cannot_take_is_refused(script: str):
     """Before a kernel reads beyond the angles, and where there is nothing to launch."""
-    model, module = build(script), load(script)
+    model = build(script)
     for shape, said in (
         ((2, 33), "33 tokens, but the model's seq_len is 32"),
         ((0, 32), "an empty batch: 0 sequences of 32 tokens"),
@@ -174,9 +176,24 @@ def test_what_the_model_cannot_take_is_refused(script: str):
         ids = torch.zeros(shape, dtype=torch.int64, device=DEVICE)
         with pytest.raises(ValueError, match=said):
             model(ids, ids)
-    tables = (table[:32] for table in angles(32, 8))
-    with pytest.raises(ValueError, match="33 tokens"):
-        module.rotary(randn(1, 33, 4, 8), *tables, 1, 1)
+
+
+@both_scripts
+@pytest.mark.parametrize("vocab", [5, 257])
+def test_odd_lengths_and_vocabularies_give_what_v1_gives(script: str, vocab: int):
+    """They are rounded up inside. Sequences are shorter than the model's, an optimizer has a place
+    for the gradient of the embedding."""
+    sizes = words(f"--vocab-size {vocab} --seq-len 27 --hidden-dim 32 --num-heads 2")
+    exact, model = build("tiny_llama_v1", *sizes).double(), build(script, *sizes)
+    load(script).build_optimizer(parse(script, *HERE, *sizes), model)
+    ids = torch.randint(vocab, (3, 21)).to(DEVICE)
+    with InFloat64():
+        expected = exact(ids)
+        exact(ids, ids).backward()
+    assert relative_difference(model(ids), expected) < LIMITS[torch.float32]
+    model(ids, ids).backward()
+    grads = (m.embed_tokens.weight.grad for m in (model, exact))
+    assert relative_difference(*grads) < LIMITS[torch.float32]
 
 
 def test_blocks_change_what_is_launched_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
