@@ -502,15 +502,6 @@ class AddRMSNorm(torch.autograd.Function):
         return grad_x, None if grad_summed is None else grad_update, grad_weight, None, None
 
 
-def check_sequences(x: Tensor, longest: int) -> None:
-    """Raise ValueError if x [B, S, ...] is empty, or longer than the rotary embedding's tables."""
-    batch, seq = x.shape[:2]
-    if batch * seq == 0:
-        raise ValueError(f"an empty batch: {batch} sequences of {seq} tokens")
-    if seq > longest:
-        raise ValueError(f"sequences of {seq} tokens, but the model's seq_len is {longest}")
-
-
 @triton.jit
 def rotary_kernel(
     QKV, COS, SIN, ROTATED, rows, seq, HEADS: tl.constexpr, VALUES: tl.constexpr,
@@ -545,7 +536,6 @@ def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, values: int, sign: int) -> Ten
 
     The last `values` heads are copied.
     """
-    check_sequences(qkv, len(cos))
     rows, programs, options = row_launch("rotary", qkv)
     rotated = torch.empty_like(qkv)
     sizes = {"rows": rows, "seq": qkv.shape[1], "HEADS": qkv.shape[2], "VALUES": values}
@@ -900,13 +890,14 @@ class CausalAttention(torch.autograd.Function):
 
 @triton.jit
 def cross_entropy_forward_kernel(
-    LOGITS, TARGETS, LOSSES, LOG_SUM_EXP, rows, C: tl.constexpr, BLOCK_C: tl.constexpr,
-    ROWS: tl.constexpr,
+    LOGITS, TARGETS, LOSSES, LOG_SUM_EXP, rows, VOCAB: tl.constexpr, C: tl.constexpr,
+    BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Compute loss = log(sum(exp(logits))) - logits[target] of each row; 0 for a target of -100.
 
-    The sum is online, as that of attention. LOGITS [rows, C], TARGETS, LOSSES, LOG_SUM_EXP [rows].
-    A program owns ROWS rows, and goes through their columns by BLOCK_C.
+    The sum is online, as that of attention. LOGITS [rows, C], of which columns from VOCAB on do not
+    count, TARGETS, LOSSES, LOG_SUM_EXP [rows]. A program owns ROWS rows, and goes through their
+    columns by BLOCK_C.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_max = tl.full([ROWS], -3e38, tl.float32)  # not -inf, which a whole block may be
@@ -916,14 +907,14 @@ def cross_entropy_forward_kernel(
         inside = (row < rows)[:, None] & (column < C)[None, :]
         at = LOGITS + row[:, None] * C + column[None, :]
         logits = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        logits = tl.where((column < C)[None, :], logits, float("-inf"))
+        logits = tl.where((column < VOCAB)[None, :], logits, float("-inf"))
         new_row_max = tl.maximum(row_max, tl.max(logits, 1))
         rescale = tl.exp(row_max - new_row_max)
         row_sum = row_sum * rescale + tl.sum(tl.exp(logits - new_row_max[:, None]), 1)
         row_max = new_row_max
     log_sum_exp = row_max + tl.log(row_sum)
     target = tl.load(TARGETS + row, mask=row < rows, other=-100)
-    valid = (target >= 0) & (target < C)  # any other label but -100 makes the loss NaN
+    valid = (target >= 0) & (target < VOCAB)  # any other label but -100 makes the loss NaN
     logit = tl.load(LOGITS + row * C + target, mask=valid, other=float("nan")).to(tl.float32)
     tl.store(LOSSES + row, tl.where(target == -100, 0.0, log_sum_exp - logit), mask=row < rows)
     tl.store(LOG_SUM_EXP + row, log_sum_exp, mask=row < rows)
@@ -931,13 +922,13 @@ def cross_entropy_forward_kernel(
 
 @triton.jit
 def cross_entropy_backward_kernel(
-    GRAD, LOGITS, TARGETS, LOG_SUM_EXP, GRAD_LOGITS, rows, C: tl.constexpr, BLOCK_C: tl.constexpr,
-    ROWS: tl.constexpr,
+    GRAD, LOGITS, TARGETS, LOG_SUM_EXP, GRAD_LOGITS, rows, VOCAB: tl.constexpr, C: tl.constexpr,
+    BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Compute dlogits = (softmax(logits) - onehot(target)) * dloss; 0 for a target of -100.
 
-    GRAD (dloss), TARGETS, LOG_SUM_EXP [rows], LOGITS, GRAD_LOGITS [rows, C]. A program owns ROWS
-    rows, and goes through their columns by BLOCK_C.
+    GRAD (dloss), TARGETS, LOG_SUM_EXP [rows], LOGITS, GRAD_LOGITS [rows, C], 0 from column VOCAB
+    on. A program owns ROWS rows, and goes through their columns by BLOCK_C.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     target = tl.load(TARGETS + row, mask=row < rows, other=-100)
@@ -949,51 +940,54 @@ def cross_entropy_backward_kernel(
         at = row[:, None] * C + column[None, :]
         logits = tl.load(LOGITS + at, mask=inside, other=0.0).to(tl.float32)
         p = tl.exp(logits - log_sum_exp[:, None])
+        p = tl.where((column < VOCAB)[None, :], p, 0.0)
         p -= tl.where(column[None, :] == target[:, None], 1.0, 0.0)
         tl.store(GRAD_LOGITS + at, p * grad[:, None], mask=inside)
 
 
 @operator
-def cross_entropy_forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the losses [T] of logits [T, V] and targets [T], 0 where the target is -100.
+def cross_entropy_forward(logits: Tensor, targets: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    """Compute the losses [T] of logits [T, V or more] and targets [T], 0 for a target of -100.
 
     Returns them and log-sum-exp [T], both float32.
     """
     rows, programs, options = row_launch("cross_entropy_forward", logits, whole=False)
     losses, log_sum_exp = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
     launch = wrap_triton(cross_entropy_forward_kernel)[(programs,)]
-    launch(logits, targets, losses, log_sum_exp, rows=rows, **options)
+    launch(logits, targets, losses, log_sum_exp, rows=rows, VOCAB=vocab, **options)
     return losses, log_sum_exp
 
 
 @operator
 def cross_entropy_backward(
-    grad: Tensor, logits: Tensor, targets: Tensor, log_sum_exp: Tensor
+    grad: Tensor, logits: Tensor, targets: Tensor, log_sum_exp: Tensor, vocab: int
 ) -> Tensor:  # fmt: skip
     """Compute the gradient of the logits, in their type."""
     rows, programs, options = row_launch("cross_entropy_backward", logits, whole=False)
     grad_logits = torch.empty_like(logits)
     tensors = grad, logits, targets, log_sum_exp, grad_logits
-    wrap_triton(cross_entropy_backward_kernel)[(programs,)](*tensors, rows=rows, **options)
+    options |= {"rows": rows, "VOCAB": vocab}
+    wrap_triton(cross_entropy_backward_kernel)[(programs,)](*tensors, **options)
     return grad_logits
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Compute the losses [T] of logits [T, V] of any type and targets [T], in float32.
+    """Compute the losses [T] of logits [T, V or more] of any type and targets [T], in float32.
 
-    A loss is 0 where the target is -100.
+    A loss is 0 where the target is -100. Only the first V = `vocab` columns count.
     """
 
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor):
-        logits, targets = logits.contiguous(), targets.contiguous()
-        losses, log_sum_exp = cross_entropy_forward(logits, targets)
+    def forward(ctx, logits: Tensor, targets: Tensor, vocab: int):
+        logits, targets, ctx.vocab = logits.contiguous(), targets.contiguous(), vocab
+        losses, log_sum_exp = cross_entropy_forward(logits, targets, vocab)
         ctx.save_for_backward(logits, targets, log_sum_exp)
         return losses
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return cross_entropy_backward(grad.contiguous(), *ctx.saved_tensors), None
+        grad_logits = cross_entropy_backward(grad.contiguous(), *ctx.saved_tensors, ctx.vocab)
+        return grad_logits, None, None
 
 
 # --- model
@@ -1031,7 +1025,8 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         half = config.hidden_dim // config.num_heads // 2
         frequency = config.rope_theta ** (-torch.arange(half) / half)
-        angle = torch.outer(torch.arange(config.seq_len), frequency)
+        positions = triton.cdiv(config.seq_len, 8) * 8  # as many as the model makes of them
+        angle = torch.outer(torch.arange(positions), frequency)
         angle = angle.repeat(1, 2)[:, None]  # [S, 1, head_dim]
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
@@ -1095,11 +1090,11 @@ class Attention(nn.Module):
                 qkv = self.qkv_proj(x)
             else:
                 qkv = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)
-            qkv = qkv.view(batch, seq, -1, self.head_dim)
+            qkv = qkv.unflatten(-1, (-1, self.head_dim))
             qkv = Rotary.apply(qkv, self.rotary.cos, self.rotary.sin, self.num_kv_heads)
             q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
         elif self.fusions.qkv_fusion:
-            qkv = self.qkv_proj(x).view(batch, seq, -1, self.head_dim)
+            qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
             qk, v = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2)
             q, k = self.rotary(qk).split([self.num_heads, self.num_kv_heads], dim=2)
         else:
@@ -1181,18 +1176,35 @@ class TinyLlama(nn.Module):
         self.norm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Map input_ids [B, S] to logits [B, S, V], with labels, the same tokens, to the loss."""
-        check_sequences(input_ids, self.config.seq_len)
+        """Map input_ids [B, S] to logits [B, S, V], with labels, the same tokens, to the loss.
+
+        Raises ValueError if there is no token, or more than the model's seq_len.
+        """
+        (batch, seq), longest = input_ids.shape, self.config.seq_len
+        if batch * seq == 0:
+            raise ValueError(f"an empty batch: {batch} sequences of {seq} tokens")
+        if seq > longest:
+            raise ValueError(f"sequences of {seq} tokens, but the model's seq_len is {longest}")
+        if seq % 8 and self.fusions.triton_attention:
+            # GEMMs are slow at odd numbers of tokens. No token sees those that are added behind it.
+            input_ids = F.pad(input_ids, (0, -seq % 8))
+            labels = None if labels is None else F.pad(labels, (0, -seq % 8), value=-100)
         x, update = self.embed_tokens(input_ids), None
         for layer in self.layers:
             x, update = layer(x, update)
-        logits = F.linear(self.norm(x, update)[0], self.embed_tokens.weight)
+        normed, weight = self.norm(x, update)[0], self.embed_tokens.weight
+        missing = -len(weight) % 8 if self.fusions.triton_cross_entropy else 0
+        if missing:  # rows of logits that begin at odd addresses are slow
+            weight = weight.to(gemm_dtype(normed))
+            weight = torch.cat((weight, weight.new_zeros(missing, weight.shape[1])))
+        logits = F.linear(normed, weight)
         if labels is None:
-            return logits
+            return logits[:, :seq, : self.config.vocab_size]
         # the one place where labels are shifted; -100 is ignored
         following = F.pad(labels[:, 1:], (0, 1), value=-100)
         if self.fusions.triton_cross_entropy:
-            losses = CrossEntropy.apply(logits.flatten(0, 1), following.flatten())
+            rows = logits.flatten(0, 1), following.flatten()
+            losses = CrossEntropy.apply(*rows, self.config.vocab_size)
             return losses.sum() / (following != -100).sum()
         return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
 

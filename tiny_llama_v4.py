@@ -86,7 +86,6 @@ class ModelConfig:
 class Fusions:
     """Which fusions are on. Each field is a flag; the text beside `bool` is its help."""
 
-    flash_attention: Annotated[bool, "SDPA of PyTorch instead of materialised scores"] = True
     triton_rms_norm: Annotated[bool, "residual addition and norm as one kernel"] = True
     triton_attention: Annotated[bool, "rotary embedding and flash attention of packed heads"] = True
     triton_swiglu: Annotated[bool, "silu(gate) * up as one kernel"] = True
@@ -111,8 +110,6 @@ TRITON_FUSIONS += ("fused_optimizer",)
 def without_effect(args: argparse.Namespace) -> dict[str, str]:
     """Return the fusions that have no effect with these arguments, and why."""
     idle = {}
-    if args.triton_attention:
-        idle["flash_attention"] = "triton-attention takes its place"
     if not args.triton_rms_norm:
         idle["norm_from_output"] = "it changes triton-rms-norm, which is off"
     if not args.use_amp:
@@ -215,7 +212,6 @@ BLOCKS: dict[str, dict[str, int]] = {
     "attention_backward_keys hip": {"BLOCK_M": 16, "num_stages": 1},
     "cross_entropy_forward": {"TILE": 4096},
     "cross_entropy_backward": {"TILE": 4096},
-    "mean_loss": {"BLOCK": 1024, "num_warps": 8},
     "adamw": {"BLOCK": 1024, "PROGRAMS": 1024},
 }
 # --- launch
@@ -488,15 +484,6 @@ class AddRMSNorm(torch.autograd.Function):
         return grad_x, grad_update, grad_weight, None, None, None
 
 
-def check_sequences(x: Tensor, longest: int) -> None:
-    """Raise ValueError if x [B, S, ...] is empty, or longer than the rotary embedding's tables."""
-    batch, seq = x.shape[:2]
-    if batch * seq == 0:
-        raise ValueError(f"an empty batch: {batch} sequences of {seq} tokens")
-    if seq > longest:
-        raise ValueError(f"sequences of {seq} tokens, but the model's seq_len is {longest}")
-
-
 @triton.jit
 def rotary_kernel(
     QKV, COS, SIN, ROTATED, rows, seq, HEADS: tl.constexpr, VALUES: tl.constexpr,
@@ -530,7 +517,6 @@ def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, values: int, sign: int) -> Ten
 
     The last `values` heads are copied.
     """
-    check_sequences(qkv, len(cos))
     rows, programs, options = row_launch("rotary", qkv)
     rotated = torch.empty_like(qkv)
     sizes = {"rows": rows, "seq": qkv.shape[1], "HEADS": qkv.shape[2], "VALUES": values}
@@ -871,14 +857,15 @@ def next_token(LABELS, row, rows, seq):
 
 @triton.jit
 def cross_entropy_forward_kernel(
-    LOGITS, LABELS, LOSSES, LOG_SUM_EXP, rows, seq, C: tl.constexpr, BLOCK_C: tl.constexpr,
-    ROWS: tl.constexpr,
+    LOGITS, LABELS, LOSSES, LOG_SUM_EXP, rows, seq, VOCAB: tl.constexpr, C: tl.constexpr,
+    BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Compute loss = log(sum(exp(logits))) - logits[target] of each row; 0 for a target of -100.
 
-    The sum is online, as that of attention. LOGITS [rows, C], LABELS, LOSSES, LOG_SUM_EXP [rows].
-    A row's target is the next token's label. A program owns ROWS rows, and goes through their
-    columns by BLOCK_C.
+    The sum is online, as that of attention. LOGITS [rows, C], of which columns from VOCAB on do not
+    count, LABELS, LOG_SUM_EXP [rows], LOSSES [2, rows], the second 1 where there is a target. A
+    row's target is the next token's label. A program owns ROWS rows, and goes through their columns
+    by BLOCK_C.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_max = tl.full([ROWS], -3e38, tl.float32)  # not -inf, which a whole block may be
@@ -888,98 +875,90 @@ def cross_entropy_forward_kernel(
         inside = (row < rows)[:, None] & (column < C)[None, :]
         at = LOGITS + row[:, None] * C + column[None, :]
         logits = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        logits = tl.where((column < C)[None, :], logits, float("-inf"))
+        logits = tl.where((column < VOCAB)[None, :], logits, float("-inf"))
         new_row_max = tl.maximum(row_max, tl.max(logits, 1))
         rescale = tl.exp(row_max - new_row_max)
         row_sum = row_sum * rescale + tl.sum(tl.exp(logits - new_row_max[:, None]), 1)
         row_max = new_row_max
     log_sum_exp = row_max + tl.log(row_sum)
     target = next_token(LABELS, row, rows, seq)
-    valid = (target >= 0) & (target < C)  # any other label but -100 makes the loss NaN
+    valid = (target >= 0) & (target < VOCAB)  # any other label but -100 makes the loss NaN
     logit = tl.load(LOGITS + row * C + target, mask=valid, other=float("nan")).to(tl.float32)
     tl.store(LOSSES + row, tl.where(target == -100, 0.0, log_sum_exp - logit), mask=row < rows)
+    tl.store(LOSSES + rows + row, tl.where(target == -100, 0.0, 1.0), mask=row < rows)
     tl.store(LOG_SUM_EXP + row, log_sum_exp, mask=row < rows)
 
 
 @triton.jit
-def mean_loss_kernel(LOSSES, LABELS, LOSS, rows, seq, BLOCK: tl.constexpr):
-    """Compute the mean of the losses of rows that have a target, and how many these are.
-
-    LOSSES, LABELS [rows], LOSS [2]. One program owns all.
-    """
-    total = tl.zeros([BLOCK], tl.float32)
-    known = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, rows, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        total += tl.load(LOSSES + row, mask=row < rows, other=0.0)
-        known += (next_token(LABELS, row, rows, seq) != -100).to(tl.int32)
-    number = tl.sum(known).to(tl.float32)
-    tl.store(LOSS, tl.sum(total) / number)
-    tl.store(LOSS + 1, number)
-
-
-@triton.jit
 def cross_entropy_backward_kernel(
-    GRAD, LOGITS, LABELS, LOG_SUM_EXP, LOSS, GRAD_LOGITS, rows, seq, C: tl.constexpr,
-    BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
+    GRAD, LOGITS, LABELS, LOG_SUM_EXP, SUMS, GRAD_LOGITS, rows, seq, VOCAB: tl.constexpr,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Compute dlogits = (softmax(logits) - onehot(target)) * dloss / n; 0 for a target of -100.
 
-    GRAD (dloss) [], LABELS, LOG_SUM_EXP [rows], LOSS [2] of which n is the second, LOGITS,
-    GRAD_LOGITS [rows, C]. A program owns ROWS rows, and goes through their columns by BLOCK_C.
+    GRAD (dloss) [], LABELS, LOG_SUM_EXP [rows], SUMS [2] of which n is the second, LOGITS,
+    GRAD_LOGITS [rows, C], 0 from column VOCAB on. A program owns ROWS rows, and goes through their
+    columns by BLOCK_C.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     target = next_token(LABELS, row, rows, seq)
     log_sum_exp = tl.load(LOG_SUM_EXP + row, mask=row < rows, other=0.0)
-    grad = tl.where(target == -100, 0.0, tl.load(GRAD) / tl.load(LOSS + 1))
+    grad = tl.where(target == -100, 0.0, tl.load(GRAD) / tl.load(SUMS + 1))
     for start in range(0, C, BLOCK_C):
         column = start + tl.arange(0, BLOCK_C)
         inside = (row < rows)[:, None] & (column < C)[None, :]
         at = row[:, None] * C + column[None, :]
         logits = tl.load(LOGITS + at, mask=inside, other=0.0).to(tl.float32)
         p = tl.exp(logits - log_sum_exp[:, None])
+        p = tl.where((column < VOCAB)[None, :], p, 0.0)
         p -= tl.where(column[None, :] == target[:, None], 1.0, 0.0)
         tl.store(GRAD_LOGITS + at, p * grad[:, None], mask=inside)
 
 
 class NextTokenLoss(torch.autograd.Function):
-    """Compute the mean cross-entropy of the next token, float32, of logits [B, S, V] of any type.
+    """Compute the mean cross-entropy of the next token, float32, of logits [B, S, V or more].
 
-    labels [B, S] are the same tokens. The kernels shift them and take the mean, which saves ten
-    small kernels; a label of -100 is ignored.
+    labels [B, S] are the same tokens. The kernels shift them, which saves small kernels; a label of
+    -100 is ignored. Only the first V = `vocab` columns count.
     """
 
     @staticmethod
-    def forward(ctx, logits: Tensor, labels: Tensor):
+    def forward(ctx, logits: Tensor, labels: Tensor, vocab: int):
         logits, labels = logits.contiguous(), labels.contiguous()
         rows, programs, options = row_launch("cross_entropy_forward", logits, whole=False)
-        losses, log_sum_exp = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
-        loss = logits.new_empty(2, dtype=torch.float32)
-        sizes = {"rows": rows, "seq": labels.shape[-1]}
+        losses = logits.new_empty(2, rows, dtype=torch.float32)
+        log_sum_exp = torch.empty_like(losses[0])
+        ctx.sizes = {"rows": rows, "seq": labels.shape[-1], "VOCAB": vocab}
         launch = wrap_triton(cross_entropy_forward_kernel)[(programs,)]
-        launch(logits, labels, losses, log_sum_exp, **sizes, **options)
-        wrap_triton(mean_loss_kernel)[(1,)](losses, labels, loss, **sizes, **blocks("mean_loss"))
-        ctx.save_for_backward(logits, labels, log_sum_exp, loss)
-        return loss[0]
+        launch(logits, labels, losses, log_sum_exp, **ctx.sizes, **options)
+        sums = losses.sum(1)
+        ctx.save_for_backward(logits, labels, log_sum_exp, sums)
+        return sums[0] / sums[1]
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        logits, labels, log_sum_exp, loss = ctx.saved_tensors
-        rows, programs, options = row_launch("cross_entropy_backward", logits, whole=False)
-        tensors = grad, logits, labels, log_sum_exp, loss, (grad_logits := torch.empty_like(logits))
+        logits, *saved = ctx.saved_tensors
+        grad_logits = torch.empty_like(logits)
+        _, programs, options = row_launch("cross_entropy_backward", logits, whole=False)
         launch = wrap_triton(cross_entropy_backward_kernel)[(programs,)]
-        launch(*tensors, rows=rows, seq=labels.shape[-1], **options)
-        return grad_logits, None
+        launch(grad, logits, *saved, grad_logits, **ctx.sizes, **options)
+        return grad_logits, None, None
 
 
 class Projection(torch.autograd.Function):
-    """Compute x weight^T [..., N] of x [..., K] in the type of the GEMMs and a weight [N, K]."""
+    """Compute x weight^T [..., N] of x [..., K] in the type of the GEMMs and a weight [N, K].
+
+    Columns of zeros make N a multiple of `multiple`.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, direct: bool):
+    def forward(ctx, x: Tensor, weight: Tensor, direct: bool, multiple: int):
         cast = cached_cast(weight, x.dtype)
+        if missing := -len(cast) % multiple:
+            cast = torch.cat((cast, cast.new_zeros(missing, cast.shape[1])))
         ctx.save_for_backward(x, cast)
         ctx.weight, ctx.direct = weight, direct
+        ctx.whole = max(multiple, len(weight) // multiple * multiple)
         return F.linear(x, cast)
 
     @staticmethod
@@ -990,21 +969,27 @@ class Projection(torch.autograd.Function):
             rows = grad.flatten(0, -2), x.flatten(0, -2)
 
             def compute(out: Tensor) -> None:
-                matmul_out(*rows, out.view_as(ctx.weight), ctx.direct)  # dW = dy^T x
+                # dW = dy^T x; what is more than a multiple is a product of its own, both are faster
+                parts = rows[0].split(ctx.whole, 1), out.view_as(ctx.weight).split(ctx.whole)
+                for grads, part in zip(*parts, strict=True):
+                    matmul_out(grads[:, : len(part)], rows[1], part, ctx.direct)
 
             (grad_weight,) = gradients_into_buffer(((ctx.weight,),), compute, *rows)
         if ctx.needs_input_grad[0]:
             grad_x = grad @ cast
         if hasattr(ctx.weight, "slot"):
             ctx.weight.slot.buffer.side.release(ctx.weight)
-        return grad_x, grad_weight, None
+        return grad_x, grad_weight, None, None
 
 
-def linear(x: Tensor, weight: Tensor, fusions: Fusions) -> Tensor:
-    """Compute x weight^T [..., N] of x [..., K] and weight [N, K]."""
+def linear(x: Tensor, weight: Tensor, fusions: Fusions, multiple: int = 1) -> Tensor:
+    """Compute x weight^T [..., N] of x [..., K] and weight [N, K].
+
+    Where Projection does it, columns of zeros make N a multiple of `multiple`.
+    """
     if not (fusions.direct_gradients or fusions.fused_optimizer):
         return F.linear(x, weight)
-    return Projection.apply(x.to(gemm_dtype(x)), weight, fusions.direct_gradients)
+    return Projection.apply(x.to(gemm_dtype(x)), weight, fusions.direct_gradients, multiple)
 
 
 # --- optimizer
@@ -1582,7 +1567,8 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         half = config.hidden_dim // config.num_heads // 2
         frequency = config.rope_theta ** (-torch.arange(half) / half)
-        angle = torch.outer(torch.arange(config.seq_len), frequency)
+        positions = triton.cdiv(config.seq_len, 8) * 8  # as many as the model makes of them
+        angle = torch.outer(torch.arange(positions), frequency)
         angle = angle.repeat(1, 2)[:, None]  # [S, 1, head_dim]
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
@@ -1633,17 +1619,13 @@ class Attention(nn.Module):
             self.v_proj = Linear(config.hidden_dim, kv_dim, fusions)
         self.o_proj = Linear(config.hidden_dim, config.hidden_dim, fusions)
         self.rotary = RotaryEmbedding(config)
-        if not (fusions.flash_attention or fusions.triton_attention):
-            mask = torch.full((config.seq_len, config.seq_len), -torch.inf)
-            mask = mask.triu(1)  # 0 on and below the diagonal
-            self.register_buffer("causal_mask", mask, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [B, S, D] to [B, S, D]."""
         batch, seq, _ = x.shape
         if self.fusions.triton_attention:
-            qkv, angles = self.qkv_proj(x), (self.rotary.cos, self.rotary.sin)
-            qkv = qkv.view(batch, seq, -1, self.head_dim)
+            qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+            angles = self.rotary.cos, self.rotary.sin
             return self.o_proj(CausalAttention.apply(qkv, self.num_heads, *angles).flatten(2))
         q = self.rotary(self.q_proj(x).view(batch, seq, self.num_heads, self.head_dim))
         k = self.rotary(self.k_proj(x).view(batch, seq, self.num_kv_heads, self.head_dim))
@@ -1651,12 +1633,7 @@ class Attention(nn.Module):
         group = self.num_heads // self.num_kv_heads  # query heads that share a key/value head
         k, v = (t.repeat_interleave(group, 2) for t in (k, v))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        if self.fusions.flash_attention:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)  # [B, H, S, S]
-            scores = scores + self.causal_mask[:seq, :seq]
-            out = scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o_proj(out.transpose(1, 2).reshape(batch, seq, -1))
 
 
@@ -1713,9 +1690,20 @@ class TinyLlama(nn.Module):
         self.norm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Map input_ids [B, S] to logits [B, S, V], with labels, the same tokens, to the loss."""
-        check_sequences(input_ids, self.config.seq_len)
-        weight = self.embed_tokens.weight
+        """Map input_ids [B, S] to logits [B, S, V], with labels, the same tokens, to the loss.
+
+        Raises ValueError if there is no token, or more than the model's seq_len.
+        """
+        (batch, seq), longest = input_ids.shape, self.config.seq_len
+        if batch * seq == 0:
+            raise ValueError(f"an empty batch: {batch} sequences of {seq} tokens")
+        if seq > longest:
+            raise ValueError(f"sequences of {seq} tokens, but the model's seq_len is {longest}")
+        if seq % 8 and self.fusions.triton_attention:
+            # GEMMs are slow at odd numbers of tokens. No token sees those that are added behind it.
+            input_ids = F.pad(input_ids, (0, -seq % 8))
+            labels = None if labels is None else F.pad(labels, (0, -seq % 8), value=-100)
+        weight, vocab = self.embed_tokens.weight, self.config.vocab_size
         trains = weight.requires_grad and torch.is_grad_enabled()
         self.side.begin_step(self.fusions.overlap and self.fusions.fused_optimizer and trains)
         x, update = self.embed_tokens(input_ids), None
@@ -1724,13 +1712,14 @@ class TinyLlama(nn.Module):
         for layer in self.layers:
             x, update = layer(x, update)
         # The embedding has the same weight, to whose gradient autograd adds its own.
-        logits = linear(self.norm(x, update)[0], weight, self.fusions)
+        # Rows of logits that begin at odd addresses would be slow.
+        logits = linear(self.norm(x, update)[0], weight, self.fusions, multiple=8)
         if labels is None:
-            return logits
+            return logits[:, :seq, :vocab]
         if self.fusions.triton_cross_entropy:
-            return NextTokenLoss.apply(logits, labels)
+            return NextTokenLoss.apply(logits, labels, vocab)
         following = F.pad(labels[:, 1:], (0, 1), value=-100)  # -100 is ignored
-        return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
+        return F.cross_entropy(logits[..., :vocab].flatten(0, 1).float(), following.flatten())
 
 
 def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:

@@ -179,8 +179,8 @@ def row_operators(rows: int) -> Iterator[tuple[str, str, list]]:
     yield llama, "rotary", [qkv, angle, angle, 8, 1]
     logits = make(rows, 2000, device=DEVICE, dtype=bf16)
     targets = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
-    yield llama, "cross_entropy_forward", [logits, targets]
-    yield llama, "cross_entropy_backward", [sums, logits, targets, sums]
+    yield llama, "cross_entropy_forward", [logits, targets, 2000]
+    yield llama, "cross_entropy_backward", [sums, logits, targets, sums, 2000]
     pair, scale = make(8 * rows, 128, device=DEVICE), torch.ones(128, device=DEVICE)
     yield openfold, "layer_norm_forward", [pair, scale, scale, None, 1e-5, bf16, False]
     inputs = [pair.to(bf16), None, pair, scale, scale, None]

@@ -25,6 +25,8 @@ from conftest import (
 )
 from torch import Tensor
 
+from lab.accuracy import InFloat64
+
 V3, V4 = "tiny_llama_v3", "tiny_llama_v4"
 v3, v4 = load(V3), load(V4)
 HERE = ["--device", DEVICE.type]
@@ -94,11 +96,14 @@ def test_attention_with_scores_of_several_hundred(module: ModuleType, dtype: tor
     )
 
 
-def next_token_loss(module: ModuleType, logits: Tensor, labels: Tensor) -> Tensor:
+def next_token_loss(
+    module: ModuleType, logits: Tensor, labels: Tensor, vocab: int | None = None
+) -> Tensor:
     """V3 has one of each token, V4 their mean."""
+    vocab = vocab or logits.shape[-1]
     if module is v4:
-        return v4.NextTokenLoss.apply(logits, labels)
-    return v3.CrossEntropy.apply(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return v4.NextTokenLoss.apply(logits, labels, vocab)
+    return v3.CrossEntropy.apply(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), vocab)
 
 
 @both
@@ -108,8 +113,6 @@ def test_loss_of_the_next_token(module: ModuleType, banned: bool, dtype, monkeyp
     """Of banned tokens the logits are -inf, for whole blocks of a row; some labels do not count."""
     for kernel in ("cross_entropy_forward", "cross_entropy_backward"):
         monkeypatch.setitem(module.OVERRIDES, kernel, {"TILE": 128})
-    if module is v4:
-        monkeypatch.setitem(v4.OVERRIDES, "mean_loss", {"BLOCK": 16})
     logits = randn(3, 9, 300, dtype=dtype, scale=1.0 if banned else 300.0)
     labels = torch.randint(300, (9, 3)).T.to(DEVICE)
     labels[:, 2::3] = -100
@@ -131,6 +134,23 @@ def test_loss_of_the_next_token(module: ModuleType, banned: bool, dtype, monkeyp
 
 
 @both
+@both_types
+def test_columns_behind_the_vocabulary_do_not_count(module: ModuleType, dtype: torch.dtype):
+    """Whatever stands there: its gradient is 0, and a label among them makes the loss NaN."""
+    logits, labels = randn(2, 4, 40, dtype=dtype), torch.tensor([[0, 32, 7, -100]] * 2).to(DEVICE)
+    logits[..., 33:] = 60.0
+    logits.requires_grad_()
+    found = next_token_loss(module, logits, labels, 33)
+    expected = next_token_loss(module, logits[..., :33], labels)
+    grads = [torch.autograd.grad(loss.sum(), logits)[0] for loss in (found, expected)]
+    assert torch.equal(found, expected)
+    assert relative_difference(*grads) < LIMITS[dtype]
+    assert not grads[0][..., 33:].any()
+    beyond = labels.masked_fill(labels == 32, 33)
+    assert next_token_loss(module, logits, beyond, 33).isnan().any()
+
+
+@both
 def test_what_has_no_loss(module: ModuleType):
     """A label outside the vocabulary makes it NaN, as do logits of -inf alone; the first label is
     predicted by nobody."""
@@ -147,7 +167,7 @@ def test_what_has_no_loss(module: ModuleType):
 @both_scripts
 def test_what_the_model_cannot_take_is_refused(script: str):
     """Before a kernel reads beyond the angles, and where there is nothing to launch."""
-    model, module = build(script), load(script)
+    model = build(script)
     for shape, said in (
         ((2, 33), "33 tokens, but the model's seq_len is 32"),
         ((0, 32), "an empty batch: 0 sequences of 32 tokens"),
@@ -156,9 +176,24 @@ def test_what_the_model_cannot_take_is_refused(script: str):
         ids = torch.zeros(shape, dtype=torch.int64, device=DEVICE)
         with pytest.raises(ValueError, match=said):
             model(ids, ids)
-    tables = (table[:32] for table in angles(32, 8))
-    with pytest.raises(ValueError, match="33 tokens"):
-        module.rotary(randn(1, 33, 4, 8), *tables, 1, 1)
+
+
+@both_scripts
+@pytest.mark.parametrize("vocab", [5, 257])
+def test_odd_lengths_and_vocabularies_give_what_v1_gives(script: str, vocab: int):
+    """They are rounded up inside. Sequences are shorter than the model's, an optimizer has a place
+    for the gradient of the embedding."""
+    sizes = words(f"--vocab-size {vocab} --seq-len 27 --hidden-dim 32 --num-heads 2")
+    exact, model = build("tiny_llama_v1", *sizes).double(), build(script, *sizes)
+    load(script).build_optimizer(parse(script, *HERE, *sizes), model)
+    ids = torch.randint(vocab, (3, 21)).to(DEVICE)
+    with InFloat64():
+        expected = exact(ids)
+        exact(ids, ids).backward()
+    assert relative_difference(model(ids), expected) < LIMITS[torch.float32]
+    model(ids, ids).backward()
+    grads = (m.embed_tokens.weight.grad for m in (model, exact))
+    assert relative_difference(*grads) < LIMITS[torch.float32]
 
 
 def test_blocks_change_what_is_launched_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
