@@ -19,7 +19,9 @@ import pytest
 import torch
 from conftest import CPU, ROOT, TINY, captured, strict_json
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from analysis_tools import find_fusions
@@ -27,6 +29,7 @@ from bench import find_fusions as study
 from bench.models_for_find_fusions import recurrent
 from lab.cli import ToolError
 from lab.fusions import forms
+from lab.fusions.flops import flop_of, registry
 from lab.fusions.groups import LEVELS, Finding, Group, Joiner
 from lab.fusions.rates import Rates
 from lab.fusions.record import Operator, Recorded, Recorder, Use
@@ -572,6 +575,52 @@ EXPERTS = torch.randn(2, D, D).bfloat16()
 )
 def test_flop_of_a_product(take, flop):
     assert sum(found(take).recorded.flop().values()) == flop
+
+
+ATTENTION = {  # what each wants besides query, key and value
+    "flash_attention": (),
+    "efficient_attention": (None, True),
+    "cudnn_attention": (None, True),
+    "fused_attention_overrideable": (),
+    "flash_attention_for_cpu": (),
+}
+
+
+@pytest.mark.parametrize("kind", ATTENTION)
+def test_flop_of_attention_with_fewer_heads_of_keys_and_smaller_values(kind):
+    """As many as where its products are written out, whichever operator has it."""
+    shapes = {"query": (2, 8, 16, 32), "key": (2, 4, 24, 32), "value": (2, 4, 24, 16)}
+    given = {name: torch.empty(shape) for name, shape in shapes.items()}
+    product = 2 * (2 * 8 * 16) * 24
+    with FakeTensorMode():
+        fakes = [torch.empty(shape) for shape in shapes.values()]
+        operator = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}")
+        take = partial(operator, *fakes, *ATTENTION[kind])
+        assert sum(found(take).recorded.flop().values()) == product * (32 + 16)
+    backward = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_backward")
+    names = [argument.name for argument in backward.default._schema.arguments]
+    given = dict.fromkeys(names) | given
+    flop, _ = flop_of(backward, backward.__name__, (), {}, given, None)
+    written_out = [x.requires_grad_() for x in given.values() if x is not None]
+    with sdpa_kernel(SDPBackend.MATH):
+        take = partial(F.scaled_dot_product_attention, *written_out, enable_gqa=True)
+        both = sum(found(lambda: take().sum().backward()).recorded.flop().values())
+    again = product * 32  # of the scores
+    assert flop == both - product * (32 + 16) + again == product * (3 * 32 + 2 * 16)
+
+
+def test_a_formula_that_does_not_take_a_call_ends_nothing():
+    """The operator is named, and its FLOPs are said to be missing."""
+
+    def refuses(*args, **kwargs):
+        raise AssertionError("shapes are incompatible")
+
+    with mock.patch.dict(registry(), {torch.ops.aten.mm: refuses}):
+        finding = found(lambda: ((X @ W).exp(), X @ X[0]))
+    (row,) = finding.unknown()
+    assert (row["operator"], row["calls"]) == ("mm", 1)
+    assert row["lacks"] == "FLOPs (AssertionError: shapes are incompatible)"
+    assert sum(finding.recorded.flop().values()) == 2 * N * D
 
 
 def test_products_have_the_rate_of_their_type():

@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from lab.files import ROOT
-from lab.fusions.flops import flop_of, is_product, type_of
+from lab.fusions.flops import flop_of, type_of
 from lab.profile.kernels import category
 from lab.profile.traffic import OVERWRITING, bytes_behind
 
@@ -376,13 +376,14 @@ class Recorder(TorchDispatchMode):
         if named.get("training"):  # a batch norm changes these without a word in its schema
             averages = [named.get("running_mean"), named.get("running_var")]
             operator.writes += [self.use(t, write=True) for t in averages if t is not None]
-        flop = flop_of(function, name, args, kwargs, named, result)
-        if flop is not None or is_product(name):
+        flop, missing = flop_of(function, name, args, kwargs, named, result)
+        if flop is not None or missing:
             operator.flop = flop or 0
             operator.dtype = type_of(name, made[0].dtype if made else inputs[0].dtype)
         if own:
-            operator.lacks = operator.lacks or ("" if flop is not None else "FLOPs")
+            operator.lacks = operator.lacks or missing or ("FLOPs" if flop is None else "")
             return [operator]
+        operator.lacks = missing
         first = inputs[0] if inputs else None
         masks = any(t.dtype in (torch.bool, torch.uint8) for t in inputs[1:])
         dynamic = torch.Tag.dynamic_output_shape in tags and (name != "index" or masks)
@@ -390,7 +391,7 @@ class Recorder(TorchDispatchMode):
         if waits or dynamic:
             operator.kind, operator.barrier = "library", True
         elif operator.dtype:
-            operator.kind, operator.lacks = "matrix", "" if flop is not None else "FLOPs"
+            operator.kind = "matrix"
             if name in ("mm", "addmm") or "conv" in name:
                 both = [t for t in args if isinstance(t, Tensor)]
                 both = both[-2:] if "mm" in name else both[name.endswith("backward") :][:2]
