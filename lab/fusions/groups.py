@@ -4,12 +4,13 @@ the time that follows."""
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from lab.fusions.forms import is_ragged, laid_out
+from lab.fusions.forms import is_ragged, laid_out, padding
 from lab.fusions.rates import CONSTANTS, NO_RATES, Constants, Rates
 from lab.fusions.record import MOVES, Operator, Recorded, Use
 
@@ -544,11 +545,15 @@ class Finding:
         return best if timed else [{**row, "us_now": None, "us_fused": None} for row in best]
 
     def otherwise_us(self) -> float | None:
-        """What convolutions take less in a compiled step, but for what turns the pictures that the
-        step was given, and biases that no chain behind can add."""
+        """What products take less in a compiled step: convolutions, but for what turns the pictures
+        that the step was given, and biases that no chain behind can add; and matrices that are
+        padded."""
         if not self.timed:
             return None
         saved = sum(o.biased for o in self.operators if o.biased and self.streams_on(o))
+        for o in self.operators:
+            if copied := padding(o):
+                saved += max(0.0, o.us - self.us(o.moved, o.flop, o.dtype) - self.us(copied))
         for o in laid_out(self.operators):
             saved += o.turned
             if o.turned and o.name == "convolution" and o.operands[0][0] not in self.maker:
@@ -598,12 +603,23 @@ class Finding:
             for g in g
             if SOFTMAX & {*g.names}
         ]
+        recurrent = [o for o in self.operators if "rnn" in o.name and o.phase == "forward"]
+        grown = [o for o in self.operators if re.fullmatch(r"upsample_bi.*_backward", o.name)]
+        dense = [
+            max(g.members, key=lambda o: o.numel)
+            for g in self.groups
+            if g.kind == "stream" and g.keeps and g.bytes() < max(o.numel for o in g.members)
+        ]
         found = [
             (layout, "convolutions are not channels_last: a compiler changes that"),
-            (ragged, "products have a side that no vector load fits: a compiler pads them"),
+            (ragged, "products have a side that no vector load fits: a compiler may pad them"),
             (softmax, "times attention is written out: a compiler may put a kernel there, see (c)"),
             (self.again, "gathers are taken again by several kernels, maybe slower than a copy"),
-        ]
+            (dense, "chains compute more elements than they move bytes: slower than a copy"),
+            (grown, "gradients of an interpolation: a compiler adds them up at indices, slower"),
+            (recurrent, "recurrent layers: torch.compile leaves the function that calls one as it"
+             " is, unless torch._dynamo.config.allow_rnn"),
+        ]  # fmt: skip
         return [f"{len(o)} {what} ({places(each.line for each in o)})" for o, what in found if o]
 
 

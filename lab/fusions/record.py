@@ -44,14 +44,13 @@ NO_WORK = ("empty", "new_empty", "lift_fresh")
 RANDOM = ("normal_", "uniform_", "bernoulli_", "exponential_", "random_")  # nor do these read it
 # The first tensor must lie in memory, as any element of it may be wanted: some, or all
 GATHERS = re.compile("embedding|index|_unsafe_index|index_select|gather|take")
-WINDOWS = re.compile(
-    r"(max|avg)_pool\dd(_with_indices)?|im2col|upsample_\w+(?<!backward)|grid_sampler_\dd"
+WINDOWS = re.compile(  # their gradients are scatters
+    r"(_?adaptive_)?(max|avg)_pool\dd(_with_indices)?|im2col|upsample_\w+|grid_sampler_\dd"
     r"|(reflection|replication)_pad\dd|searchsorted|bucketize"
 )
 SCATTERS = re.compile(  # complete when the last source has been added
     r"(index_(add|put|copy)|_unsafe_index_put|_index_put_impl|scatter(_add|_reduce)?)_?|col2im"
-    r"|embedding_dense_backward|(max|avg)_pool\dd(_with_indices)?_backward|upsample_\w+_backward"
-    r"|(reflection|replication)_pad\dd_backward"
+    r"|embedding_dense_backward"
 )
 MOVES = re.compile(  # what comes out is elsewhere than what went in
     r"constant_pad_nd|(slice|select)_(backward|scatter)|roll|flip|cat|stack|repeat|pixel_(un)?shuffle"
@@ -373,6 +372,7 @@ class Recorder(TorchDispatchMode):
         operator.writes = [self.use(t, write=True) for t in [*written, *fresh]]
         operator.numel = max((t.numel() for t in [*inputs, *made]), default=0)
         kind, named = category(f"aten::{name}"), {a.name: value for a, value in pairs}
+        window = WINDOWS.fullmatch(name.removesuffix("_backward"))
         if named.get("training"):  # a batch norm changes these without a word in its schema
             averages = [named.get("running_mean"), named.get("running_var")]
             operator.writes += [self.use(t, write=True) for t in averages if t is not None]
@@ -401,6 +401,7 @@ class Recorder(TorchDispatchMode):
             (kind == "optimizer" and plain == name)
             or name in ("sort", "topk")
             or (name == "index_add" and first.dtype == torch.bfloat16)  # inductor leaves it, too
+            or (window and left_alone(name))
         ):
             operator.kind = "library"
         elif kind == "normalisation" or "softmax" in name:
@@ -411,9 +412,9 @@ class Recorder(TorchDispatchMode):
             operator.kind, operator.source = "stream", {reads[0].key}
             reads[0] = Use(reads[0].key, -1 - operator.call, wanted)
             operator.numel = max(t.numel() for t in made)
-        elif WINDOWS.fullmatch(name):
+        elif window and not name.endswith("_backward"):
             operator.kind, operator.source = "stream", {reads[0].key}
-        elif SCATTERS.fullmatch(name):
+        elif window or SCATTERS.fullmatch(name):
             operator.kind, operator.closed = "stream", True
             target = operator.writes[0]
             added = max(t.numel() for t in inputs[bool(written) :]) * inputs[0].element_size()
@@ -523,6 +524,16 @@ def is_composite(function: Callable) -> bool:
     keys, has = torch._C.DispatchKey, torch._C._dispatch_has_kernel_for_dispatch_key
     own = any(has(function.name(), key) for key in (keys.CPU, keys.CUDA))
     return not own and has(function.name(), keys.CompositeImplicitAutograd)
+
+
+@cache
+def left_alone(name: str) -> bool:
+    """Does a compiled step call PyTorch's own kernel for it, as inductor's tables say?"""
+    from torch._inductor import decomposition, lowering  # some seconds
+
+    packet = getattr(torch.ops.aten, name)
+    forms = {packet, *(getattr(packet, overload) for overload in packet.overloads())}
+    return bool(forms & lowering.fallbacks) and not forms & {*decomposition.decompositions}
 
 
 @cache
