@@ -229,6 +229,8 @@ def read_after(change):
         # windows overlap, and need all of their source once
         (lambda: PICTURE.unfold(3, 4, 2) + 1, "add", PICTURE.nbytes, 4 * N * 15 * 4 * 4),
         (lambda: F.max_pool2d(PICTURE, 2), "max_pool2d_with_indices", PICTURE.nbytes, ROW),
+        # and find it in memory
+        (lambda: F.max_pool2d(PICTURE.exp(), 2), "exp", PICTURE.nbytes, PICTURE.nbytes),
         # what is changed in part is written as a whole, by one kernel or by two
         (lambda: (y := X.exp(), y[:, :4].zero_(), y @ W), "exp", ROW, ROW),
         (lambda: (y := X.exp(), y.index_put_((ROWS[:4],), X[:4]), y @ W), "exp", ROW, ROW),

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from lab.fusions.forms import is_ragged, laid_out, padding
 from lab.fusions.rates import CONSTANTS, NO_RATES, Constants, Rates
-from lab.fusions.record import MOVES, Operator, Recorded, Use
+from lab.fusions.record import MOVES, WINDOWS, Operator, Recorded, Use
 
 Key = tuple[int, int]
 LEVELS = {
@@ -297,6 +297,8 @@ class Finding:
         than to write and read it: what compilers do with what the backward pass needs."""
         certain = self.recorded.alive | {(number, v - 1) for number, v in self.maker}  # in place
         certain |= {key for g in self.groups if g.kind != "stream" for key in (*g.reads, *g.keeps)}
+        # each place of a window would compute it once more
+        certain |= {key for o in self.operators if WINDOWS.fullmatch(o.name) for key in o.source}
         self.again: list[Operator] = []  # gathers that are
         order = [(count, key, g) for g in self.groups for key, count in g.keeps.items()]
         for count, key, group in sorted(order, key=lambda item: item[:2], reverse=True):
