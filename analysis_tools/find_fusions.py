@@ -287,9 +287,14 @@ def checked(result: dict) -> list[str]:
         ("speed-up", "speedup", now / fused, ("now", "compiled")),
     ):
         if (measured := check.get(key)) is not None:
-            other = any(check["other"][side] for side in sides)
-            off = "another program" if other else f"{100 * (predicted / measured - 1):+.1f} %"
+            off = f"{100 * (predicted / measured - 1):+.1f} %"
+            if any(check["other"][side] for side in sides):
+                off = "another program"
+            elif check.get("unchanged") and "compiled" in sides:
+                off = "nothing is compiled"
             lines += [f"{what}: predicted {predicted:.3f}, measured {measured:.3f} ({off})"]
+    if check.get("unchanged"):
+        lines += ["Compiled the step runs the kernels that it had before: no verdict either."]
     for side, names in check.get("other", {}).items():
         if names:
             kinds = " and ".join(dict.fromkeys(map(category, names)))

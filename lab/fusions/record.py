@@ -18,7 +18,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from types import CodeType
@@ -133,30 +133,6 @@ class Recorded:
         for operator in self.operators:
             found[operator.dtype] += operator.flop
         return +found
-
-    def to_json(self) -> dict:
-        """For a file; `from_json` makes the same of it."""
-        found = asdict(self)
-        for operator in found["operators"]:
-            operator["source"] = sorted(operator["source"])
-        return found | {key: sorted(found[key]) for key in ("alive", "weights")}
-
-    @classmethod
-    def from_json(cls, content: dict) -> Recorded:
-        def uses(found: list) -> list[Use]:
-            return [Use((*key,), offset, size) for key, offset, size in found]
-
-        operators = []
-        for row in content["operators"]:
-            row = {each.name: row[each.name] for each in fields(Operator) if each.name in row}
-            row |= {"reads": uses(row["reads"]), "writes": uses(row["writes"])}
-            row["source"] = {(*key,) for key in row["source"]}
-            row["operands"] = [((*k,), (*s,), (*t,)) for k, s, t in row["operands"]]
-            row["sums"] = row["sums"] and (*row["sums"],)
-            operators.append(Operator(**row))
-        alive = {(*key,) for key in content["alive"]}
-        rest = content["unwritten"], content["run"], content["launched"]
-        return cls(operators, content["sizes"], alive, {*content["weights"]}, *rest)
 
 
 # --- which line

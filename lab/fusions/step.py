@@ -338,8 +338,8 @@ def attribute(found: Recorded, events: list[dict]) -> None:
 
 def compared(step: Step, launched: Mapping[str, float]) -> dict:
     """A step beside the same compiled: medians of the turns and of their ratios, and where one is
-    another program than what was profiled, whose kernels took so many microseconds. What cannot be
-    compared is an `error`."""
+    another program than what was profiled, whose kernels took so many microseconds; or is
+    `unchanged` by compiling. What cannot be compared is an `error`."""
     result, sides = {}, {}
     # A graph is how this measures, and no part of the step: Hugging Face's models ask for one, and
     # would make masks in it that they do not make in training.
@@ -360,6 +360,7 @@ def compared(step: Step, launched: Mapping[str, float]) -> dict:
             result["turns_ms"] = turns.ms
     if "compiled" in sides:
         result["speedup"] = statistics.median(turns.ratios("compiled"))
+        result["unchanged"] = kernels["compiled"].keys() <= launched.keys()
     return result
 
 
