@@ -49,7 +49,7 @@ from typing import TYPE_CHECKING
 
 from lab.cli import Parser, ToolError, documented_parser, program
 from lab.files import write_text
-from lab.profile.kernels import short_name
+from lab.profile.kernels import category
 from lab.script import interpret_without_gpu, model_and_version
 from lab.show import Column, drawing, render, save_figure
 
@@ -258,8 +258,8 @@ def report(result: dict, top: int) -> str:
     if timed:
         lines += [f"No chain touches {result['untouched_us'] / 1e3:.3f} ms of it."]
         if less := result.get("otherwise_us"):
-            what = "Compiled, convolutions turn no pictures, and the kernel behind adds the bias"
-            lines += [f"{what}: {less / 1e3:.3f} ms less."]
+            what = "convolutions turn no pictures and add no bias, and odd rows are padded"
+            lines += [f"Compiled, {what}: {less / 1e3:.3f} ms less."]
         lines += [f"A large copy reaches {rates['gb_per_s']:.0f} GB/s, "
                   f"the least kernel takes {rates['least_us']:.2f} us."]  # fmt: skip
     for row in result["not_understood"]:
@@ -287,13 +287,22 @@ def checked(result: dict) -> list[str]:
         ("speed-up", "speedup", now / fused, ("now", "compiled")),
     ):
         if (measured := check.get(key)) is not None:
-            other = any(check["other"][side] for side in sides)
-            off = "another program" if other else f"{100 * (predicted / measured - 1):+.1f} %"
+            off = f"{100 * (predicted / measured - 1):+.1f} %"
+            if any(check["other"][side] for side in sides):
+                off = "another program"
+            elif check.get("unchanged") and "compiled" in sides:
+                off = "nothing is compiled"
             lines += [f"{what}: predicted {predicted:.3f}, measured {measured:.3f} ({off})"]
+    if check.get("unchanged"):
+        lines += ["Compiled the step runs the kernels that it had before: no verdict either."]
     for side, names in check.get("other", {}).items():
         if names:
-            lines += [f"{side} as a graph is another program than what was profiled: "
-                      f"only one of them runs {', '.join(map(short_name, names))}"]  # fmt: skip
+            kinds = " and ".join(dict.fromkeys(map(category, names)))
+            how = "As a graph" if side == "now" else "Compiled"
+            lines += [
+                f"{how} the step runs other kernels for {kinds} than were profiled: it is another"
+                " program, and no verdict on the prediction. --json has some of their names."
+            ]
     return lines + [f"not compared: {check[key]}" for key in ("error",) if key in check]
 
 

@@ -8,11 +8,13 @@ constant that is fitted, how long a kernel among others takes to begin and end. 
 for the other half, for each model with the constant that all others tell, and for problems of
 KernelBench, which nobody here chose.
 
-Rows are kept as they are measured, and the same command goes on after an interruption.
+Rows are kept as they are measured, and the same command goes on after an interruption. A step that
+is compiled to another program, with another attention, or not at all, tells no error of a speed-up.
 
 Examples:
   python bench/find_fusions.py results/DIR/find_fusions.json
   python bench/find_fusions.py results/DIR/find_fusions.json --kernelbench KernelBench/KernelBench
+  python bench/find_fusions.py new.json --again results/DIR/find_fusions.json     predict alone
   python bench/find_fusions.py results/DIR/find_fusions.json --table errors
   python bench/find_fusions.py counted.json --only GIN      without a GPU: bytes and kernels alone
 """
@@ -25,15 +27,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 
 import argparse
-import gzip
-import json
 import math
 import statistics
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from unittest import mock
 
 from lab.cli import Parser, documented_parser, needed, program
 
@@ -42,7 +41,6 @@ with needed():
 
 from bench.models_for_find_fusions import IN_FP32, MODELS, problems
 from bench.sizes import SHAPES
-from lab.files import write_text
 from lab.fusions import step as steps
 from lab.fusions.groups import Finding
 from lab.fusions.rates import CONSTANTS, Rates, measure_rates
@@ -71,7 +69,7 @@ Predicted = Row | {
     "sides_ms?": {"*": TURNS},
     "remarks?": [TEXT],
     "sessions?": WHOLE,  # 2 where the two sides were not measured in turns
-    "other?": [TEXT],  # kernels that tell that another program was compiled
+    "other?": [TEXT],  # kernels that tell that another program was compiled, or that none was
 }
 Build = Callable[[], steps.Step]
 Subject = tuple[Build, Build | None, tuple[str, ...]]
@@ -130,28 +128,26 @@ def inference(name: str, make: Callable) -> steps.Step:
     return steps.Step(name, partial(forward, model), [*model.parameters()], compiled)
 
 
-def row(subject: Subject, part: str, rates: Rates | None, record: Path | None) -> dict:
-    """Predictions and measurements of a step; without rates what it moves and launches. What it did
-    goes to a file, to predict from again."""
+def row(subject: Subject, part: str, rates: Rates | None, known: Mapping | None = None) -> dict:
+    """Predictions and measurements of a step, or those that are `known`; without rates what it
+    moves and launches."""
     build, newer, in_v3 = subject
     if rates is None:
         return {"part": part, **predicted(steps.count(build)[1], None, in_v3)}
     step = build()
     recorded = steps.measure(step)
-    if record:
-        record.parent.mkdir(exist_ok=True)
-        record.write_bytes(gzip.compress(json.dumps(recorded.to_json()).encode()))
     found = {"part": part, **predicted(recorded, rates, in_v3)}
-    # Hugging Face asks this, and would make masks in a graph that it does not make in training
-    asked = mock.patch("torch.cuda.is_current_stream_capturing", return_value=False)
+    if known:
+        free_memory()
+        return found | {key: known[key] for key in ("sides_ms", "other") if key in known}
     try:
-        with asked:
-            result = steps.compared(step, recorded.launched)
-            found["sides_ms"] = result.get("turns_ms", {})
-            found["other"] = result.get("other", {}).get("compiled", [])
-            if newer and found["sides_ms"]:
-                turns = compare_in_turns({"now": step.take, "V3": newer().take})
-                found["sides_ms"]["V3"] = turns.ms["V3"]
+        result = steps.compared(step, recorded.launched)
+        found["sides_ms"] = result.get("turns_ms", {})
+        found["other"] = result.get("other", {}).get("compiled", [])
+        found["other"] += ["nothing is compiled"] * result.get("unchanged", False)
+        if newer and found["sides_ms"]:
+            turns = compare_in_turns({"now": step.take, "V3": newer().take})
+            found["sides_ms"]["V3"] = turns.ms["V3"]
     finally:
         free_memory()
     if error := result.get("error"):  # a step that cannot be a graph is a row, too
@@ -183,25 +179,19 @@ def predicted(recorded: Recorded, rates: Rates | None, in_v3: tuple[str, ...]) -
     return result
 
 
-def record_of(folder: Path | None, *names: str) -> Path | None:
-    """The file of a step in the folder of records."""
-    plain = "".join(c if c.isalnum() else "_" for c in "_".join(names))
-    return folder and folder / f"{plain}.json.gz"
-
-
 def measure(args: argparse.Namespace) -> int:
     """Measure what is missing, or predict again, and print a table."""
-    if args.again:
-        predict_again(args.output, args.records)
-    elif not args.table:
+    if not args.table:
         rates = measure_rates() if GPU else None
+        earlier = rows_of(args.again) if args.again else ()
+        known = {(each["shape"], each["precision"]): each for each in earlier}
         parts = [
             (
                 {"shape": name, "precision": precision},
-                partial(row, subject, part, rates, record_of(args.records, name, precision)),
+                partial(row, subject, part, rates, known.get((name, precision))),
             )
             for (name, precision, part), subject in subjects(args.kernelbench).items()
-            if not args.only or name in args.only
+            if name in (args.only or (name,)) and (not known or (name, precision) in known)
         ]
         measure_study(args.output, parts, keep=True)
     rows = [judged(each) for each in rows_of(args.output)]
@@ -211,18 +201,6 @@ def measure(args: argparse.Namespace) -> int:
 
 def rows_of(path: Path) -> Sequence[dict]:
     return read_rows(path, ("shape", "precision"), kind=Predicted)
-
-
-def predict_again(path: Path, records: Path | None) -> None:
-    """Give each row that has a record the predictions of today."""
-    study = json.loads(path.read_text())
-    for each in study["rows"]:
-        record = record_of(records, each["shape"], each["precision"])
-        if record and record.exists():
-            recorded = Recorded.from_json(json.loads(gzip.decompress(record.read_bytes())))
-            own = IN_V3[SHAPES[each["shape"]].model] if each["shape"] in SHAPES else ()
-            each |= predicted(recorded, Rates(**each["rates"]), own)
-    write_text(path, json.dumps(study, indent=1) + "\n", replace=True)
 
 
 # --- what it shows
@@ -247,9 +225,10 @@ def judged(row: dict) -> dict:
         found["V3 off"] = 100 * (found["V3, predicted"] / found["V3"] - 1)
     reasons = [*row.get("remarks", ())]
     if row.get("other"):
-        reasons.append(f"compiled, its attention is another: {', '.join(row['other'])[:60]}")
+        reasons.append("compiled, it is another program, or none was")
     name = f"{row['shape']}, {row['precision']}"
-    return {"model": name, "shape": row["shape"], "part": row["part"], "why": reasons, **found}
+    found |= {"model": name, "shape": row["shape"], "part": row["part"]}
+    return {"why": reasons, "another": bool(row.get("other")), **found}
 
 
 def fitted(rows: Sequence[dict]) -> float:
@@ -259,15 +238,18 @@ def fitted(rows: Sequence[dict]) -> float:
 
 def errors(rows: Sequence[dict]) -> str:
     """How far off steps and speed-ups are, by part."""
-    run = [row for row in rows if "offs" in row]
+    run = [row for row in rows if "offs" in row and not row["another"]]
     of = {part: [row for row in run if row["part"] == part] for part in PARTS}
     own = of["fitted"] + of["held out"]
     value, alone = fitted(of["fitted"]), []
     for row in own:  # in each of its precisions
         others = [each for each in own if each["shape"] != row["shape"]]
         alone.append(row["offs"][fitted(others)])
-    lines = [spread(name, rows, [row["offs"][value] for row in rows]) for name, rows in of.items()]
-    lines.insert(2, spread("each left out in turn", own, alone))
+    now = {
+        part: [row for row in rows if row["part"] == part and "now off" in row] for part in PARTS
+    }
+    lines = [spread(part, now[part], [row["offs"][value] for row in of[part]]) for part in PARTS]
+    lines.insert(2, spread("each left out in turn", now["fitted"] + now["held out"], alone))
     columns = [
         Column("steps", "steps"),
         Column("", "number"),
@@ -282,20 +264,22 @@ def errors(rows: Sequence[dict]) -> str:
     told = ", ".join(f"{part} {error:.1f} %" for part, error in kept.items())
     text = (
         f"The fitted half tells {value:g} for the time of a kernel among others. The tool has "
-        f"{CONSTANTS.among_others:g}; with that, in the median: {told}."
+        f"{CONSTANTS.among_others:g}; with that, in the median: {told}. Of the speed-ups of "
+        f"{sum(row['another'] for row in rows)} steps there is no error: compiled they are another "
+        "program, or none was."
     )
     return f"{render(columns, lines)}\n\n{text}"
 
 
 def spread(name: str, rows: Sequence[dict], offs: Sequence[float]) -> dict:
-    """Median and ninth tenth of the errors of these rows."""
+    """Median and ninth tenth of the errors of these rows' steps, and of their speed-ups."""
     found: dict[str, object] = {"steps": name, "number": len(rows)}
     for key, errors in (("now", [row["now off"] for row in rows]), ("off", offs)):
         sizes = sorted(map(abs, errors))
         found[f"{key} 50"] = statistics.median(sizes)
         found[f"{key} 90"] = sizes[math.ceil(0.9 * len(sizes)) - 1]
     close = sum(abs(off) <= MISS for off in offs)
-    return {**found, "close": f"{close} of {len(rows)}"}
+    return {**found, "close": f"{close} of {len(offs)}"}
 
 
 def table(rows: Sequence[dict]) -> str:
@@ -325,8 +309,7 @@ def build_parser() -> Parser:
     parser.add_argument("output", type=Path, metavar="FILE.json")
     parser.add_argument("--only", nargs="+", metavar="MODEL", help="of these names alone")
     parser.add_path("--kernelbench", "DIR", "also problems of KernelBench: it has level2, level3")
-    parser.add_path("--records", "DIR", "keep there what each step did")
-    parser.add_flag("--again", "measure nothing, predict again from --records")
+    parser.add_path("--again", "FILE.json", "compile nothing: sides as they were measured there")
     tables = {"choices": ("models", "errors"), "help": "measure nothing, print this table"}
     parser.add_argument("--table", **tables)
     return parser

@@ -97,6 +97,24 @@ def grouped(given: dict, result) -> int:
     return 2 * result.numel() * a.shape[-1]
 
 
+def attention(given: dict, heads: int) -> int:
+    """Each query meets each key, whose heads can be fewer, and each value, whose size can be
+    another; backward the scores are computed again, and there are two products for each."""
+    query, size = given["query"], given["value"].shape[-1]
+    keys = given["key"].shape[3 - heads]
+    scores, values = (3, 2) if any(name.startswith("grad_out") for name in given) else (1, 1)
+    rows = query.numel() // query.shape[-1]
+    return 2 * rows * keys * (scores * query.shape[-1] + values * size)
+
+
+def heads_of(name: str, given: dict) -> int:
+    """The dimension of the heads of an attention whose sequences are equally long; 0 of others."""
+    if not {"query", "key", "value"} <= given.keys() or given["query"].dim() != 4:
+        return 0
+    ends = given.get("cum_seq_q", given.get("cu_seqlens_q"))
+    return 1 if "scaled_dot" in name else 2 if ends is None else 0
+
+
 FORMULAS: dict[str, Callable[[dict, object], int]] = {
     "convolution": convolution("input", ""),
     "convolution_overrideable": convolution("input", ""),
@@ -125,14 +143,22 @@ def registry() -> dict:
     return flop_counter().flop_registry
 
 
-def flop_of(function, name: str, args: tuple, kwargs: dict, given: dict, result) -> int | None:
-    """FLOPs of a call; None if there is no formula for it. `given` are its arguments by name."""
+def flop_of(
+    function, name: str, args: tuple, kwargs: dict, given: dict, result
+) -> tuple[int | None, str]:
+    """FLOPs of a call, None if there is no formula for it; and what is missing, where a formula
+    does not take the call. `given` are its arguments by name."""
     formula = registry().get(getattr(function, "overloadpacket", function))
-    if name in FORMULAS:
-        flop = FORMULAS[name](given, result)
-    elif formula:
-        flop = formula(*args, **kwargs, out_val=result)
-    else:
-        return None
+    try:
+        if name in FORMULAS:
+            flop = FORMULAS[name](given, result)
+        elif heads := heads_of(name, given):
+            flop = attention(given, heads)
+        elif formula:
+            flop = formula(*args, **kwargs, out_val=result)
+        else:
+            return None, "FLOPs" if is_product(name) else ""
+    except Exception as error:  # a formula of PyTorch's refuses in a way of its own
+        return None, f"FLOPs ({type(error).__name__}: {str(error).partition(chr(10))[0]:.80})"
     is_complex = isinstance(result, torch.Tensor) and result.is_complex()
-    return (4 if is_complex else 1) * flop  # four real products
+    return (4 if is_complex else 1) * flop, ""  # four real products

@@ -1,12 +1,14 @@
-"""What torch.compile changes of convolutions beside fusing: pictures have their channels last, so
-that no kernel turns them, and the bias is added by the kernel behind. And products that it pads.
+"""What torch.compile changes of products beside fusing: pictures have their channels last, so that
+no kernel turns them, the bias of a convolution is added by the kernel behind, and matrices are
+padded whose rows begin at any element.
 
 When it changes a layout, `decide_layout_opt` in torch/_inductor/graph.py tells. Whether padding
-pays it measures.
+pays it measures; where rows begin at two bytes it does, as asynchronous copies need four.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -15,6 +17,7 @@ from lab.fusions.record import Operator
 TURNS = re.compile("nchwToNhwc|nhwcToNchw|tensorTransform")  # cuDNN's kernels that turn a picture
 BIAS = re.compile("elementwise_kernel")  # PyTorch's that adds the bias
 VECTOR = {"bf16": 8, "fp16": 8, "TF32": 4, "fp32": 4}  # elements of 16 bytes
+HALVES = ("bf16", "fp16")  # of two bytes
 FEW = 300  # operators to a convolution from which layouts are left as they are
 
 
@@ -45,3 +48,12 @@ def is_ragged(operator: Operator) -> bool:
     sides = {side for _, shape, _ in operator.operands for side in shape}
     fits = VECTOR.get(operator.dtype, 1)
     return operator.name in ("mm", "addmm") and any(s % fits for s in sides if s > 1)
+
+
+def padding(operator: Operator) -> int:
+    """Bytes of those operands of a product of matrices that a compiler copies into longer rows: to
+    read and to write them."""
+    if operator.name not in ("mm", "addmm") or operator.dtype not in HALVES:
+        return 0
+    odd = (shape for _, shape, strides in operator.operands if any(s % 2 for s in strides if s > 1))
+    return sum(2 * 2 * math.prod(shape) for shape in odd)

@@ -4,14 +4,15 @@ the time that follows."""
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from lab.fusions.forms import is_ragged, laid_out
+from lab.fusions.forms import is_ragged, laid_out, padding
 from lab.fusions.rates import CONSTANTS, NO_RATES, Constants, Rates
-from lab.fusions.record import MOVES, Operator, Recorded, Use
+from lab.fusions.record import MOVES, WINDOWS, Operator, Recorded, Use
 
 Key = tuple[int, int]
 LEVELS = {
@@ -296,6 +297,8 @@ class Finding:
         than to write and read it: what compilers do with what the backward pass needs."""
         certain = self.recorded.alive | {(number, v - 1) for number, v in self.maker}  # in place
         certain |= {key for g in self.groups if g.kind != "stream" for key in (*g.reads, *g.keeps)}
+        # each place of a window would compute it once more
+        certain |= {key for o in self.operators if WINDOWS.fullmatch(o.name) for key in o.source}
         self.again: list[Operator] = []  # gathers that are
         order = [(count, key, g) for g in self.groups for key, count in g.keeps.items()]
         for count, key, group in sorted(order, key=lambda item: item[:2], reverse=True):
@@ -544,11 +547,15 @@ class Finding:
         return best if timed else [{**row, "us_now": None, "us_fused": None} for row in best]
 
     def otherwise_us(self) -> float | None:
-        """What convolutions take less in a compiled step, but for what turns the pictures that the
-        step was given, and biases that no chain behind can add."""
+        """What products take less in a compiled step: convolutions, but for what turns the pictures
+        that the step was given, and biases that no chain behind can add; and matrices that are
+        padded."""
         if not self.timed:
             return None
         saved = sum(o.biased for o in self.operators if o.biased and self.streams_on(o))
+        for o in self.operators:
+            if copied := padding(o):
+                saved += max(0.0, o.us - self.us(o.moved, o.flop, o.dtype) - self.us(copied))
         for o in laid_out(self.operators):
             saved += o.turned
             if o.turned and o.name == "convolution" and o.operands[0][0] not in self.maker:
@@ -598,12 +605,23 @@ class Finding:
             for g in g
             if SOFTMAX & {*g.names}
         ]
+        recurrent = [o for o in self.operators if "rnn" in o.name and o.phase == "forward"]
+        grown = [o for o in self.operators if re.fullmatch(r"upsample_bi.*_backward", o.name)]
+        dense = [
+            max(g.members, key=lambda o: o.numel)
+            for g in self.groups
+            if g.kind == "stream" and g.keeps and g.bytes() < max(o.numel for o in g.members)
+        ]
         found = [
             (layout, "convolutions are not channels_last: a compiler changes that"),
-            (ragged, "products have a side that no vector load fits: a compiler pads them"),
+            (ragged, "products have a side that no vector load fits: a compiler may pad them"),
             (softmax, "times attention is written out: a compiler may put a kernel there, see (c)"),
             (self.again, "gathers are taken again by several kernels, maybe slower than a copy"),
-        ]
+            (dense, "chains compute more elements than they move bytes: slower than a copy"),
+            (grown, "gradients of an interpolation: a compiler adds them up at indices, slower"),
+            (recurrent, "recurrent layers: torch.compile leaves the function that calls one as it"
+             " is, unless torch._dynamo.config.allow_rnn"),
+        ]  # fmt: skip
         return [f"{len(o)} {what} ({places(each.line for each in o)})" for o, what in found if o]
 
 

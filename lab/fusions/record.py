@@ -18,7 +18,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from types import CodeType
@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from lab.files import ROOT
-from lab.fusions.flops import flop_of, is_product, type_of
+from lab.fusions.flops import flop_of, type_of
 from lab.profile.kernels import category
 from lab.profile.traffic import OVERWRITING, bytes_behind
 
@@ -44,14 +44,13 @@ NO_WORK = ("empty", "new_empty", "lift_fresh")
 RANDOM = ("normal_", "uniform_", "bernoulli_", "exponential_", "random_")  # nor do these read it
 # The first tensor must lie in memory, as any element of it may be wanted: some, or all
 GATHERS = re.compile("embedding|index|_unsafe_index|index_select|gather|take")
-WINDOWS = re.compile(
-    r"(max|avg)_pool\dd(_with_indices)?|im2col|upsample_\w+(?<!backward)|grid_sampler_\dd"
+WINDOWS = re.compile(  # their gradients are scatters
+    r"(_?adaptive_)?(max|avg)_pool\dd(_with_indices)?|im2col|upsample_\w+|grid_sampler_\dd"
     r"|(reflection|replication)_pad\dd|searchsorted|bucketize"
 )
 SCATTERS = re.compile(  # complete when the last source has been added
     r"(index_(add|put|copy)|_unsafe_index_put|_index_put_impl|scatter(_add|_reduce)?)_?|col2im"
-    r"|embedding_dense_backward|(max|avg)_pool\dd(_with_indices)?_backward|upsample_\w+_backward"
-    r"|(reflection|replication)_pad\dd_backward"
+    r"|embedding_dense_backward"
 )
 MOVES = re.compile(  # what comes out is elsewhere than what went in
     r"constant_pad_nd|(slice|select)_(backward|scatter)|roll|flip|cat|stack|repeat|pixel_(un)?shuffle"
@@ -134,30 +133,6 @@ class Recorded:
         for operator in self.operators:
             found[operator.dtype] += operator.flop
         return +found
-
-    def to_json(self) -> dict:
-        """For a file; `from_json` makes the same of it."""
-        found = asdict(self)
-        for operator in found["operators"]:
-            operator["source"] = sorted(operator["source"])
-        return found | {key: sorted(found[key]) for key in ("alive", "weights")}
-
-    @classmethod
-    def from_json(cls, content: dict) -> Recorded:
-        def uses(found: list) -> list[Use]:
-            return [Use((*key,), offset, size) for key, offset, size in found]
-
-        operators = []
-        for row in content["operators"]:
-            row = {each.name: row[each.name] for each in fields(Operator) if each.name in row}
-            row |= {"reads": uses(row["reads"]), "writes": uses(row["writes"])}
-            row["source"] = {(*key,) for key in row["source"]}
-            row["operands"] = [((*k,), (*s,), (*t,)) for k, s, t in row["operands"]]
-            row["sums"] = row["sums"] and (*row["sums"],)
-            operators.append(Operator(**row))
-        alive = {(*key,) for key in content["alive"]}
-        rest = content["unwritten"], content["run"], content["launched"]
-        return cls(operators, content["sizes"], alive, {*content["weights"]}, *rest)
 
 
 # --- which line
@@ -373,16 +348,18 @@ class Recorder(TorchDispatchMode):
         operator.writes = [self.use(t, write=True) for t in [*written, *fresh]]
         operator.numel = max((t.numel() for t in [*inputs, *made]), default=0)
         kind, named = category(f"aten::{name}"), {a.name: value for a, value in pairs}
+        window = WINDOWS.fullmatch(name.removesuffix("_backward"))
         if named.get("training"):  # a batch norm changes these without a word in its schema
             averages = [named.get("running_mean"), named.get("running_var")]
             operator.writes += [self.use(t, write=True) for t in averages if t is not None]
-        flop = flop_of(function, name, args, kwargs, named, result)
-        if flop is not None or is_product(name):
+        flop, missing = flop_of(function, name, args, kwargs, named, result)
+        if flop is not None or missing:
             operator.flop = flop or 0
             operator.dtype = type_of(name, made[0].dtype if made else inputs[0].dtype)
         if own:
-            operator.lacks = operator.lacks or ("" if flop is not None else "FLOPs")
+            operator.lacks = operator.lacks or missing or ("FLOPs" if flop is None else "")
             return [operator]
+        operator.lacks = missing
         first = inputs[0] if inputs else None
         masks = any(t.dtype in (torch.bool, torch.uint8) for t in inputs[1:])
         dynamic = torch.Tag.dynamic_output_shape in tags and (name != "index" or masks)
@@ -390,7 +367,7 @@ class Recorder(TorchDispatchMode):
         if waits or dynamic:
             operator.kind, operator.barrier = "library", True
         elif operator.dtype:
-            operator.kind, operator.lacks = "matrix", "" if flop is not None else "FLOPs"
+            operator.kind = "matrix"
             if name in ("mm", "addmm") or "conv" in name:
                 both = [t for t in args if isinstance(t, Tensor)]
                 both = both[-2:] if "mm" in name else both[name.endswith("backward") :][:2]
@@ -400,6 +377,7 @@ class Recorder(TorchDispatchMode):
             (kind == "optimizer" and plain == name)
             or name in ("sort", "topk")
             or (name == "index_add" and first.dtype == torch.bfloat16)  # inductor leaves it, too
+            or (window and left_alone(name))
         ):
             operator.kind = "library"
         elif kind == "normalisation" or "softmax" in name:
@@ -410,9 +388,9 @@ class Recorder(TorchDispatchMode):
             operator.kind, operator.source = "stream", {reads[0].key}
             reads[0] = Use(reads[0].key, -1 - operator.call, wanted)
             operator.numel = max(t.numel() for t in made)
-        elif WINDOWS.fullmatch(name):
+        elif window and not name.endswith("_backward"):
             operator.kind, operator.source = "stream", {reads[0].key}
-        elif SCATTERS.fullmatch(name):
+        elif window or SCATTERS.fullmatch(name):
             operator.kind, operator.closed = "stream", True
             target = operator.writes[0]
             added = max(t.numel() for t in inputs[bool(written) :]) * inputs[0].element_size()
@@ -522,6 +500,16 @@ def is_composite(function: Callable) -> bool:
     keys, has = torch._C.DispatchKey, torch._C._dispatch_has_kernel_for_dispatch_key
     own = any(has(function.name(), key) for key in (keys.CPU, keys.CUDA))
     return not own and has(function.name(), keys.CompositeImplicitAutograd)
+
+
+@cache
+def left_alone(name: str) -> bool:
+    """Does a compiled step call PyTorch's own kernel for it, as inductor's tables say?"""
+    from torch._inductor import decomposition, lowering  # some seconds
+
+    packet = getattr(torch.ops.aten, name)
+    forms = {packet, *(getattr(packet, overload) for overload in packet.overloads())}
+    return bool(forms & lowering.fallbacks) and not forms & {*decomposition.decompositions}
 
 
 @cache

@@ -54,11 +54,12 @@ def spans_of(events: Sequence[dict]) -> list[Span]:
     return sorted(tops, key=lambda span: span.event["ts"])
 
 
-def alone(kernels: Iterable[dict]) -> dict[int, float]:
+def alone(kernels: Iterable[dict]) -> Counter:
     """By id the microseconds that each kernel adds to those in which the GPU is busy: what runs
-    beside others counts once, and of a collective what nothing hides."""
+    beside others counts once, for the one that began first, and of a collective what nothing
+    hides."""
     edges = []
-    for kernel in kernels:
+    for kernel in (kernel for kernel in kernels if kernel["dur"] > 0):
         key = category(kernel["name"]) == "communication", kernel["ts"], id(kernel)
         edges += [(kernel["ts"], 1, key), (kernel["ts"] + kernel["dur"], -1, key)]
     running, spent, last = set(), Counter(), 0.0
