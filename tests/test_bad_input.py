@@ -214,8 +214,8 @@ def test_an_interrupted_run_keeps_what_was_measured(
 ):
     """Ctrl-C, and what `timeout` and a time limit of Slurm send."""
     started.send_signal(sent)
-    # communicate() would lose what was read ahead
-    rest, errors = started.stdout.read(), started.stderr.read()
+    # communicate() would lose what was read ahead; stderr is what can fill its pipe
+    errors, rest = started.stderr.read(), started.stdout.read()
     assert started.wait(timeout=60) == 130
     *steps, line = [*started.first, *errors.splitlines()]
     assert line == f"{SCRIPT}.py: error: interrupted"
