@@ -56,11 +56,11 @@ from run_pytorch_profiler import analyse
 PROG = Path(__file__).name
 RESULTS = Path(__file__).resolve().parent / "results"
 SAME = 0.05  # relative difference of numbers that are called equal
-QUANTITIES = (  # name, group and key in a result, format
+QUANTITIES = (  # words, group and key in a result, format
     ("first loss", "loss", "initial", ".4f"),
     ("final loss", "loss", "final", ".4f"),
     ("peak MB", "memory", "peak_mb", ".1f"),
-    ("kernels", "kernels", "per_step", ".10g"),
+    ("per step", "kernels", "per_step", ".10g"),
 )
 Turns = {"rows": [{"stage": TEXT, "turns_ms": [NUMBER], "claimed_ms": NUMBER}]}  # stage_turns.py
 
@@ -184,7 +184,9 @@ def beside(stage: Stage, final: Stage) -> str:
         else:
             same.append(name)
 
-    for name, group, key, digits in QUANTITIES:
+    unit = final.run.result["kernels"].get("unit", "kernels")
+    for words, group, key, digits in QUANTITIES:
+        name = f"{unit} {words}" if group == "kernels" else words
         look(name, stage.run.number(group, key), final.run.number(group, key), digits)
     look("% with gradient", stage.gradient_percent, final.gradient_percent, ".1f")
     equal = f"equal within {100 * SAME:.0f} %: {', '.join(same)}"
