@@ -14,7 +14,13 @@ from types import ModuleType
 import pytest
 from conftest import ROOT, captured, load, strict_json, words
 
-from exercises.performance_debugging import check_benchmark, check_step, probes
+from exercises.performance_debugging import (
+    check_benchmark,
+    check_step,
+    compare_stages,
+    probes,
+    stage_turns,
+)
 from exercises.performance_debugging.benchmarks import examine
 from exercises.performance_debugging.benchmarks.common import Measured
 from exercises.performance_debugging.solutions import probes as solution
@@ -22,6 +28,7 @@ from lab.profile.kernels import PHASES
 
 FOLDER = ROOT / "exercises" / "performance_debugging"
 FINAL = ROOT / "tiny_llama_v3.py"
+H100 = ROOT / "results/h100"
 SIZES = words(
     "--hidden-dim 32 --num-layers 1 --num-heads 2 --intermediate-dim 8 --vocab-size 100 --seq-len "
     "4 --batch-size 2"
@@ -114,9 +121,80 @@ def test_the_gradient_check_finds_parameters_that_do_not_train(
     assert (status, "Gradient check: FAIL" in stdout) == (int(stage == 6), stage == 6)
 
 
+# what the numbers say beside the final version
+
+
+def observed(turns: dict[str, dict]) -> dict[str, str]:
+    """What is said of each stage of an H100's runs, with these turns."""
+    stages = compare_stages.read_study(H100 / "performance_debugging.json")
+    lines = compare_stages.observations(stages, turns)
+    return dict(line.removeprefix("- ").split(": ", 1) for line in lines)
+
+
+def test_observations_name_what_differs_in_these_runs_and_compare_no_times_without_turns():
+    said = observed({})
+    assert [*said] == [*(f"stage{n}" for n in (1, 2, 3, 4, 6)), "times"]
+    differ = {name: text.partition("equal within 5 %")[0] for name, text in said.items()}
+    assert differ["stage1"] == "first loss 473.3457 (7.0168), final loss 10.2802 (3.9651); "
+    assert differ["stage2"] == "peak MB 856.3 (793.4), kernels per step 597 (293); "
+    assert differ["stage3"] == differ["stage4"] == ""
+    assert differ["stage6"].endswith("% with gradient 1.6 (100.0); ")
+    assert [name for name, text in said.items() if "ms" in text] == ["stage3"]
+    assert "a step of 0.14 ms is shorter than its kernels, 1.70" in said["stage3"]
+    assert said["times"] == "not taken in turns, so not compared"
+
+
+def test_times_in_turns_come_with_range_and_verdict_and_are_those_of_a_stopwatch():
+    final = {"turns_ms": [10.0, 10.0, 10.0, 10.0, 10.0], "claimed_ms": 10.0}
+    noise = {"turns_ms": [9.0, 11.0, 10.0, 10.0, 12.0], "claimed_ms": 10.0}
+    slow = {"turns_ms": [20.0, 21.0, 20.0, 20.0, 20.0], "claimed_ms": 20.0}
+    fake = {"turns_ms": [10.0, 10.0, 10.0, 10.0, 11.0], "claimed_ms": 1.0}
+    said = observed({"stage5": final, "stage1": noise, "stage2": slow, "stage3": fake})
+    assert "in turns 1.00x the time (0.90x to 1.20x, no difference seen)" in said["stage1"]
+    assert said["stage2"].endswith("in turns 2.00x the time (2.00x to 2.10x)")
+    assert said["stage3"].endswith("it says 1.00 ms a step, a stopwatch 10.00 ms")
+    assert "turns" not in said["stage4"] and "times" not in said
+
+
+STAND_IN = """
+import time
+from types import SimpleNamespace
+
+TinyLlama, OWN_GRAPHS = object, ()
+
+
+def parse_args(argv):
+    return SimpleNamespace(torch_compile_mode="")
+
+
+class Trainer:
+    gpu = False
+
+    def __init__(self, args):
+        print("not to be seen")
+
+    def start(self):
+        {start}
+
+    def take(self, steps):
+        time.sleep(0.02 * steps)
+        return 15.0
+"""
+
+
+def test_the_stopwatch_is_outside_of_the_stage_and_a_stage_that_fails_is_named(tmp_path, capfd):
+    paths = {name: tmp_path / f"{name}.py" for name in ("fine", "failing")}
+    paths["fine"].write_text(STAND_IN.format(start="pass"))
+    paths["failing"].write_text(STAND_IN.format(start="raise RuntimeError('no memory')"))
+    [row] = stage_turns.measured(paths, [], rounds=3)
+    assert (row["stage"], row["claimed_ms"], len(row["turns_ms"])) == ("fine", 15.0, 2)
+    assert all(ms >= 20 for ms in row["turns_ms"])
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", "stage_turns.py: failing: failing.py: RuntimeError: no memory\n")
+
+
 # check_benchmark.py
 
-H100 = ROOT / "results/h100"
 HONEST = examine.Evidence(
     "honest",
     examine.Claim("", Measured(first=0.2, seconds=2e-4), unfinished=1e-5),

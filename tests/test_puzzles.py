@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, captured, with_mistakes
 
 FOLDER = ROOT / "exercises/puzzles"
@@ -81,6 +82,7 @@ def test_a_fault_is_named_with_its_place(checker, number, line, fault, kind, whe
         (1, "X + at", "X + at - 1", "reads out of bounds, or computes NaN: out[0] is nan"),
         (2, "inside = at < n", "inside = at < n - 1", "never written: out[15], 1 of 16 elements"),
         (1, "tl.load(X + at)", "1", "wrong on this device: out[0] is "),
+        (1, "tl.store(", "tl.store(X + at, 0.0)\n    tl.store(", "writes to an input: x [16]"),
     ],
 )
 def test_guard_zones_show_a_fault_where_nobody_looks_at_loads_and_stores(
@@ -92,6 +94,221 @@ def test_guard_zones_show_a_fault_where_nobody_looks_at_loads_and_stores(
     puzzle = with_mistakes(checker, number, [(line, fault)], tmp_path / "wrong.py")
     with pytest.raises(checker.Fault, match=re.escape(named)):
         scoreboard.check_between_guards(puzzle, puzzle.even, puzzle.blocks, checker.CPU)
+
+
+# --- a scoreboard that cannot be cheated
+
+WITH_A_CHEAT = """
+import gc, sys, time
+import exercises.puzzles.checker
+sys.cheat_ran = True
+KEPT = {}
+{before}
+
+def add(x: Tensor, y: Tensor, out: Tensor, BLOCK: int = 1024) -> None:
+    {wrapper}
+
+# --- what"""
+LAUNCH = "add_kernel[(len(x) // BLOCK,)](x, y, out, BLOCK=BLOCK)"
+SECRET = "[t for t in gc.get_objects() if isinstance(t, Tensor) and t.dtype.itemsize == 8]"
+# name: code before the wrapper, the wrapper; with + the values are right, so nothing else shows it
+CHEATS = {
+    "+output kept by address": ("", "out.copy_(KEPT.setdefault(x.data_ptr(), x + y))"),
+    "+output kept by values": ("", "out.copy_(KEPT.setdefault(x.sum().item(), x + y))"),
+    "+result by PyTorch": ("import torch", "torch.add(x, y, out=out)"),
+    "+result by NumPy": ("", "out.numpy()[:] = x.numpy() + y.numpy()"),
+    "output is an input": ("", "out.set_(x.add_(y))"),
+    "output is the reference": ("", f"out.copy_({SECRET}[-1])"),
+    "clock of the host": ("time.perf_counter = lambda: 0.0", LAUNCH),
+    "clock of the GPU": ("torch.cuda.Event.elapsed_time = lambda *events: 1e-3", LAUNCH),
+    "no waiting": ("torch.cuda.synchronize = lambda *device: None", LAUNCH),
+    "another stream": ("", f"with torch.cuda.stream(torch.cuda.Stream()): {LAUNCH}"),
+    "comparison": ("torch.allclose = torch.equal = lambda *tensors: True", "pass"),
+    "+checker": ("exercises.puzzles.scoreboard.check_values = lambda *what: None", LAUNCH),
+    "smaller sizes": ("PUZZLE.large = {'n': 1024}", LAUNCH),
+    "values of the seed": ("import torch; torch.seed = lambda: torch.manual_seed(0)", LAUNCH),
+}
+
+
+def solved_file(checker, folder: Path) -> tuple[Path, str]:
+    """Where a reader's puzzle 1 is, and its text with the kernel written."""
+    solution = checker.solution_of(checker.load(FILES[0]).PUZZLE).read_text()
+    kernel = solution[solution.index("@triton.jit") :]
+    text = re.sub(r"(?s)@triton\.jit\n.*?pass\n", lambda _: kernel, FILES[0].read_text())
+    return folder / FILES[0].name, text
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_python_around_a_kernel_is_refused_before_it_runs(checker, name, tmp_path, monkeypatch):
+    from exercises.puzzles import all_puzzles, scoreboard
+
+    file, text = solved_file(checker, tmp_path)
+    before, wrapper = CHEATS[name]
+    cheat = WITH_A_CHEAT.replace("{before}", before).replace("{wrapper}", wrapper)
+    file.write_text(re.sub(r"(?s)\ndef add\(.*?# --- what", lambda _: cheat, text))
+    monkeypatch.delattr(sys, "cheat_ran", raising=False)
+    status, out, err = captured(all_puzzles.main, [str(file)])
+    assert (status, err) == (1, "")
+    assert out.startswith("puzzle_01_add: not taken: puzzle_01_add.py is not as it was given")
+    assert not hasattr(sys, "cheat_ran")
+    if name.startswith("+"):
+        monkeypatch.setattr(scoreboard, "check_values", scoreboard.check_values)
+        monkeypatch.setattr(checker, "why_not_taken", lambda path: "")
+        puzzle = checker.load(file).PUZZLE
+        scoreboard.check_between_guards(puzzle, puzzle.even, puzzle.blocks, checker.CPU)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("@triton.jit", "@print\n@triton.jit"),
+        ("@triton.jit", "@triton.jit\n@print"),
+        ("BLOCK: tl.constexpr)", "BLOCK: tl.constexpr = print())"),
+        ("BLOCK: tl.constexpr)", "BLOCK: print)"),
+        ("BLOCK: tl.constexpr):", "BLOCK: tl.constexpr) -> print():"),
+        ("@triton.jit", "@triton.jit\ndef normal(x):\n    pass\n\n\n@triton.jit"),
+        ("@triton.jit", "@triton.jit\ndef len(x):\n    pass\n\n\n@triton.jit"),
+        ('even={"n": 16}', 'even={"n": 8}'),
+    ],
+)
+def test_only_kernels_are_taken(checker, right, wrong, tmp_path):
+    file, text = solved_file(checker, tmp_path)
+    assert right in text
+    file.write_text(text.replace(right, wrong, 1))
+    with pytest.raises(checker.Fault, match="not taken"):
+        checker.load(file)
+
+
+def test_helpers_comments_and_the_numbers_of_the_launch_are_the_readers(checker, tmp_path):
+    file, text = solved_file(checker, tmp_path)
+    helper = "@triton.jit\ndef both(x, y):  # mine\n    return x + y\n\n\n"
+    text = text.replace("1024", "4096").replace("@triton.jit", helper + "@triton.jit", 1)
+    call = "both(tl.load(X + at), tl.load(Y + at))"
+    file.write_text(text.replace("tl.load(X + at) + tl.load(Y + at)", call))
+    assert checker.verdict(checker.load(file).PUZZLE)[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("import torch", "a kernel has no `import torch`"),
+        ("global PUZZLE", "a kernel has no `global PUZZLE`"),
+        ("tl.core.inspect.currentframe()", "`tl.core.inspect.currentframe` is not of"),
+        ("core = tl.core", "`tl.core` is not of Triton's language"),
+        ("triton.runtime", "`triton.runtime` is not of"),
+        ("eval('1')", "`eval` is not of"),
+        ("at.handle", "a block is no tensor and has no .handle()"),
+        ("at.__class__", "has no .__class__()"),
+        ("add_kernel.fn", "has no .fn()"),
+        ("(i for i in range(3)).gi_frame", "has no .gi_frame()"),
+        ("helper(at)", "line 9: a kernel has no `import os`"),
+    ],
+)
+def test_a_kernel_is_triton_and_nothing_else(checker, line, named, tmp_path):
+    helper = "@triton.jit\ndef helper(x):\n    import os\n\n\n"
+    changes = [("    tl.store", f"    {line}\n    tl.store")]
+    changes += [("@triton.jit", helper + "@triton.jit")] * line.startswith("helper")
+    right, text, _ = checker.verdict(with_mistakes(checker, 1, changes, tmp_path / "wrong.py"))
+    assert (right, named in text) == (False, True), text
+
+
+KEEPS = """    first, sum = tl.arange(0, BLOCK) == 0, tl.load(X + at) + tl.load(Y + at)
+    kept = tl.load(OUT + at)
+    same = tl.sum(tl.where(first, kept, 0.0), 0) == tl.sum(tl.where(first, sum, 0.0), 0)
+    tl.store(OUT + at, tl.where(same, kept, sum))
+"""
+
+
+def test_a_kernel_that_keeps_its_output_is_found_by_inputs_of_which_half_have_changed(
+    checker, tmp_path
+):
+    """It looks at one element of its block, and if that is right at the others no more."""
+    from exercises.puzzles import scoreboard
+
+    store = "    tl.store(OUT + at, tl.load(X + at) + tl.load(Y + at))\n"
+    for change, found in ((store, False), (KEEPS, True)):
+        puzzle = with_mistakes(checker, 1, [(store, change)], tmp_path / "wrong.py")
+        sizes = {"n": 1024}
+        areas = scoreboard.check_between_guards(puzzle, sizes, puzzle.blocks, checker.CPU)
+        try:
+            scoreboard.check_again(puzzle, areas, sizes, puzzle.blocks)
+            assert not found
+        except checker.Fault as fault:
+            assert found and str(fault).startswith("wrong in a second call: out[")
+
+
+def test_results_of_a_known_seed_and_sizes_that_are_known_are_found(checker, tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    known = torch.randn(16) + torch.randn(16)
+    values = "0.0"
+    for place, value in enumerate(known.tolist()):
+        values = f"tl.where(at == {place}, {value!r}, {values})"
+    change = [("tl.load(X + at) + tl.load(Y + at)", values)]
+    puzzle = with_mistakes(checker, 1, change, tmp_path / "values.py")
+    assert "wrong: out[0] is " in checker.verdict(puzzle)[1]
+    monkeypatch.setattr(torch, "seed", lambda: torch.manual_seed(0))
+    assert checker.verdict(puzzle)[0]
+
+    monkeypatch.undo()
+    at_sizes = "at < tl.where(n == 16, 16, tl.where(n == 13, 13, 1))"
+    puzzle = with_mistakes(checker, 2, [("at < n", at_sizes)], tmp_path / "sizes.py")
+    for drawn, right in ((13, True), (23, False)):
+        monkeypatch.setattr(checker.random, "randint", lambda low, high, drawn=drawn: drawn)
+        assert checker.verdict(puzzle)[0] == right
+
+
+def test_a_puzzles_own_scoreboard_is_a_process_in_which_its_file_has_not_run(checker, monkeypatch):
+    commands = []
+    monkeypatch.setattr(checker.subprocess, "call", lambda command: commands.append(command) or 7)
+    assert checker.main(checker.load(FILES[0]).PUZZLE, ["--scoreboard", "--solution"]) == 7
+    [[_, program, *arguments]] = commands
+    assert program == FOLDER / "all_puzzles.py"
+    assert arguments == [FILES[0], "--scoreboard", "--solution"]
+
+
+def test_fingerprints_are_those_of_the_files_as_they_are_given(checker):
+    from exercises.puzzles import submission
+
+    files = [*FILES, ROOT / "exercises/build_a_fusion/swiglu_backward.py"]
+    assert {f.stem: submission.fingerprint(f.read_text()) for f in files} == submission.GIVEN
+
+
+# --- what is right, and what was not the puzzle
+
+LOOP = """    row = tl.program_id(0)
+    total = 0.0
+    for c in range(C):
+        total += tl.load(X + row * C + c)
+    tl.store(OUT + row, total)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "missed"),
+    [
+        (3, LOOP, ". Not practised: blocks: line 12 loads one element after the other"),
+        (4, "    e = tl.softmax(x)\n    tl.store(OUT + row * C + column, e, mask=inside)\n",
+         ". Not practised: the maximum, exp and the sum, which tl.softmax has in it"),
+    ],
+)  # fmt: skip
+def test_what_is_right_and_goes_around_the_puzzle_is_accepted_with_a_line(
+    checker, number, code, missed, tmp_path
+):
+    [file] = FOLDER.glob(f"solutions/puzzle_{number:02}_*.py")
+    begin = "    row = " if number == 3 else "    e = "
+    right = file.read_text()[file.read_text().index(begin) :]
+    puzzle = with_mistakes(checker, number, [(right, code)], tmp_path / "other.py")
+    solved, text, _ = checker.verdict(puzzle)
+    assert (solved, missed in text, len(text.splitlines())) == (True, True, 1), text
+
+
+@pytest.mark.parametrize("code", ["OUT + row + column", "OUT + row + column, mask=column < C"])
+def test_a_sum_that_is_stored_at_an_address_with_a_column_is_named(checker, code, tmp_path):
+    store, _, mask = code.partition(", ")
+    change = [("OUT + row, tl.sum(x, 0)", f"{store}, tl.sum(x, 0)" + f", {mask}" * bool(mask))]
+    right, text, _ = checker.verdict(with_mistakes(checker, 3, change, tmp_path / "wrong.py"))
+    assert not right
+    assert "its address is OUT + row, without a column" in text
 
 
 @pytest.mark.gpu
@@ -108,8 +325,6 @@ def test_all_solutions_are_right_on_the_gpu_and_timed(tmp_path):
 @pytest.fixture
 def swiglu(checker):
     """The program, its kernels those of the reader."""
-    for name in ("puzzles.puzzle_07_swiglu", "build_a_fusion.swiglu_backward"):
-        sys.modules.pop(f"exercises.{name}", None)
     sys.modules.pop("exercises.build_a_fusion.swiglu", None)
     return importlib.import_module("exercises.build_a_fusion.swiglu")
 

@@ -15,6 +15,7 @@ Examples:
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import sys
@@ -25,8 +26,8 @@ import _path
 import torch
 from torch import Tensor, nn
 
-from exercises.build_a_fusion import swiglu_backward
-from exercises.puzzles import checker, puzzle_07_swiglu
+from exercises.explain import explained
+from exercises.puzzles import checker, scoreboard
 from exercises.tiny_llama_v3 import measure
 from lab.accuracy import check_gradients
 from lab.cli import ToolError, run_tool
@@ -36,6 +37,11 @@ from lab.show import Column, drawing, render
 from lab.turns import compare_in_turns
 
 PROG = Path(__file__).name
+HERE = Path(__file__).resolve().parent
+FILES = {  # step: the file of its kernel
+    3: HERE.parent / "puzzles/puzzle_07_swiglu.py",
+    4: HERE / "swiglu_backward.py",
+}
 C = 4096
 ROWS = [2 * 4**k for k in range(8)]  # that are timed
 # tensors of the size of out that must be read or written
@@ -50,6 +56,19 @@ def operators(x: Tensor) -> Tensor:
     return silu * up
 
 
+@functools.cache
+def puzzle(step: int) -> checker.Puzzle:
+    """That of step 3 or 4; ToolError if its file cannot be taken."""
+    file = FILES[step]
+    try:
+        return checker.load(file).PUZZLE
+    except checker.Fault as fault:
+        raise ToolError(f"step {step}, {fault}", status=1) from fault
+    except Exception as error:  # in what the reader wrote
+        text = explained(error, {str(file)})
+        raise ToolError(f"step {step}, {file.name}: {text}", status=1) from error
+
+
 class Kernels(torch.autograd.Function):
     """SwiGLU by the kernels of steps 3 and 4; x is all that is kept."""
 
@@ -57,14 +76,14 @@ class Kernels(torch.autograd.Function):
     def forward(ctx, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         out = x.new_empty(len(x), x.shape[1] // 2)
-        puzzle_07_swiglu.swiglu(x, out)
+        puzzle(3).launch(x, out)
         return out
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         grad_x = torch.empty_like(x)
-        swiglu_backward.swiglu_backward(x, grad.contiguous(), grad_x)
+        puzzle(4).launch(x, grad.contiguous(), grad_x)
         return grad_x
 
 
@@ -127,12 +146,12 @@ def step_compiled() -> None:
 
 
 def check_puzzles() -> None:
-    """ToolError if one of the kernels is not solved; on a GPU the interpreter cannot say so."""
-    for step, module in ((3, puzzle_07_swiglu), (4, swiglu_backward)):
+    """ToolError if one of the kernels is not solved; measured() says it of compiled ones."""
+    for step, file in FILES.items():
         if not checker.SCOREBOARD:
-            solved, text, _ = checker.verdict(module.PUZZLE)
+            solved, text, _ = checker.verdict(puzzle(step))
             if not solved:
-                raise ToolError(f"step {step}, {module.PUZZLE.file.name}: {text}", status=1)
+                raise ToolError(f"step {step}, {file.name}: {text}", status=1)
 
 
 def step_kernels() -> None:
@@ -154,6 +173,11 @@ def measured() -> list[dict]:
         "torch.compile": torch.compile(operators, dynamic=True),
         "kernels": Kernels.apply,
     }
+    for one in map(puzzle, FILES):
+        try:
+            scoreboard.check_on_device(one, measure.DEVICE)
+        except checker.Fault as fault:
+            raise ToolError(f"{one.file.name}: {fault}", status=1) from fault
     for name, function in ways.items():
         check_right(name, function, 6, 100)
     rows = []
@@ -224,8 +248,8 @@ def main(argv: list[str] | None = None) -> int:
 
     def body() -> int:
         if args.solution:
-            for module in (puzzle_07_swiglu, swiglu_backward):
-                checker.use_kernels_of(module.PUZZLE, checker.solution_of(module.PUZZLE))
+            for one in map(puzzle, FILES):
+                checker.use_kernels_of(one, checker.solution_of(one))
         if args.step:
             STEPS[args.step]()
         result = read_json(args.draw) if args.draw else None

@@ -40,7 +40,8 @@ PYTHON names another interpreter than python3.
 In the result folder:
   <stage>_output.log    what the stage printed, and one step of it looked at from inside
   <stage>_profile.csv   its kernels (on a CPU: operators); sort -t',' -k4 -nr shows the slowest
-  comparison.md         loss, speed, memory and gradients of all in one table, and the key observations as questions
+  comparison.md         loss, speed, memory and gradients of all in one table, and what these say beside stage 5
+  turns.json            with a GPU: a step's time, all stages in turns
   <stage>/              the files of the script and of the profiler; <stage>_rocprofv3.log has what rocprofv3 printed
 USAGE
 }
@@ -102,28 +103,12 @@ run_stage() { # NAME SCRIPT: train, check, profile; sets `log` to what has the o
     fi
 }
 
-compare() { # the table, and what to ask of it
-    local status=0
-    "$python" "$here/compare_stages.py" "$new" || status=$?
-    ((status > 1)) || cat <<'QUESTIONS'
-
-Key observations:
-1. Stage 1 has the speed, the memory and the kernels of stage 5. Which column differs? Would a profiler find it?
-2. Stage 2 begins with stage 5's loss, then rounding parts them. What has it more of, and in which part?
-3. Can a step be shorter than its kernels (stage 3)? On a CPU nothing is asynchronous, and nothing shows.
-4. Stage 4 has as many kernels as stage 5. Where is its time?
-5. Stage 5 has kernels of its own for some operations. Which ones does it leave to the library?
-6. Stage 6 is faster and smaller. What is no longer done?
-QUESTIONS
-    return "$status"
-}
-
 need_python
 message=$(check_arguments 2>&1) || fail $? "${message##*$'\n'}"
 read -ra arguments <<<"${message##*$'\n'}"
 if [[ ${arguments[*]} == "$cpu_sizes" ]]; then
     echo "No GPU is used, so the kernels run in Triton's interpreter, with sizes for that: $cpu_sizes"
-    [[ -z ${given[*]-} ]] || echo "Yours replace them: ${given[*]}"
+    [[ -z ${given[*]-} ]] || echo "What you gave comes after them, and counts: ${given[*]}"
 fi
 arguments+=(${given[@]+"${given[@]}"})
 own "$results"
@@ -140,11 +125,16 @@ for ((i = 0; i < ${#stages[@]}; i += 2)); do
         echo "$name: status $status: $(tail -n 1 "$log")" >&2
     fi
 done
+if [[ ${arguments[*]} != "$cpu_sizes"* ]]; then # an interpreter's times are no kernel's
+    echo "all stages in turns"
+    in_group "$python" "$here/stage_turns.py" --result-dir "$new" "${arguments[@]}" || failed+=(turns)
+fi
 echo
-compare | tee "$new/comparison.md" || ((${#failed[@]})) || failed+=(comparison)
+"$python" "$here/compare_stages.py" "$new" | tee "$new/comparison.md" || ((${#failed[@]})) || failed+=(comparison)
 for ((i = 0; i < ${#stages[@]}; i += 2)); do
     rm -rf "${results:?}/${stages[i]}" "$results/${stages[i]}"_{output.log,rocprofv3.log,profile.csv}
 done
+rm -f "$results/turns.json"
 mv -f "$new"/* "$results"
 rmdir "$new"
 ((${#failed[@]} == 0)) || fail 1 "failed: ${failed[*]}"

@@ -32,9 +32,9 @@ class Area:
         self.bits = self.buffer.view(torch.int16 if self.buffer.itemsize == 2 else torch.int32)
         if values is None:
             self.bits += 1  # still NaN, but not what a read beside an input finds
+            self.before = self.bits.clone()
         else:
-            self.tensor.copy_(values)
-        self.before = self.bits.clone()
+            self.fill(values)
         self.first = self.tensor.data_ptr()
         self.last = self.first + self.tensor.nbytes - 1
         self.written_by = np.full(
@@ -78,6 +78,15 @@ class Area:
         """Was anything written to the guard zones?"""
         changed = self.bits != self.before
         return bool(changed[:GUARD].any() or changed[GUARD + self.size :].any())
+
+    def changed_input(self) -> bool:
+        """Was anything written to it, though it is only to be read?"""
+        return not self.output and not self.bits.equal(self.before)
+
+    def fill(self, values: Tensor) -> None:
+        """Give an input other values."""
+        self.tensor.copy_(values)
+        self.before = self.bits.clone()
 
     def untouched(self) -> np.ndarray:
         """Places that are as they were."""

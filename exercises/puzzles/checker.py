@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import random
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from torch import Tensor
 from exercises.explain import explained, visible_mistake
 from exercises.puzzles.areas import CPU, NOBODY, Area, drawn
 from exercises.puzzles.recorder import KINDS, Recorder
+from exercises.puzzles.submission import foreign, why_not_taken
 from lab.accuracy import pattern
 from lab.cli import documented_parser, run_tool
 from lab.script import import_file
@@ -43,6 +46,7 @@ NEXT = {  # kind of a fault: the next step
     "dtype, the errors": "add up in float32, and round where it is stored",
     "wrong:": "compare the code with the formula at the head of the file",
 }
+WHOLE = {"softmax": "the maximum, exp and the sum, which tl.softmax has in it"}  # function: what
 ROUNDING = 5e-3  # errors below this share of the largest value are rounding to 16 bits
 
 
@@ -94,25 +98,30 @@ class Fault(Exception):
         self.areas: list[Area] = []
 
 
-def prepare(
+def fresh_inputs(
     puzzle: Puzzle, dtype: torch.dtype, sizes: dict[str, int], device: torch.device
-) -> tuple[list[Area], dict[str, Tensor]]:
-    """Areas of inputs and outputs in the order of the launch, and the outputs that they should
-    have, in float64."""
-    torch.manual_seed(0)
+) -> dict[str, Tensor]:
+    """Random inputs that no call has seen before."""
+    torch.seed()
     with device:
-        inputs = puzzle.inputs(dtype, **sizes)
-    expected = puzzle.reference(*(tensor.double() for tensor in inputs.values()))
-    areas = [
-        Area(name, tensor.shape, tensor.dtype, tensor, device) for name, tensor in inputs.items()
-    ]
-    for name, tensor in expected.items():
-        areas.append(
-            Area(
-                name, tensor.shape, torch.float32 if name in puzzle.float32 else dtype, None, device
-            )
-        )
-    return areas, expected
+        return puzzle.inputs(dtype, **sizes)
+
+
+def areas_of(
+    puzzle: Puzzle, inputs: dict[str, Tensor], dtype: torch.dtype, device: torch.device
+) -> list[Area]:
+    """Areas of inputs and outputs in the order of the launch."""
+    shapes = puzzle.reference(*(tensor.double().to("meta") for tensor in inputs.values()))
+    areas = [Area(name, x.shape, x.dtype, x, device) for name, x in inputs.items()]
+    for name, x in shapes.items():
+        own = torch.float32 if name in puzzle.float32 else dtype
+        areas.append(Area(name, x.shape, own, None, device))
+    return areas
+
+
+def expected_of(puzzle: Puzzle, areas: list[Area]) -> dict[str, Tensor]:
+    """The right outputs in float64, made after the launch: no kernel finds them in memory."""
+    return puzzle.reference(*(area.tensor.double() for area in areas if not area.output))
 
 
 # --- one run, and what all of them say
@@ -124,6 +133,15 @@ def kernels(puzzle: Puzzle) -> list[Callable]:
     return [getattr(kernel, "fn", kernel) for kernel in found]
 
 
+def functions(puzzle: Puzzle) -> list[Callable]:
+    """The kernels and all functions with @triton.jit beside them, which they may call."""
+    found = kernels(puzzle)
+    for kernel in kernels(puzzle):
+        beside = (getattr(value, "fn", None) for value in kernel.__globals__.values())
+        found += [one for one in beside if one and one.__globals__ is kernel.__globals__]
+    return found
+
+
 def kernel_files(puzzle: Puzzle) -> set[str]:
     """The files in which they stand."""
     return {str(puzzle.file), *(kernel.__code__.co_filename for kernel in kernels(puzzle))}
@@ -131,8 +149,8 @@ def kernel_files(puzzle: Puzzle) -> set[str]:
 
 def launch(puzzle: Puzzle, areas: list[Area], blocks: dict[str, int]) -> None:
     """Run the kernel; a Fault for what it raises, or a compiler would."""
-    for kernel in kernels(puzzle):
-        if text := visible_mistake(kernel):
+    for kernel in functions(puzzle):
+        if text := visible_mistake(kernel) or foreign(kernel):
             raise Fault("error", text)
     try:
         puzzle.launch(*(area.tensor for area in areas), **blocks)
@@ -198,12 +216,11 @@ def difference(puzzle: Puzzle, areas: list[Area], expected: dict[str, Tensor]) -
     return None
 
 
-def check_masks(
-    puzzle: Puzzle, areas: list[Area], dtype: torch.dtype, sizes: dict[str, int], line: str
-) -> None:
+def check_masks(puzzle: Puzzle, areas: list[Area], dtype: torch.dtype, line: str) -> None:
     """Fault if the result depends on what a load without `other` returns where its mask is
     false."""
-    again, _ = prepare(puzzle, dtype, sizes, CPU)
+    inputs = {area.name: area.tensor for area in areas if not area.output}
+    again = areas_of(puzzle, inputs, dtype, CPU)
     interpret(puzzle, again, poison=0.0)
     if not all(one.bits.equal(other.bits) for one, other in zip(areas, again, strict=True)):
         raise Fault(
@@ -217,16 +234,27 @@ def described(sizes: dict[str, int], dtype: torch.dtype | None = None) -> str:
     return ", ".join([*words, str(dtype).removeprefix("torch.")] if dtype else words)
 
 
-def check(puzzle: Puzzle) -> list[Area]:
-    """Run all sizes and dtypes; returns the areas of a small run, Fault names what is wrong."""
+def not_practised(puzzle: Puzzle, recorder: Recorder) -> str:
+    """What a right kernel does without, or nothing."""
+    if line := recorder.loop():
+        return f"blocks: {line} loads one element after the other, tl.arange all of a row at once"
+    used = {name for kernel in functions(puzzle) for name in kernel.__code__.co_names}
+    return next((what for name, what in WHOLE.items() if name in used), "")
+
+
+def check(puzzle: Puzzle) -> tuple[list[Area], str]:
+    """Run all sizes and dtypes; returns the areas of a small run and what was not practised. A
+    Fault names what is wrong."""
+    if text := why_not_taken(puzzle.file):
+        raise Fault("not taken", text)
     wrong, right = [], []
-    for dtype, sizes in itertools.product(puzzle.dtypes, puzzle.sizes):
-        areas, expected = prepare(puzzle, dtype, sizes, CPU)
+    for dtype, sizes in itertools.product(puzzle.dtypes, (*puzzle.sizes, drawn_sizes(puzzle))):
+        areas = areas_of(puzzle, fresh_inputs(puzzle, dtype, sizes, CPU), dtype, CPU)
         try:
             recorder = interpret(puzzle, areas)
-            found = difference(puzzle, areas, expected)
+            found = difference(puzzle, areas, expected_of(puzzle, areas))
             if found and recorder.left_out:
-                check_masks(puzzle, areas, dtype, sizes, recorder.left_out)
+                check_masks(puzzle, areas, dtype, recorder.left_out)
         except Fault as fault:
             fault.areas = areas
             raise
@@ -241,7 +269,17 @@ def check(puzzle: Puzzle) -> list[Area]:
         fault = Fault(kind, f"{found.text} ({described(sizes, dtype)})", step)
         fault.areas = areas
         raise fault
-    return right[:2][-1]  # the first odd sizes, if there are any
+    # of the first odd sizes, if there are any
+    return right[:2][-1], not_practised(puzzle, recorder)
+
+
+def drawn_sizes(puzzle: Puzzle) -> dict[str, int]:
+    """Sizes that nobody knows before; those that must fill their blocks stay."""
+    may_be_odd = {name for odd in puzzle.odd for name in odd if odd[name] != puzzle.even[name]}
+    return {
+        name: random.randint(size // 2 + 1, 2 * size) if name in may_be_odd else size
+        for name, size in puzzle.even.items()
+    }
 
 
 def kind_of(puzzle: Puzzle, wrong: list[tuple]) -> str:
@@ -260,13 +298,16 @@ def kind_of(puzzle: Puzzle, wrong: list[tuple]) -> str:
 
 
 def load(path: Path) -> ModuleType:
-    """A file as a module."""
+    """The file of a puzzle as a module; a Fault if more than its kernels was changed."""
+    if text := why_not_taken(path):
+        raise Fault("not taken", text)
     return import_file(path, f"{path.parent.name}_{path.stem}")
 
 
 def use_kernels_of(puzzle: Puzzle, path: Path) -> None:
     """Put the kernels of another file in place of those in the puzzle's."""
-    kernels = {name: value for name, value in vars(load(path)).items() if name.endswith("_kernel")}
+    module = import_file(path, f"{path.parent.name}_{path.stem}")
+    kernels = {name: value for name, value in vars(module).items() if name.endswith("_kernel")}
     puzzle.launch.__globals__.update(kernels)
 
 
@@ -277,11 +318,12 @@ def solution_of(puzzle: Puzzle) -> Path:
 def verdict(puzzle: Puzzle) -> tuple[bool, str, list[Area]]:
     """Is it solved, what the reader is told, and what to draw."""
     try:
-        areas = check(puzzle)
+        areas, missed = check(puzzle)
     except Fault as fault:
         return False, str(fault), fault.areas
     dtypes = " and ".join(str(dtype).removeprefix("torch.") for dtype in puzzle.dtypes)
-    return True, f"solved ({'; '.join(map(described, puzzle.sizes))}; {dtypes})", areas
+    text = f"solved ({'; '.join(map(described, puzzle.sizes))}; {dtypes})"
+    return True, text + (f". Not practised: {missed}" if missed else ""), areas
 
 
 def parser_for(prog: str, documentation: str) -> argparse.ArgumentParser:
@@ -306,12 +348,12 @@ def main(puzzle: Puzzle, argv: list[str] | None = None) -> int:
     args = parser_for(file.name, documentation).parse_args(argv)
 
     def body() -> int:
+        if args.scoreboard:  # by a process in which nothing of this file has run
+            program = Path(__file__).with_name("all_puzzles.py")
+            command = [sys.executable, program, file, "--scoreboard"]
+            return subprocess.call([*command, *(["--solution"] if args.solution else [])])
         if args.solution:
             use_kernels_of(puzzle, solution_of(puzzle))
-        if args.scoreboard:
-            from exercises.puzzles import scoreboard
-
-            return scoreboard.measured([puzzle], None)
         solved, text, areas = verdict(puzzle)
         if any(area.touched() for area in areas):
             print("\n".join(map(drawn, areas)))

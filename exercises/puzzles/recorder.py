@@ -8,7 +8,9 @@ another value is a race.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -18,6 +20,7 @@ import torch
 from exercises.explain import strictly_interpreted
 from exercises.puzzles.areas import GUARD, NOBODY, SEVERAL, Area
 
+A_LOOP = 3  # so many loads of single elements by a program in one line
 KINDS = (
     "writes out of bounds",
     "reads out of bounds",
@@ -36,6 +39,7 @@ class Recorder:
     poison: float = torch.nan  # what a lane is that a mask leaves out, where tl.load has no `other`
     faults: dict[str, str] = field(default_factory=dict)
     left_out: str = ""  # the first line where it was needed
+    singles: Counter = field(default_factory=Counter)  # (line, program): loads of one element
     unmasked: bool = False
 
     def line(self) -> str:
@@ -77,6 +81,9 @@ class Recorder:
                 why += f"{row}?"
                 if places[outside].tolist() == [area.size]:  # one too many
                     why = "the mask is true there: `<` in place of `<=`?"
+            if what == "store" and area.size == math.prod(self.builder.grid_dim):
+                why = f"each program has one element of {area.name}, as a row has one sum: its "
+                why += "address is OUT + row, without a column"
             text = f"{name} goes to {area.named(place)}, but {area.title()} has {area.size} "
             text += f"elements: {why}"
             kind = "writes out of bounds" if what == "store" else "reads out of bounds"
@@ -88,6 +95,8 @@ class Recorder:
         area, places, allowed = self.touch("load", pointer.data, wanted)
         number, name = self.program()
         touched = places[allowed]
+        if wanted.size == 1:
+            self.singles[self.line(), number] += 1
         area.reads.setdefault(number, np.zeros(area.size, bool))[touched] = True
         others = area.written_by[touched]
         if (foreign := touched[(others != NOBODY) & (others != number)]).size:
@@ -139,6 +148,10 @@ class Recorder:
         text += "and the order changes from run to run"
         self.fault("atomic operation", text)
         return arguments[2]  # the value, of all kinds
+
+    def loop(self) -> str:
+        """A line in which a program loads one element after the other, or nothing."""
+        return next((line for (line, _), n in self.singles.items() if n >= A_LOOP), "")
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:

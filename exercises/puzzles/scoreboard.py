@@ -1,6 +1,8 @@
 """Puzzles on a GPU, timed beside PyTorch.
 
-Nobody can look at loads there: kernels are checked between guard zones of NaN."""
+Nobody can look at loads there: kernels are checked between guard zones of NaN, and once more after
+they were timed, when half of their inputs have changed.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,19 @@ from pathlib import Path
 
 import torch
 
+from exercises.puzzles.areas import Area
 from exercises.puzzles.checker import (
     Fault,
     Puzzle,
+    areas_of,
     check_written,
     described,
     difference,
+    drawn_sizes,
+    expected_of,
     explained,
+    fresh_inputs,
     launch,
-    prepare,
 )
 from exercises.tiny_llama_v3 import measure
 from lab.cli import ToolError
@@ -29,33 +35,60 @@ from lab.turns import compare_in_turns, spread
 
 def check_between_guards(
     puzzle: Puzzle, sizes: dict[str, int], blocks: dict[str, int], device: torch.device
-) -> None:
-    """Fault if results or guard zones show the kernel to be wrong, in the last of the dtypes."""
-    areas, expected = prepare(puzzle, puzzle.dtypes[-1], sizes, device)
+) -> list[Area]:
+    """Areas after a launch, in the last of the dtypes; a Fault if results or guard zones show the
+    kernel to be wrong."""
+    dtype = puzzle.dtypes[-1]
+    areas = areas_of(puzzle, fresh_inputs(puzzle, dtype, sizes, device), dtype, device)
     launch(puzzle, areas, blocks)
+    check_values(puzzle, areas, described(sizes), "wrong on this device")
+    return areas
+
+
+def check_values(puzzle: Puzzle, areas: list[Area], where: str, kind: str) -> None:
+    """Fault if anything but the outputs was written, or these are wrong: of that kind."""
     for area in areas:
         if area.changed_outside():
-            raise Fault("writes out of bounds", f"beside {area.title()} ({described(sizes)})")
+            raise Fault("writes out of bounds", f"beside {area.title()} ({where})")
+        if area.changed_input():
+            raise Fault("writes to an input", f"{area.title()} ({where})")
     check_written({area: area.untouched() for area in areas if area.output})
-    if wrong := difference(puzzle, areas, expected):
-        kind = (
-            "reads out of bounds, or computes NaN"
-            if " is nan and " in wrong.text
-            else "wrong on this device"
-        )
-        raise Fault(kind, f"{wrong.text} ({described(sizes)})", wrong.pattern)
+    if wrong := difference(puzzle, areas, expected_of(puzzle, areas)):
+        kind = "reads out of bounds, or computes NaN" if " is nan and " in wrong.text else kind
+        raise Fault(kind, f"{wrong.text} ({where})", wrong.pattern)
+
+
+def check_again(
+    puzzle: Puzzle, areas: list[Area], sizes: dict[str, int], blocks: dict[str, int]
+) -> None:
+    """Fault if a launch keeps anything of the one before where half of its inputs have changed."""
+    fresh = fresh_inputs(puzzle, puzzle.dtypes[-1], sizes, areas[0].tensor.device)
+    for area in areas:
+        if not area.output:
+            chosen = torch.rand(area.shape, device=area.tensor.device) < 0.5
+            area.fill(torch.where(chosen, fresh[area.name], area.tensor))
+    launch(puzzle, areas, blocks)
+    check_values(puzzle, areas, "half of the inputs changed", "wrong in a second call")
+
+
+def check_on_device(puzzle: Puzzle, device: torch.device) -> list[Area]:
+    """Areas of a launch at the large sizes; a Fault for a kernel that is not right."""
+    for sizes in (puzzle.sizes[-1], drawn_sizes(puzzle)):
+        check_between_guards(puzzle, sizes, puzzle.blocks, device)
+    areas = check_between_guards(puzzle, puzzle.large, {}, device)
+    check_again(puzzle, areas, puzzle.large, {})
+    return areas
 
 
 def score(puzzle: Puzzle) -> dict:
     """Check on the GPU, then time beside PyTorch: microseconds of both, turn by turn."""
-    check_between_guards(puzzle, puzzle.sizes[-1], puzzle.blocks, measure.DEVICE)
-    check_between_guards(puzzle, puzzle.large, {}, measure.DEVICE)
+    areas = check_on_device(puzzle, measure.DEVICE)
     dtype = puzzle.dtypes[-1]
-    areas, _ = prepare(puzzle, dtype, puzzle.large, measure.DEVICE)
     tensors = [area.tensor for area in areas]
     inputs = [area.tensor for area in areas if not area.output]
     sides = {"us": lambda: puzzle.launch(*tensors), "pytorch_us": puzzle.pytorch(*inputs)}
     times = compare_in_turns(sides, turns=5, ms=5)
+    check_again(puzzle, areas, puzzle.large, {})
     row = {"puzzle": puzzle.file.stem, "sizes": described(puzzle.large, dtype), **times.us}
     if puzzle.flops:
         return row | {"flops": puzzle.flops(**puzzle.large)}

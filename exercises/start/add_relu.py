@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from lab.cli import ToolError, at_least, documented_parser, run_tool
+from lab.turns import spread
 
 PROG = Path(__file__).name
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -83,13 +84,11 @@ def measure(n: int, turns: int) -> int:
         for _ in range(turns)
     ]
     two, one = (statistics.median(times) for times in zip(*pairs, strict=True))
-    ratios = sorted(slow / fast for slow, fast in pairs)
+    ratios = [slow / fast for slow, fast in pairs]
     print(
         f"measured in {turns} turns: {two:.2f} ms and {one:.2f} ms, "
-        f"{statistics.median(ratios):.2f}x",
-        end=" ",
+        f"{statistics.median(ratios):.2f}x ({spread(ratios)})"
     )
-    print(f"({ratios[0]:.2f}x to {ratios[-1]:.2f}x)")
     return 0
 
 
