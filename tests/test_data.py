@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import gemmi
 import numpy as np
 import pytest
 import torch
@@ -101,9 +102,6 @@ def test_touching_residues_mutate_together():
     assert abs(np.mean(others)) < 0.1
 
 
-# Alignment files
-
-
 def test_crops_keep_alignment_and_structure_together():
     """Each sample is a window of the protein: query first, other rows without repetition, and
     the coordinates of it."""
@@ -122,14 +120,9 @@ def test_crops_keep_alignment_and_structure_together():
     assert len(starts) > 1, "the window must move"
 
 
-# Structure files
-
-
 def expected_coordinates() -> np.ndarray:
     """C-beta, or C-alpha of glycine, of the example's 58 residues, in the first location where
     there are several."""
-    import gemmi
-
     chain = gemmi.read_structure(str(CIF))[0]["A"]
     residues = [residue for residue in chain.first_conformer() if residue.find_atom("CA", "*")]
     names = ["CA" if residue.name == "GLY" else "CB" for residue in residues]
@@ -137,13 +130,8 @@ def expected_coordinates() -> np.ndarray:
     return np.array([atom.pos.tolist() for atom in atoms], dtype=np.float32)
 
 
-# Several proteins
-
-
 def half(folder: Path, name: str, columns: int) -> tuple[Path, Path]:
     """The first columns of the example's first ten sequences, and their structure."""
-    import gemmi
-
     rows = [row[:columns] for row in rows_of_example()[:10]]
     msa = folder / f"{name}.a3m"
     msa.write_text("".join(f">{i}\n{row}\n" for i, row in enumerate(rows)))

@@ -63,25 +63,20 @@ def test_a_side_that_fails_is_a_row_and_the_others_go_on(monkeypatch):
 def test_each_turn_has_the_settings_of_its_own_side(monkeypatch):
     """Block sizes and the precision of products hold for the process: parsing or measuring
     another side took them."""
-    script, seen = load("tiny_llama_v3"), {"small": [], "large": []}
-    step = script.Trainer.step
+    script, seen = load("tiny_llama_v3"), {"16": set(), "32": set()}
 
-    def watched(trainer):
+    def settings(trainer) -> torch.Tensor:
         blocks = script.blocks("attention_forward")["BLOCK_M"]
-        seen["small" if "16" in trainer.args.blocks else "large"].append(
-            (blocks, torch.get_float32_matmul_precision())
-        )
-        return step(trainer)
+        seen[trainer.args.blocks[-2:]].add((blocks, torch.get_float32_matmul_precision()))
+        return torch.zeros(())
 
-    monkeypatch.setattr(script.Trainer, "step", watched)
-    blocks = "--disable-all-fusion --enable-triton-attention --blocks attention_forward:BLOCK_M="
+    monkeypatch.setattr(script.Trainer, "step", settings)
     sides = {
-        "small": ("tiny_llama_v3", [*SMALL, *words(f"{blocks}16 --matmul-precision high")]),
-        "large": ("tiny_llama_v3", [*SMALL, *words(f"{blocks}32")]),
+        m: ("tiny_llama_v3", [*SMALL, *words(f"--blocks attention_forward:BLOCK_M={m} {more}")])
+        for m, more in ((16, "--matmul-precision high"), (32, ""))
     }
-    in_turns(sides, 2)
-    assert set(seen["small"]) == {(16, "high")}
-    assert set(seen["large"]) == {(32, "highest")}
+    in_turns(sides, 2, counted=False)
+    assert seen == {"16": {(16, "high")}, "32": {(32, "highest")}}
 
 
 def test_functions_take_turns_in_changing_order():
