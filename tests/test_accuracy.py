@@ -12,7 +12,7 @@ from conftest import MODELS, SCRIPT, TRITON, build, faults_that_pass, load, pars
 from torch import Tensor
 
 from lab import accuracy
-from lab.accuracy import check_gradients, memory_of_nan
+from lab.accuracy import check_gradients
 from lab.cli import ToolError
 
 
@@ -86,13 +86,6 @@ def test_a_wrong_gradient_is_named_with_its_place(number, change, said, monkeypa
         check_gradients(plain, Mine.apply, inputs())
     assert error.value.status == 1
     assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_memory_that_nobody_has_written_is_nan():
-    right = torch.ones(1000)
-    del right  # whose memory the next one gets
-    with memory_of_nan():
-        assert torch.empty(1000).isnan().all()
 
 
 def test_a_gradient_that_is_zero_in_theory_has_no_digits():

@@ -268,7 +268,7 @@ def rocprof_profile(make, tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def test_copies_are_no_kernels_and_counts_are_per_step(gpu_profile, rocprof_profile):
+def test_copies_are_no_kernels_and_counts_are_per_step(gpu_profile):
     rows = {GEMM: 10 * [800_000], ADD: 6 * [250_000], COPY: 4 * [125_000]}
     before = gpu_profile("off", rows, steps=2)
     rows = {GEMM: 12 * [500_000], "attn_fwd.kd": 3 * [100_000], COPY: 3 * [900_000]}
@@ -283,9 +283,6 @@ def test_copies_are_no_kernels_and_counts_are_per_step(gpu_profile, rocprof_prof
     _, vanished, new, *_ = re.split("## (?:Vanished|New)", out)
     assert ADD in vanished and "attn_fwd" in new
     assert "1 launches and 0.100 ms per step" in new
-    said = analyze(after, rocprof_profile("r", {GEMM: [10]}, 1))[2]
-    assert "seq_len differs: 128 for baseline; 32 for fused" in said
-    assert "two profilers may write the name" in said
 
 
 def test_without_the_steps_totals_are_compared_and_said_to_be(rocprof_profile):

@@ -65,7 +65,7 @@ def test_bad_flag_is_named(script: str, argv: str, said: str, run):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("argv", ["--device cuda", "--device auto --enable-cuda-graph"])
+@pytest.mark.parametrize("argv", ["--device cuda", "--num-gpus 1 --device auto"])
 def test_what_needs_a_gpu_where_there_is_none(argv: str, run):
     result = run(SCRIPT, *words(argv))
     assert_one_error(result, 4, "1 GPUs wanted, PyTorch finds 0")

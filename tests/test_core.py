@@ -73,11 +73,6 @@ def test_a_missing_package_is_one_line(script: str, package: str, monkeypatch, c
     assert line.startswith(f"{script}.py: error: ") and package in line
 
 
-def test_python_without_docstrings(monkeypatch):
-    monkeypatch.setattr(load(SCRIPT), "__doc__", None)
-    assert "--hidden-dim" in load(SCRIPT).build_parser().format_help()
-
-
 # One core
 
 

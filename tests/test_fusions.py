@@ -62,8 +62,7 @@ SMALLEST = {
 
 
 def baseline(script: str) -> str:
-    """The V1 script of the same model."""
-    return f"tiny_{model_of(script)}_v1"
+    return f"{script[:-1]}1"
 
 
 @functools.cache
@@ -76,14 +75,6 @@ def curve(script: str, *argv: str) -> list[float]:
 
 
 # The model
-
-
-def assert_every_gradient(found: dict[str, torch.Tensor]) -> None:
-    for name, gradient in found.items():
-        assert gradient.isfinite().all(), name
-        # zero: a softmax does not notice a shift of its arguments
-        if "msa_att_row.layer_norm_z.bias" not in name:
-            assert gradient.abs().max() > 0, name
 
 
 @pytest.mark.parametrize(("script", "argv"), [*NO_STEP, *MIXTURES])
@@ -108,9 +99,7 @@ def test_outputs_loss_and_every_gradient_are_those_of_v1(script: str, argv: list
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)
     expected.backward()
     found.backward()
-    found = gradients(second)
-    assert_every_gradient(found)
-    assert_same_gradients(found, gradients(first), 1e-4)
+    assert_same_gradients(gradients(second), gradients(first), 1e-4)
 
 
 @every_setting
@@ -297,8 +286,6 @@ def test_torch_compile_follows_the_same_loss_curve(
     assert compiled.summary["loss"]["curve"] == pytest.approx(expected, rel=1e-3)
     overhead = compiled.summary["timing"]["compilation_overhead_ms"]
     assert f"Compilation overhead: {overhead:.1f} ms" in compiled.stdout
-    assert "(first step, includes compilation)" in compiled.stdout
     assert "compiling in the first step\n" in compiled.progress, "what takes long is announced"
     assert "ompil" not in eager.stdout + eager.progress
-    assert compiled.summary["kernels"] == {}, "on a CPU the compiled loops are no operators"
-    assert "Kernel" not in compiled.stdout
+    assert "Kernel" not in compiled.stdout, "on a CPU the compiled loops are no operators"

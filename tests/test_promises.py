@@ -45,14 +45,12 @@ from exercises.performance_debugging import check_step, compare_stages
 from exercises.tiny_llama_v3 import add_relu, check_custom_kernel, measure
 from lab.cli import ToolError
 from lab.files import write_file, write_text
-from lab.script import DEFAULT_SCRIPT, MODES
+from lab.script import MODES
 from lab.show import Column, render, write_csv
 
 RESULTS = ROOT / "results"
 H100, RUN = RESULTS / "h100", RESULTS / "cpu/tiny_llama_v2_readme.json"
 STAGES = H100 / "performance_debugging.json"
-DEFAULTS = (run_pytorch_profiler, run_deepspeed_flops, fusion_ablation_study, optimize_batch_size)
-DEFAULTS += (roofline_analysis,)
 
 
 # --- what was saved is what is read
@@ -161,10 +159,8 @@ def test_a_pipe_that_is_closed_is_no_error_and_a_full_device_is_one_line():
     assert "No space left" in done.stderr
 
 
-# --- what is missing, and odd ways to start
+# --- what is missing
 
-HELPS = [*ROOT.glob("run_*.py"), *ROOT.glob("analysis_tools/[!_]*.py")]
-HELPS += [ROOT / name for name in ("bench/versions.py", "tools/tables.py", "tools/run_sheet.py")]
 TRAINS = f"""\
 run_pytorch_profiler.py
 run_deepspeed_flops.py
@@ -205,46 +201,15 @@ for argv in json.load(sys.stdin):
 """
 
 
-def run_without_packages(commands: list[list[str]], cwd: Path) -> list[tuple]:
-    """Program, status, stdout and stderr of each, of a Python without docstrings."""
-    given = {"input": json.dumps(commands), "cwd": cwd, "capture_output": True, "text": True}
-    done = subprocess.run([sys.executable, "-OO", "-c", RUNS], **given, check=True)
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def test_help_needs_no_package_and_no_docstring(tmp_path):
-    found = run_without_packages([[str(path), "--help"] for path in HELPS], tmp_path)
-    assert len(found) == len(HELPS) > 15
-    for program, status, out, err in found:
-        assert (status, err, "usage" in out.lower()) == (0, "", True), program
-
-
 def test_a_package_that_is_missing_is_one_line(tmp_path):
-    commands = [f"{ROOT}/{line}".split() for line in TRAINS]
-    for program, status, out, err in run_without_packages(commands, tmp_path):
+    commands = json.dumps([f"{ROOT}/{line}".split() for line in TRAINS])
+    given = {"input": commands, "cwd": tmp_path, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", RUNS], **given, check=True)
+    for program, status, out, err in map(json.loads, done.stdout.splitlines()):
         *notes, line = err.splitlines()
         assert (status, out, " error: " in line) == (4, "", True), (program, err)
         assert any(package in line for package in ("torch", "numpy", "matplotlib"))
         assert all(": note: " in note for note in notes)
-
-
-# --- what was run is named
-
-
-@pytest.mark.parametrize("tool", DEFAULTS, ids=lambda tool: tool.__name__)
-def test_a_tool_names_the_script_that_nobody_gave(tool):
-    for given, notes in ([], 1), (["--script", DEFAULT_SCRIPT], 0):
-        # the script refuses it, so nothing is measured
-        status, _, err = call(tool, *given, "--no-such-flag")
-        said = f"note: no --script is given, {DEFAULT_SCRIPT} is taken"
-        assert (status, err.count(said)) == (2, notes)
-
-
-@pytest.mark.parametrize("name", ["rocprofv3", "rocprof_sys", "rocprof_compute", "all_profilers"])
-def test_a_wrapper_names_the_script_that_nobody_gave(name):
-    command = [ROOT / f"run_{name}.sh", "--dry-run"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stderr.count(f"note: no --script is given, {DEFAULT_SCRIPT} is taken") == 1
 
 
 # --- odd arguments are one line, and nothing is written
@@ -257,7 +222,6 @@ ODD = [
     (compare_runs, "nothing", "no result file"),
     (compare_runs, f"{RUN} --csv other.json/x.csv", "cannot write there"),
     (analyze_kernel_reduction, "--baseline nothing --fused nothing --top -1", "0 or more"),
-    (performance_dashboard, "nothing --output page.html", "no results in there"),
     (ABLATION, f"{V2} --fusions overlap", "tiny_llama_v2.py has qkv-fusion, flash-attention"),
     (ABLATION, "--table other.json", "another kind of file"),
     (benchmark_suite, "--models v1,v9", "llama has v1, v2, v3, v4"),
@@ -275,7 +239,6 @@ ODD = [
         )
     ),
     (check_step, f"{ROOT}/lab/cli.py", "neither a stage nor a version of TinyLlama"),
-    (compare_stages, "nothing", "no results of stages"),
     (add_relu, "--block 3", "must be a power of two"),
     (check_custom_kernel, "none.py", "none.py: no such module"),
     (measure, "other.json", "no file of these programs"),

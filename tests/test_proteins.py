@@ -249,13 +249,8 @@ def test_coordinates_that_are_no_numbers_are_not_observed():
     check(without(cif(QUERY, WHOLE), r"^(.* 4 4 A) .*", r"\g<1> ? . inf"), QUERY, there)
 
 
-def test_what_is_told_by_an_occupancy():
-    """An atom at the origin is real if it has one; that of two at one place is not, and nothing is
-    said by files that have none."""
-    for occupancy, observed in (("0.00", False), ("1.00", True)):
-        origin = r"\g<1>" + "   0.000" * 3 + f"  {occupancy}"
-        text = without(PDB, r"^(.{13}CB .{6}   4 .{3}).{30}", origin)
-        assert proteins.read_structure(text, QUERY)[1][3] == observed
+def test_an_atom_where_another_is_has_no_place():
+    """An occupancy of zero says nothing: there are files that have none."""
     check(PDB.replace("  1.00 20.00", "  0.00 20.00"), QUERY, WHOLE)
     text = without(PDB, r"^(.{13}CB .{6}   [45] .{3}).{24}", r"\g<1>" + "   0.000" * 3)
     check(text, QUERY, [i for i in WHOLE if i not in (3, 4)])
