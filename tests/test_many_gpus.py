@@ -189,42 +189,23 @@ def test_the_first_process_alone_writes_the_result(tmp_path: Path, monkeypatch):
     assert not [*tmp_path.iterdir()]
 
 
-# How a run ends
-
-
-def processes_of(directory: Path) -> dict[int, int]:
-    """Rank of each process that works on this directory, by process id; the launcher is rank -1."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if str(directory).encode() not in (path / "cmdline").read_bytes():
-                continue
-            rank = re.search(rb"(?:^|\0)RANK=(\d+)", (path / "environ").read_bytes())
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        found[int(path.name)] = int(rank[1]) if rank else -1
-    return found
-
-
 def test_a_run_of_which_one_process_is_killed_ends(tmp_path: Path):
     argv = words("--num-gpus 2 --num-steps 1000000 --warmup-steps 2 --log-interval 10")
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     launcher = subprocess.Popen(command_line(SCRIPT, tmp_path, *BATCH, *argv), **pipes)
+    while not launcher.stderr.readline().startswith("step"):
+        assert launcher.poll() is None
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
     try:
-        while not launcher.stderr.readline().startswith("step"):
-            assert launcher.poll() is None
-        (second,) = (pid for pid, rank in processes_of(tmp_path).items() if rank == 1)
-        os.kill(second, signal.SIGKILL)
         stderr = launcher.stderr.read()  # communicate() would lose what was read ahead
         assert launcher.wait(timeout=60) not in (0, None)
         cause = stderr.partition("Root Cause")[2]
         assert re.search(r"rank\s*: 1 ", cause) and "SIGKILL" in cause, stderr
-        assert processes_of(tmp_path) == {}
         assert summary_in(tmp_path)["status"] == "failed"
+        assert not [pid for pid in children if Path("/proc", pid).exists()]
     finally:
-        for pid in processes_of(tmp_path):
-            os.kill(pid, signal.SIGKILL)
-        launcher.wait()
+        launcher.kill()
 
 
 # How many processes, and what each takes
@@ -295,9 +276,6 @@ def test_a_process_takes_the_gpu_that_it_sees(count: int, answer: int, gpus, mon
     with pytest.raises(ZeroDivisionError):  # there is nobody to meet
         module.join_processes(module.parse_args([]))
     assert taken == [answer]
-
-
-# The step as a graph
 
 
 @pytest.mark.parametrize(("version", "argv"), [(2, ["--enable-cuda-graph"]), (4, [])])
