@@ -174,12 +174,9 @@ def test_padding_changes_neither_loss_nor_outputs_nor_gradients(version: int):
         sides.append((outputs, loss, gradients(model)))
     (expected, loss, wanted), (found, again, same) = sides
     assert relative_difference(again, loss) < limit
-    assert (
-        relative_difference(found["masked_msa"][:, :depth, :length], expected["masked_msa"]) < limit
-    )
-    assert (
-        relative_difference(found["distogram"][:, :length, :length], expected["distogram"]) < limit
-    )
+    of_msa, of_pairs = found["masked_msa"], found["distogram"]
+    assert relative_difference(of_msa[:, :depth, :length], expected["masked_msa"]) < limit
+    assert relative_difference(of_pairs[:, :length, :length], expected["distogram"]) < limit
     assert_same_gradients(same, wanted, limit)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
+    CPU,
     QUICK,
     ROOT,
     SCRIPT,
@@ -30,6 +31,7 @@ from conftest import (
 )
 
 from lab import records
+from lab.profile.roofline import group_flops
 from lab.turns import ratios, verdict
 
 STEPS = words("--num-steps 6 --warmup-steps 2 --log-interval 2")
@@ -82,6 +84,8 @@ def test_numbers_agree_with_each_other(plain: Run):
     assert (loss["initial"], loss["final"]) == (loss["curve"][0], loss["curve"][-1])
     saved = 100 * (1 - kernels["per_step"] / kernels["all_off"])
     assert kernels["reduction_percent"] == pytest.approx(saved)
+    # which test_roofline.py has by hand
+    assert flops["per_step"] == group_flops(load(SCRIPT), parse(SCRIPT), CPU).total()
     assert flops["achieved_tflops"] == pytest.approx(flops["gflop"] / timing["batch_ms"])
 
 
@@ -141,19 +145,6 @@ def test_operator_calls_do_not_depend_on_the_batch_size(plain: Run, run):
     for off in run(SCRIPT, *QUICK, "--disable-all-fusion"), run("tiny_llama_v1", *QUICK):
         assert off.summary["kernels"] == {"unit": found["unit"], "per_step": found["all_off"]}
         assert "Kernel reduction" not in off.stdout and "all fusions off" not in off.stdout
-
-
-def test_flops_of_llama_are_those_of_its_matrix_products(run):
-    """Forward 2 m n k each, and twice that for the gradients of its factors."""
-    batch, seq, hidden, heads, kv_heads, mlp, vocab = 3, 20, 48, 6, 3, 80, 50
-    sizes = f"--batch-size {batch} --seq-len {seq} --hidden-dim {hidden} --intermediate-dim {mlp}"
-    sizes += f" --num-heads {heads} --num-kv-heads {kv_heads} --vocab-size {vocab}"
-    summary = run(SCRIPT, *QUICK, *words(sizes)).summary
-    tokens, head = batch * seq, hidden // heads
-    projections = 2 * tokens * hidden * (2 * hidden + 2 * kv_heads * head)  # q and o; k and v
-    attention = 2 * (2 * batch * heads * seq * seq * head)  # scores; their product with the values
-    layer = projections + attention + 3 * 2 * tokens * hidden * mlp
-    assert summary["flops"]["per_step"] == 3 * (2 * layer + 2 * tokens * hidden * vocab)
 
 
 def test_peak_memory_of_one_big_weight_is_known(run):
