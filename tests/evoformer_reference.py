@@ -136,9 +136,8 @@ def evoformer_block(
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     """Compute -log softmax(logits)[target] of [..., classes] and integer [...] -> [...]."""
     assert logits.dtype == torch.float64, "the reference must be given float64 tensors"
-    shifted = logits - logits.amax(dim=-1, keepdim=True).detach()
-    of_target = shifted.gather(-1, target[..., None].long())[..., 0]
-    return torch.log(torch.exp(shifted).sum(dim=-1)) - of_target
+    of_target = logits.gather(-1, target[..., None].long())[..., 0]
+    return torch.logsumexp(logits, -1) - of_target
 
 
 def mean_of_each(error: Tensor, counted: Tensor) -> Tensor:

@@ -3,6 +3,8 @@ rounding explains, and no wrong gradient, however small a part of all it is."""
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,7 @@ from conftest import MODELS, SCRIPT, TRITON, build, faults_that_pass, load, pars
 from torch import Tensor
 
 from lab import accuracy
-from lab.accuracy import check_gradients, memory_of_nan
+from lab.accuracy import check_gradients
 from lab.cli import ToolError
 
 
@@ -86,13 +88,6 @@ def test_a_wrong_gradient_is_named_with_its_place(number, change, said, monkeypa
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_memory_that_nobody_has_written_is_nan():
-    right = torch.ones(1000)
-    del right  # whose memory the next one gets
-    with memory_of_nan():
-        assert torch.empty(1000).isnan().all()
-
-
 def test_a_gradient_that_is_zero_in_theory_has_no_digits():
     """A bias before a softmax does nothing."""
     function = lambda x, bias: (x + bias).softmax(-1)  # noqa: E731
@@ -128,12 +123,15 @@ OF_V2 = [f"tiny_{model}_v2" for model in MODELS]
 both_precisions = pytest.mark.parametrize("argv", [[], ["--use-amp"]], ids=["float32", "bfloat16"])
 
 
-@both_precisions
-@pytest.mark.parametrize("script", [*OF_V2, *TRITON])
+@pytest.mark.parametrize(
+    ("script", "argv"), [*product(OF_V2, ([], ["--use-amp"])), *product(TRITON, [["--use-amp"]])]
+)
 def test_no_wrong_gradient_passes(script: str, argv: list[str]):
     """Of every parameter, set to zero, negated, or larger by 0.3: on a GPU test_gpu.py asks the
-    same of real sizes."""
-    passed, judged = faults_that_pass(load(script), parse(script, *argv))
+    same of real sizes. test_triton_steps.py has the gradients of Triton's kernels in float32."""
+    short = ["--seq-len", "6"] if script in TRITON else []
+    factors = (0.0, -1.0) if short else (0.0, -1.0, 1.3)
+    passed, judged = faults_that_pass(load(script), parse(script, *argv, *short), factors)
     assert passed == []
     # softmax takes layer_norm_z.bias out: in theory its gradient is zero
     assert judged == len(build(script).state_dict()) - ("openfold" in script)

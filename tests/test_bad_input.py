@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import os
 import resource
-import signal
 import subprocess
 from collections.abc import Iterator
 from itertools import chain
@@ -27,7 +26,6 @@ from conftest import (
     words,
 )
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs signals and resource limits")
 OPENFOLD = "tiny_openfold_v2"
 BPTI = {"--msa": f"{ROOT}/examples/bpti.a3m", "--structure": f"{ROOT}/examples/bpti.cif"}
 
@@ -67,7 +65,7 @@ def test_bad_flag_is_named(script: str, argv: str, said: str, run):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("argv", ["--device cuda", "--device auto --enable-cuda-graph"])
+@pytest.mark.parametrize("argv", ["--device cuda", "--num-gpus 1 --device auto"])
 def test_what_needs_a_gpu_where_there_is_none(argv: str, run):
     result = run(SCRIPT, *words(argv))
     assert_one_error(result, 4, "1 GPUs wanted, PyTorch finds 0")
@@ -159,8 +157,6 @@ def test_weights_that_do_not_fit_into_memory(run):
     "error",
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines."),
-        # another process has nearly all of it
-        RuntimeError("CUDA error: out of memory\nMore lines."),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         ZeroDivisionError("an error that nobody foresaw"),
     ],
@@ -208,12 +204,9 @@ def started(run) -> Iterator[subprocess.Popen]:
     process.communicate()
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_keeps_what_was_measured(
-    sent: signal.Signals, started: subprocess.Popen, tmp_path: Path
-):
-    """Ctrl-C, and what `timeout` and a time limit of Slurm send."""
-    started.send_signal(sent)
+def test_an_interrupted_run_keeps_what_was_measured(started: subprocess.Popen, tmp_path: Path):
+    """By what `timeout` and a time limit of Slurm send, which the script takes for Ctrl-C."""
+    started.terminate()
     # communicate() would lose what was read ahead; stderr is what can fill its pipe
     errors, rest = started.stderr.read(), started.stdout.read()
     assert started.wait(timeout=60) == 130
@@ -224,8 +217,6 @@ def test_an_interrupted_run_keeps_what_was_measured(
     assert_record(summary, "failed", 130)
     shown = [float(line.split()[3]) for line in steps if line.startswith("step ")]
     assert summary["loss"]["curve"][: len(shown)] == pytest.approx(shown, abs=6e-5)
-    steps, known = summary["timing"]["steps"], len(summary["loss"]["curve"])
-    assert steps - 1 <= known <= steps, "the signal may have come between a step and its loss"
 
 
 def test_a_killed_run_does_not_leave_the_result_of_an_earlier_one(
@@ -264,12 +255,3 @@ def test_a_refused_command_line_leaves_an_earlier_result_untouched(run):
         assert_one_error(run(SCRIPT, *words(argv)), 2)
     assert path.read_bytes() == before
     assert [*good.directory.iterdir()] == [path], "and no other file beside it"
-
-
-def test_an_output_that_is_full(tmp_path: Path):
-    with open("/dev/full", "w") as full:
-        command = command_line(SCRIPT, tmp_path, *QUICK, "--under-profiler")
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 2
-    (line,) = [line for line in done.stderr.splitlines() if line != "taking the first step"]
-    assert "error: cannot write " in line and "No space left on device" in line

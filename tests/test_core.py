@@ -10,18 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import (
-    MODELS,
-    QUICK,
-    ROOT,
-    SCRIPT,
-    SCRIPTS,
-    TRITON,
-    command_line,
-    load,
-    summary_in,
-    words,
-)
+from conftest import MODELS, ROOT, SCRIPT, SCRIPTS, TRITON, command_line, load, summary_in, words
 
 ALL_SCRIPTS = sorted(ROOT.glob("tiny_*_v*.py"))
 CORE = (ROOT / "common/core.py").read_text()
@@ -55,7 +44,6 @@ def test_a_copied_file_compares_by_itself(tmp_path: Path):
     ("script", "argv", "file"),
     [
         (SCRIPT, "--verify-accuracy", "lab"),
-        (SCRIPT, f"{' '.join(QUICK)} --enable-pytorch-profiler", "lab"),
         ("tiny_openfold_v2", "--msa a --structure b", "examples"),
     ],
 )
@@ -66,13 +54,12 @@ def test_a_copied_file_says_what_a_flag_needs(script: str, argv: str, file: str,
     assert re.fullmatch(rf"mine\.py: error: .+ needs {file}\b.*", line)
 
 
-@pytest.mark.parametrize(("script", "name"), [(SCRIPT, "x (1)"), ("tiny_llama_v3", "3-mine")])
-def test_a_copy_with_any_name_runs(script: str, name: str, tmp_path: Path):
+def test_a_copy_with_any_name_runs(tmp_path: Path):
     """V3's operators have a namespace, which takes letters, digits and underscores alone."""
-    argv = words("--num-steps 1 --warmup-steps 0 --under-profiler --num-layers 1")
-    done = run_copy(tmp_path / f"{name}.py", *argv, script=script)
+    argv = words("--num-steps 1 --warmup-steps 0 --under-profiler --num-layers 1 --seq-len 8")
+    done = run_copy(tmp_path / "3 (mine).py", *argv, script="tiny_llama_v3")
     assert done.returncode == 0, done.stderr
-    assert summary_in(tmp_path / "profiles", name)["status"] == "ok"
+    assert summary_in(tmp_path / "profiles", "3 (mine)")["status"] == "ok"
 
 
 @pytest.mark.parametrize(("script", "package"), [(SCRIPT, "torch"), ("tiny_openfold_v3", "triton")])
@@ -84,11 +71,6 @@ def test_a_missing_package_is_one_line(script: str, package: str, monkeypatch, c
     (line,) = error.splitlines()
     assert (end.value.code, output) == (4, "")
     assert line.startswith(f"{script}.py: error: ") and package in line
-
-
-def test_python_without_docstrings(monkeypatch):
-    monkeypatch.setattr(load(SCRIPT), "__doc__", None)
-    assert "--hidden-dim" in load(SCRIPT).build_parser().format_help()
 
 
 # One core
@@ -140,11 +122,12 @@ def test_sync_tool_names_the_script_that_differs_and_repairs_it(tmp_path: Path):
 # Kernels
 
 CHANGED = {  # of V3's kernels in V4
-    "llama": (
-        "rms_norm_backward_kernel attention_backward_queries_kernel attention_backward_keys_kernel"
-        " cross_entropy_forward_kernel cross_entropy_backward_kernel"
-    ),
-    "openfold": "",
+    "llama": {
+        *("rms_norm_backward_kernel", "attention_backward_queries_kernel"),
+        *("attention_backward_keys_kernel", "cross_entropy_forward_kernel"),
+        "cross_entropy_backward_kernel",
+    },
+    "openfold": set(),
 }
 REPLACED = {"llama": (), "openfold": ("layer_norm", "bias_relu", "outer_product_backward")}
 
@@ -160,7 +143,7 @@ def test_kernels_of_v3_stay_to_the_byte_in_v4(model: str):
     stay = {name: code for name, code in before.items() if not name.startswith(REPLACED[model])}
     assert len(stay) >= 10
     assert {*before} - {*after} == {*before} - {*stay}
-    assert {name for name in stay if after[name] != stay[name]} == set(CHANGED[model].split())
+    assert {name for name in stay if after[name] != stay[name]} == CHANGED[model]
 
 
 @pytest.mark.parametrize("script", TRITON)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import gemmi
 import numpy as np
 import pytest
 import torch
@@ -22,15 +23,10 @@ def synthetic(**sizes: int) -> dict[str, Tensor]:
     return batches(OPENFOLD, *argv).next_batch()
 
 
-def real(msa: Path = A3M, structure: Path = CIF, num_seqs=61, seq_len=58, batch_size=1):
-    """The batches of a real protein, by default of the example's sizes: nothing is cropped."""
+def real(num_seqs: int, seq_len: int, batch_size: int) -> dict[str, Tensor]:
+    """A batch of the example, which has 61 sequences and 58 residues."""
     argv = [f"--num-seqs={num_seqs}", f"--seq-len={seq_len}", f"--batch-size={batch_size}"]
-    return batches(OPENFOLD, *argv, "--msa", str(msa), "--structure", str(structure))
-
-
-def code(row: str) -> list[int]:
-    """Tokens of a row of an alignment."""
-    return [LETTERS.index(c) if c in LETTERS else GAP if c == "-" else UNKNOWN for c in row]
+    return batches(OPENFOLD, *argv, "--msa", str(A3M), "--structure", str(CIF)).next_batch()
 
 
 def rows_of_example() -> list[str]:
@@ -101,35 +97,26 @@ def test_touching_residues_mutate_together():
     assert abs(np.mean(others)) < 0.1
 
 
-# Alignment files
-
-
 def test_crops_keep_alignment_and_structure_together():
     """Each sample is a window of the protein: query first, other rows without repetition, and
     the coordinates of it."""
-    rows = [code(row) for row in rows_of_example()]
-    whole = real().next_batch()["coords"][0]
-    starts = set()
-    for _ in range(4):
-        batch = real(num_seqs=8, seq_len=20, batch_size=4).next_batch()
-        assert not {"sequences", "residues"} & set(batch), "without padding there are no masks"
-        for tokens, coords in zip(batch["true_tokens"].tolist(), batch["coords"], strict=True):
-            start = next(s for s in range(39) if rows[0][s : s + 20] == tokens[0])
-            starts.add(start)
-            assert torch.equal(coords, whole[start : start + 20])
-            windows = [row[start : start + 20] for row in rows[1:]]
-            assert all(tokens[1:].count(row) <= windows.count(row) for row in tokens[1:])
+    code = {c: token for token, c in enumerate(LETTERS)} | {"-": GAP}
+    rows = [[code.get(c, UNKNOWN) for c in row] for row in rows_of_example()]
+    whole, starts = real(61, 58, 1)["coords"][0], set()
+    batch = real(num_seqs=8, seq_len=20, batch_size=16)
+    assert not {"sequences", "residues"} & set(batch), "without padding there are no masks"
+    for tokens, coords in zip(batch["true_tokens"].tolist(), batch["coords"], strict=True):
+        start = next(s for s in range(39) if rows[0][s : s + 20] == tokens[0])
+        starts.add(start)
+        assert torch.equal(coords, whole[start : start + 20])
+        windows = [row[start : start + 20] for row in rows[1:]]
+        assert all(tokens[1:].count(row) <= windows.count(row) for row in tokens[1:])
     assert len(starts) > 1, "the window must move"
-
-
-# Structure files
 
 
 def expected_coordinates() -> np.ndarray:
     """C-beta, or C-alpha of glycine, of the example's 58 residues, in the first location where
     there are several."""
-    import gemmi
-
     chain = gemmi.read_structure(str(CIF))[0]["A"]
     residues = [residue for residue in chain.first_conformer() if residue.find_atom("CA", "*")]
     names = ["CA" if residue.name == "GLY" else "CB" for residue in residues]
@@ -137,32 +124,19 @@ def expected_coordinates() -> np.ndarray:
     return np.array([atom.pos.tolist() for atom in atoms], dtype=np.float32)
 
 
-# Several proteins
-
-
-def half(folder: Path, name: str, columns: int) -> tuple[Path, Path]:
-    """The first columns of the example's first ten sequences, and their structure."""
-    import gemmi
-
-    rows = [row[:columns] for row in rows_of_example()[:10]]
-    msa = folder / f"{name}.a3m"
-    msa.write_text("".join(f">{i}\n{row}\n" for i, row in enumerate(rows)))
+def test_proteins_smaller_than_the_crop_are_padded(tmp_path: Path):
+    """Here one of 10 sequences and 40 residues, in a folder, beside the whole example."""
+    rows = enumerate(row[:40] for row in rows_of_example()[:10])
+    (tmp_path / "a.a3m").write_text("".join(f">{i}\n{row}\n" for i, row in rows))
     structure = gemmi.read_structure(str(CIF))
     structure.remove_ligands_and_waters()
-    del structure[0]["A"][columns:]
+    del structure[0]["A"][40:]
     structure.setup_entities()
-    structure.write_pdb(str(pdb := msa.with_suffix(".pdb")))
-    return msa, pdb
-
-
-@pytest.mark.parametrize("as_folder", [False, True], ids=["files", "folder"])
-def test_proteins_smaller_than_the_crop_are_padded(as_folder: bool, tmp_path: Path):
-    msa, structure = half(tmp_path, "a", 40)
-    files = words("--num-seqs 20 --seq-len 50 --batch-size 8")
-    files += ["--msa", str(A3M), "--structure", str(CIF)]
-    more = (tmp_path, tmp_path) if as_folder else (msa, structure)
-    source = batches(OPENFOLD, *files, "--msa", str(more[0]), "--structure", str(more[1]))
-    batch = source.next_batch()
+    structure.write_pdb(str(tmp_path / "a.pdb"))
+    argv = words("--num-seqs 20 --seq-len 50 --batch-size 8")
+    argv += ["--msa", str(A3M), "--structure", str(CIF)]
+    argv += ["--msa", str(tmp_path), "--structure", str(tmp_path)]
+    batch = batches(OPENFOLD, *argv).next_batch()
     small = ~batch["residues"].all(1)
     assert 0 < small.sum() < 8, "crops of both"
     for name, size, whole in (("sequences", 10, 20), ("residues", 40, 50)):

@@ -4,7 +4,6 @@ fusions."""
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,19 +12,16 @@ import torch
 from conftest import (
     ALL_SETTINGS,
     SCRIPTS,
-    assert_same_gradients,
     faults_that_pass,
-    gradients,
     load,
-    model_of,
     parse,
-    random_state,
     relative_difference,
     run_main,
 )
 
 from bench.version_tables import PADDED
 from bench.versions import with_its_proteins
+from lab.accuracy import judged_values
 from lab.turns import free_memory
 
 pytestmark = pytest.mark.gpu
@@ -53,50 +49,15 @@ def freed():
     free_memory()
 
 
-CUDA = torch.device("cuda")
-
-
-@functools.cache
-def outputs_loss_gradients(script: str, *argv: str, amp: bool) -> dict[str, torch.Tensor]:
-    """Of the same random weights and the same batch for all settings, under their names."""
-    args = parse(script, "--device", "cuda", *argv)
-    model = load(script).build_model(args, CUDA)
-    model.load_state_dict(random_state(model.state_dict()))
-    batch = load(script).make_batches(args, CUDA, args.seed).next_batch()
-    inputs = {name: value for name, value in batch.items() if name in ("input_ids", "tokens")}
-    with torch.autocast("cuda", torch.bfloat16, enabled=amp):
-        with torch.no_grad():
-            outputs = model(**inputs)
-        loss = model(**batch)
-    loss.backward()
-    outputs = outputs if isinstance(outputs, dict) else {"logits": outputs}
-    found = outputs | {"loss": loss.detach()} | gradients(model)
-    return {name: value.cpu() for name, value in found.items()}  # no memory of the GPU is kept
-
-
-def norm_of(values: dict[str, torch.Tensor], names: set[str]) -> float:
-    return sum(float(values[name].double().square().sum()) for name in names) ** 0.5
-
-
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("script", "argv"), ALL_SETTINGS)
-def test_fused_equals_v1_in_float32_and_is_as_near_to_it_in_bfloat16(script: str, argv: list[str]):
-    """bfloat16 has 8 bits: what counts is that fusing does not lose more of them than V1 loses."""
-    baseline = f"tiny_{model_of(script)}_v1"
-    exact, rounded = (outputs_loss_gradients(baseline, amp=amp) for amp in (False, True))
-    found, narrow = (outputs_loss_gradients(script, *argv, amp=amp) for amp in (False, True))
-    parameters = {name for name in exact if "." in name}
-    outputs = exact.keys() - parameters - {"loss"}
-    assert_same_gradients(*({n: side[n] for n in parameters} for side in (found, exact)), 1e-3)
-    for name in outputs | {"loss"}:
-        assert relative_difference(found[name], exact[name]) < 1e-4, name
-    assert relative_difference(narrow["loss"], exact["loss"]) < 0.05
-    for names in (parameters, *({name} for name in outputs)):
-        before, after = (
-            norm_of({n: side[n].double() - exact[n] for n in names}, names) / norm_of(exact, names)
-            for side in (rounded, narrow)
-        )
-        assert before > 0, "bfloat16 must be used"
-        assert after < 2 * before + 0.01, names
+def test_fusions_in_turn_are_right(script: str, argv: list[str], precision: str):
+    """By the limits of --verify-accuracy, of which no_wrong_gradient_passes shows that they are
+    close."""
+    module = load(script)
+    args = module.parse_args(["--device", "cuda", *argv, *PRECISIONS[precision]])
+    judged = judged_values(module, args)
+    assert {name: pair for name, pair in judged.items() if not pair[0] <= pair[1]} == {}
 
 
 @every_fused
@@ -118,10 +79,8 @@ def test_kernels_launches_and_memory_are_counted(script: str, tmp_path: Path):
     graph = run.summary["kernels"]
     assert graph["host_launches"] < 10 < eager["host_launches"]
     assert graph["per_step"] == pytest.approx(eager["per_step"], rel=0.02)
-    assert graph["all_off"] == eager["all_off"]
     assert "Average graph time: " in run.stdout
     assert "Average forward time: " not in run.stdout
-    assert {"data_ms", "graph_ms"} <= run.summary["timing"].keys()
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -228,10 +187,6 @@ def test_a_graph_follows_the_learning_rate_and_what_is_loaded(script: str, argv:
     assert len(set(curves["eager"])) == (9 if ours else 3)
 
 
-def two_passes(model: torch.nn.Module, ids: torch.Tensor) -> None:
-    (model(ids, ids) + model(ids.flip(1), ids)).backward()
-
-
 def micro_batches(model: torch.nn.Module, ids: torch.Tensor) -> None:
     model(ids, ids).backward()
     model(ids.flip(1), ids).backward()
@@ -273,9 +228,7 @@ def moments_after(backward: Callable, graph: bool, *argv: str) -> dict[str, torc
 
 
 @pytest.mark.parametrize("overlap", ["enable", "disable"])
-@pytest.mark.parametrize(
-    "backward", [two_passes, micro_batches, clipped], ids=lambda function: function.__name__
-)
+@pytest.mark.parametrize("backward", [micro_batches, clipped], ids=["micro_batches", "clipped"])
 def test_a_graph_of_another_loop_computes_what_its_steps_do(backward: Callable, overlap: str):
     eager = moments_after(backward, graph=False)
     graph = moments_after(backward, True, f"--{overlap}-overlap")

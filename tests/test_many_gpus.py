@@ -4,23 +4,25 @@ end when one fails.
 Here the processes are on the CPU and talk through gloo; on GPUs it is one each and NCCL or RCCL.
 """
 
+import gc
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import (
     ROOT,
     SCRIPT,
     arguments,
     assert_one_error,
     assert_same_gradients,
+    captured,
     command_line,
     gradients,
     load,
@@ -30,61 +32,6 @@ from conftest import (
 )
 
 BATCH = ["--batch-size", "2"]
-# Writes gradients, under their canonical names, as the process of rank 0 sees them, and the losses
-# of the steps that follow.
-STEPS = """
-import gc, sys, torch
-sys.path[:0] = [sys.argv[1]]
-from conftest import gradients, load
-script, steps, out, *argv = sys.argv[2:]
-module = load(script)
-args = module.parse_args(argv)
-module.join_processes(args)
-trainer = module.Trainer(args).build()
-trainer.forward(**trainer.next_batch()).backward()
-if trainer.average:
-    trainer.average()
-found = gradients(trainer.model)
-trainer.optimizer.zero_grad()
-losses = [float(trainer.step()) for _ in range(int(steps))]
-if module.RANK == 0:
-    torch.save((losses, found), out)
-del trainer
-# As main() does: what refers to the process group would keep its threads running into the exit.
-gc.collect()
-torch.distributed.destroy_process_group()
-"""
-# Takes steps of V4's optimizer in float16 by gradients of rank + 1, in the first one an infinity
-# of rank 1 among them; writes parameters and scale after each. The last parameter is frozen,
-# the one before it gets two gradients, which autograd adds up.
-INFINITY = """
-import sys, torch
-import torch.distributed as dist
-sys.path[:0] = [sys.argv[1]]
-from conftest import load
-module, out = load("tiny_llama_v4"), sys.argv[2]
-dist.init_process_group("gloo")
-rank, found = dist.get_rank(), []
-torch.manual_seed(rank)  # another start: rank 0's counts
-parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in ((33, 7), (5,), (64,), (3,))]
-parameters[3].requires_grad_(False)
-optimizer = module.FusedAdamW([parameters[:1], parameters[1:]], 1e-2, torch.float16)
-scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
-for step in range(3):
-    for p in parameters[:3]:
-        p.grad = scaler.scale(torch.full_like(p, rank + 1.0))
-    parameters[2].grad += scaler.scale(torch.ones(64))
-    if (step, rank) == (0, 1):
-        parameters[0].grad[3, 2] = torch.inf
-    before = [p.detach().clone() for p in parameters]
-    optimizer.average_gradients()
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-    found.append((before, [p.detach().clone() for p in parameters], scaler.get_scale()))
-torch.save(found, out + str(rank))
-dist.destroy_process_group()
-"""
 V4 = ("tiny_llama_v4", "tiny_openfold_v4")
 # Kernels run in Triton's interpreter, so the models are as small as can be; of TinyOpenFold's the
 # loss alone, which is a mean over the proteins of all processes.
@@ -96,63 +43,123 @@ SMALLEST = {
         " --disable-all-fusion --enable-loss-fusion --enable-fused-optimizer --enable-overlap"
     ),
 }
+UNFUSED = "--disable-all-fusion --enable-fused-optimizer"
+MODES = {  # of main(): script, arguments, what is printed
+    "comparison": (SCRIPT, "--compare-fusion --use-amp --num-layers 1", "all off   as chosen"),
+    # no step is taken there, so the gradients are averaged for it alone, without DDP
+    "accuracy": (V4[0], f"--verify-accuracy {UNFUSED}", "check: PASS"),
+}
 TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+# What two processes do that meet once, as that takes longest: this file is their program
+
+
+def losses_and_gradients(script: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of two steps, and the gradients of the third, under their canonical names."""
+    trainer = load(script).Trainer(parse(script, *BATCH, *SMALLEST[script])).build()
+    losses = [float(trainer.step()) for _ in range(2)]
+    trainer.forward(**trainer.next_batch()).backward()
+    if trainer.average:
+        trainer.average()
+    return losses, gradients(trainer.model)
+
+
+def steps_with_an_infinity() -> list[tuple]:
+    """Take steps of V4's optimizer in float16 by gradients of rank + 1, in the first one an
+    infinity of rank 1 among them; return parameters before and after each, and the scale.
+
+    The last parameter is frozen, the one before it gets two gradients, which autograd adds up.
+    """
+    rank, found = dist.get_rank(), []
+    torch.manual_seed(rank)  # another start: rank 0's counts
+    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in ((33, 7), (5,), (64,), (3,))]
+    parameters[3].requires_grad_(False)
+    groups = [parameters[:1], parameters[1:]]
+    optimizer = load(V4[0]).FusedAdamW(groups, 1e-2, torch.float16)
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+    for step in range(3):
+        for p in parameters[:3]:
+            p.grad = scaler.scale(torch.full_like(p, rank + 1.0))
+        parameters[2].grad += scaler.scale(torch.ones(64))
+        if (step, rank) == (0, 1):
+            parameters[0].grad[3, 2] = torch.inf
+        before = [p.detach().clone() for p in parameters]
+        optimizer.average_gradients()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found.append((before, [p.detach().clone() for p in parameters], scaler.get_scale()))
+    with pytest.raises(RuntimeError, match="call average_gradients before step"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="each parameter needs a gradient"):
+        optimizer.average_gradients()
+    return found
+
+
+def printed(script: str, argv: str, folder: Path) -> str:
+    """What main() prints that has met the other process before."""
+    module = load(script)
+    module.join_processes, os._exit = (lambda args: None), (lambda status: None)
+    steps = words("--num-steps 2 --warmup-steps 1")
+    argv = [*BATCH, *SMALLEST[script], *words(argv), *steps]
+    status, stdout, stderr = captured(module.main, arguments(script, folder, *argv))
+    assert status == 0, stderr
+    return stdout
+
+
+def two_processes(folder: Path) -> None:
+    dist.init_process_group("gloo")
+    found = {script: losses_and_gradients(script) for script in SMALLEST}
+    found["infinity"] = steps_with_an_infinity()
+    found |= {mode: printed(*given[:2], folder) for mode, given in MODES.items()}
+    torch.save(found, folder / f"rank{dist.get_rank()}")
+    gc.collect()  # what refers to the process group would keep its threads running into the exit
+    dist.destroy_process_group()
 
 
 def finished(command: list[str]) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
-def in_two_processes(program: str, directory: Path, *argv: str) -> None:
-    """Run a program of this file, which finds conftest in the first argument."""
-    path = directory / "program.py"
-    path.write_text(program)
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """What each of two processes found."""
+    folder = tmp_path_factory.mktemp("two")
     torchrun = words("-m torch.distributed.run --standalone --nproc-per-node=2")
-    done = finished([sys.executable, *torchrun, str(path), str(ROOT / "tests"), *argv])
+    done = finished([sys.executable, *torchrun, __file__, str(folder)])
     assert done.returncode == 0, done.stderr
+    return [torch.load(folder / f"rank{rank}") for rank in range(2)]
 
 
 @pytest.mark.parametrize("script", SMALLEST)
-def test_losses_and_gradients_are_those_of_one_process_on_the_global_batch(
-    script: str, tmp_path: Path
-):
-    small, found = [*BATCH, *SMALLEST[script]], tmp_path / "found.pt"
-    argv = [script, "2", str(found), *arguments(script, tmp_path, *small)]
-    in_two_processes(STEPS, tmp_path, *argv)
-    losses, theirs = torch.load(found)
-    trainer = load(script).Trainer(parse(script, *small)).build()
-    trainer.forward(**trainer.next_batch()).backward()
-    assert_same_gradients(theirs, gradients(trainer.model), limit=1e-5)
-    trainer.optimizer.zero_grad()
-    assert losses == pytest.approx([float(trainer.step()) for _ in losses], rel=1e-5)
+def test_losses_and_gradients_are_those_of_one_process_on_the_global_batch(script: str, found):
+    (losses, theirs), (expected, ours) = found[0][script], losses_and_gradients(script)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert_same_gradients(theirs, ours, limit=1e-5)
 
 
-def test_an_infinity_in_one_process_makes_all_skip_the_step(tmp_path: Path):
-    """Else they would train on with different weights and scales, and nothing would tell. So the
-    run ends, too, if a gradient is of one process alone, or not averaged."""
-    in_two_processes(INFINITY, tmp_path, str(tmp_path / "rank"))
-    found = [torch.load(tmp_path / f"rank{rank}") for rank in range(2)]
-    for (before, after, scale), (_, other, other_scale) in zip(*found, strict=True):
+def test_an_infinity_in_one_process_makes_all_skip_the_step(found):
+    """Else they would train on with different weights and scales, and nothing would tell."""
+    first, second = (of_rank["infinity"] for of_rank in found)
+    for (before, after, scale), (_, other, other_scale) in zip(first, second, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(after, other, strict=True))
         assert scale == other_scale == 256
         same = [torch.equal(a, b) for a, b in zip(before, after, strict=True)]
-        assert same == ([True] * 4 if before is found[0][0][0] else [False, False, False, True])
-    start, plain = found[0][0][0], found[0][1:]
-    theirs = [torch.nn.Parameter(p.clone()) for p in start[:3]]
+        assert same == ([True] * 4 if before is first[0][0] else [False, False, False, True])
+    theirs = [torch.nn.Parameter(p.clone()) for p in first[0][0][:3]]
     adamw = torch.optim.AdamW(theirs, 1e-2)
-    for _, after, _ in plain:
+    for _, after, _ in first[1:]:
         for p, mean in zip(theirs, (1.5, 1.5, 2.5), strict=True):
             p.grad = torch.full_like(p, mean)
         adamw.step()
         for p, own in zip(theirs, after, strict=False):
             assert torch.allclose(p, own, atol=1e-6)
 
-    for right, wrong, said in (
-        ("[:3]:", "[:1] + parameters[1 + rank : 3]:", "each parameter needs a gradient"),
-        ("    optimizer.average_gradients()\n", "", "call average_gradients before step"),
-    ):
-        with pytest.raises(AssertionError, match=said):
-            in_two_processes(INFINITY.replace(right, wrong), tmp_path, str(tmp_path / "rank"))
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_processes_have_the_mode(mode: str, found):
+    assert MODES[mode][2] in found[0][mode]
 
 
 def test_two_processes_report_what_one_process_would(tmp_path: Path, run):
@@ -182,69 +189,23 @@ def test_the_first_process_alone_writes_the_result(tmp_path: Path, monkeypatch):
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize(
-    ("script", "argv", "line"),
-    [
-        (SCRIPT, "--compare-fusion --use-amp --num-layers 1", "all off   as chosen"),
-        # no step is taken there, so the gradients are averaged for it alone, without DDP
-        (V4[0], "--verify-accuracy --disable-all-fusion --enable-fused-optimizer", "check: PASS"),
-    ],
-    ids=["comparison", "accuracy"],
-)
-def test_two_processes_with(script: str, argv: str, line: str, tmp_path: Path):
-    argv = [*words(argv), *words("--num-gpus 2 --num-steps 2 --warmup-steps 1")]
-    done = finished(command_line(script, tmp_path, *BATCH, *SMALLEST[script], *argv))
-    assert done.returncode == 0, done.stderr
-    assert line in done.stdout
-
-
-# How a run ends
-
-
-def processes_of(directory: Path) -> dict[int, int]:
-    """Rank of each process that works on this directory, by process id; the launcher is rank -1."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if str(directory).encode() not in (path / "cmdline").read_bytes():
-                continue
-            rank = re.search(rb"(?:^|\0)RANK=(\d+)", (path / "environ").read_bytes())
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        found[int(path.name)] = int(rank[1]) if rank else -1
-    return found
-
-
-@pytest.fixture
-def long_run(tmp_path: Path) -> Iterator[subprocess.Popen]:
-    """A run of two processes that is in the middle of its steps."""
+def test_a_run_of_which_one_process_is_killed_ends(tmp_path: Path):
     argv = words("--num-gpus 2 --num-steps 1000000 --warmup-steps 2 --log-interval 10")
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    launcher = subprocess.Popen(command_line(SCRIPT, tmp_path / "two", *BATCH, *argv), **pipes)
-    for line in launcher.stderr:
-        if line.startswith("step"):
-            break
-    yield launcher
-    for pid in processes_of(tmp_path / "two"):
-        os.kill(pid, signal.SIGKILL)
-    launcher.kill()
-    launcher.wait()
-
-
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
-def test_a_run_ends_with_all_its_processes(
-    sent: signal.Signals, long_run: subprocess.Popen, tmp_path: Path
-):
-    """One that is killed is named by torchrun; Ctrl-C goes to the first."""
-    ranks = {rank: pid for pid, rank in processes_of(tmp_path / "two").items()}
-    os.kill(ranks[1] if sent == signal.SIGKILL else long_run.pid, sent)
-    stderr = long_run.stderr.read()  # communicate() would lose what was read ahead
-    assert long_run.wait(timeout=60) not in (0, None)
-    cause = stderr.partition("Root Cause")[2]
-    named = re.search(r"rank\s*: 1 ", cause) and "SIGKILL" in cause
-    assert named if sent == signal.SIGKILL else "interrupted" in stderr, stderr
-    assert processes_of(tmp_path / "two") == {}
-    assert summary_in(tmp_path / "two")["status"] == "failed"
+    launcher = subprocess.Popen(command_line(SCRIPT, tmp_path, *BATCH, *argv), **pipes)
+    while not launcher.stderr.readline().startswith("step"):
+        assert launcher.poll() is None
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    try:
+        stderr = launcher.stderr.read()  # communicate() would lose what was read ahead
+        assert launcher.wait(timeout=60) not in (0, None)
+        cause = stderr.partition("Root Cause")[2]
+        assert re.search(r"rank\s*: 1 ", cause) and "SIGKILL" in cause, stderr
+        assert summary_in(tmp_path)["status"] == "failed"
+        assert not [pid for pid in children if Path("/proc", pid).exists()]
+    finally:
+        launcher.kill()
 
 
 # How many processes, and what each takes
@@ -261,29 +222,25 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
     return found
 
 
-REFUSED = [  # arguments, environment, exit status, what is said
-    ("--num-gpus 4 --batch-size 6", {}, 2, "--batch-size must divide by 4 GPUs"),
-    ("--num-gpus 2", TWO | {"WORLD_SIZE": "3"}, 2, "WORLD_SIZE 3 and --num-gpus 2 do not fit"),
-    ("", {"RANK": "1"}, 2, "RANK 1, WORLD_SIZE 1"),
-    ("", TWO | {"RANK": "2"}, 2, "RANK 2, WORLD_SIZE 2"),
-    ("", {"RANK": "0", "WORLD_SIZE": "2"}, 2, "MASTER_ADDR"),
-    pytest.param(
-        *("--num-gpus 2 --device auto", {}, 4, "2 GPUs wanted, PyTorch finds 0"),
-        marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
-    ),
+REFUSED = [  # arguments, environment, what is said
+    ("--num-gpus 4 --batch-size 6", {}, "--batch-size must divide by 4 GPUs"),
+    ("--num-gpus 2", TWO | {"WORLD_SIZE": "3"}, "WORLD_SIZE 3 and --num-gpus 2 do not fit"),
+    ("", {"RANK": "1"}, "RANK 1, WORLD_SIZE 1"),
+    ("", TWO | {"RANK": "2"}, "RANK 2, WORLD_SIZE 2"),
+    ("", {"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
 ]
 
 
-@pytest.mark.parametrize(("argv", "environment", "status", "said"), REFUSED)
+@pytest.mark.parametrize(("argv", "environment", "said"), REFUSED)
 def test_what_cannot_be_is_refused_before_anything_starts(
-    argv: str, environment: dict, status: int, said: str, run, monkeypatch
+    argv: str, environment: dict, said: str, run, monkeypatch
 ):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     for name in environment.keys() & {"RANK", "WORLD_SIZE"}:
         monkeypatch.setattr(load(SCRIPT), name, int(environment[name]))
     result = run(SCRIPT, *words(argv))
-    assert_one_error(result, status, said)
+    assert_one_error(result, 2, said)
     assert not result.directory.exists()
 
 
@@ -319,9 +276,6 @@ def test_a_process_takes_the_gpu_that_it_sees(count: int, answer: int, gpus, mon
     with pytest.raises(ZeroDivisionError):  # there is nobody to meet
         module.join_processes(module.parse_args([]))
     assert taken == [answer]
-
-
-# The step as a graph
 
 
 @pytest.mark.parametrize(("version", "argv"), [(2, ["--enable-cuda-graph"]), (4, [])])
@@ -361,3 +315,7 @@ def test_a_graph_of_two_gpus_trains_as_eager_steps_do(script: str, tmp_path: Pat
     assert curves["graph"] == curves["eager"]
     assert curves["graph"] == pytest.approx(curves["one"], rel=1e-4)
     assert curves["graph"] == pytest.approx(curves["DDP"], rel=1e-4)
+
+
+if __name__ == "__main__":
+    two_processes(Path(sys.argv[1]))

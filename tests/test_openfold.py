@@ -150,17 +150,18 @@ def padded(batch: dict[str, Tensor], depth: int, length: int) -> dict[str, Tenso
     return found | {name: mask.expand(size[0], -1) for name, mask in there.items()}
 
 
-# Triton's kernels run in Python
+# Triton's kernels run in Python; V4 has those of V3 that a mask is given to
 NARROW = words("--msa-dim 16 --num-heads-msa 1 --pair-dim 16 --num-heads-pair 1 --batch-size 1")
+NARROW += words("--num-seqs 2 --seq-len 4")
 
 
-@pytest.mark.parametrize("version", [1, 2, 3, 4])
+@pytest.mark.parametrize("version", [1, 2, 4])
 def test_padding_changes_neither_loss_nor_outputs_nor_gradients(version: int):
     script, argv = f"tiny_openfold_v{version}", NARROW if version > 2 else []
     double, limit = version < 3, 1e-9 if version < 3 else 1e-4
     batch = batches(script, *SIZES, *argv).next_batch()
-    sides = []
-    for inputs in (batch, padded(batch, S + 2, N + 3)):
+    sides, (_, depth, length) = [], batch["tokens"].shape
+    for inputs in (batch, padded(batch, depth + 1, length + 3)):
         model = with_random_weights(script, *argv)
         if double:
             model = model.double()
@@ -173,17 +174,18 @@ def test_padding_changes_neither_loss_nor_outputs_nor_gradients(version: int):
         sides.append((outputs, loss, gradients(model)))
     (expected, loss, wanted), (found, again, same) = sides
     assert relative_difference(again, loss) < limit
-    assert relative_difference(found["masked_msa"][:, :S, :N], expected["masked_msa"]) < limit
-    assert relative_difference(found["distogram"][:, :N, :N], expected["distogram"]) < limit
+    of_msa, of_pairs = found["masked_msa"], found["distogram"]
+    assert relative_difference(of_msa[:, :depth, :length], expected["masked_msa"]) < limit
+    assert relative_difference(of_pairs[:, :length, :length], expected["distogram"]) < limit
     assert_same_gradients(same, wanted, limit)
 
 
 # Activation checkpointing
 
-TWO_BLOCKS = [*NARROW, *words("--num-blocks 2 --num-seqs 2 --seq-len 4")]
+TWO_BLOCKS = [*NARROW, "--num-blocks", "2"]
 
 
-@pytest.mark.parametrize(("version", "amp"), [(1, False), (2, True), (3, True), (4, True)])
+@pytest.mark.parametrize(("version", "amp"), [(1, False), (2, True), (4, True)])
 def test_checkpointed_blocks_run_again_one_by_one_and_change_no_bit(version: int, amp: bool):
     script, results = f"tiny_openfold_v{version}", []
     for more in ([], ["--checkpoint-blocks"]):

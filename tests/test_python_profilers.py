@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,21 +70,15 @@ def test_profiler_tables_agree_and_a_report_lists_no_files_of_an_earlier_run(tmp
     for parts in (profile["categories"], profile["phases"]):
         assert sum(part["percent"] for part in parts.values()) == pytest.approx(100)
         assert 3e6 * sum(part["ms_per_step"] for part in parts.values()) == pytest.approx(total)
-        launched = 3 * sum(part["kernels_per_step"] for part in parts.values())
-        assert launched == sum(row.calls for row in rows)
     for name, part in profile["categories"].items():
         members = [row for row in rows if kernels.category(row.name) == name]
-        assert part["percent"] == pytest.approx(sum(row.percentage for row in members))
+        assert 3 * part["kernels_per_step"] == sum(row.calls for row in members)
         assert f"| {name} " in result.stdout
     lines = read_rows(tmp_path / f"{script}_phases.csv")
-    phases = {row["phase"]: float(row["percent"]) for row in lines}
-    assert phases == {name: part["percent"] for name, part in profile["phases"].items()}
-    assert list(phases)[:4] == ["data", "forward", "backward", "optimizer"]
-    assert phases.get("outside", 0) < 5  # between two steps there is next to nothing
+    assert [row["phase"] for row in lines][:4] == ["data", "forward", "backward", "optimizer"]
     operators = {row["name"]: row for row in read_rows(tmp_path / f"{script}_operators.csv")}
     assert sum(int(row["self_ns"]) for row in operators.values()) == total
     assert int(operators["aten::_fused_adamw_"]["calls"]) == 3
-    assert "aten::mm" in (tmp_path / f"{script}_kernels.txt").read_text()
 
     report = (tmp_path / f"{script}_report.md").read_text()
     assert f"Average batch time: {summary['timing']['batch_ms']:.1f} ms" in report
@@ -117,26 +110,14 @@ def test_files_of_an_earlier_run_are_not_taken_for_those_of_this_one(tmp_path: P
 
 
 @BOTH_TOOLS
-def test_what_is_missing_in_the_way_or_interrupted_is_one_line(
-    tmp_path: Path, tool, monkeypatch, capfd: pytest.CaptureFixture
-):
+def test_what_is_missing_or_in_the_way_is_one_line(tmp_path: Path, tool, monkeypatch):
     other, text = tmp_path / "other_v1.py", (ROOT / "tiny_llama_v1.py").read_text()
     other.write_text(text.replace("import numpy", "import no_such_package, numpy"))
     assert_one_error(run_tool(tool, tmp_path, "--script", str(other)), 4, "no_such_package")
-    result = run_tool(tool, other, *tiny("tiny_llama_v2", *QUICK))
-    said = result.stderr + capfd.readouterr().err  # of the tool, of the script
-    assert_one_error(replace(result, stderr=said), 2, "other_v1.py")
-    with monkeypatch.context() as here:  # a script is found here first, and not run to look at it
-        here.chdir(tmp_path)
-        (tmp_path / "tiny_llama_v1.py").write_text("raise SystemExit('was run')\n")
-        found = run_tool(tool, tmp_path, "--script", "tiny_llama_v1.py")
-        assert_one_error(found, 2, "build_parser")
-
-    def interrupt(*unused):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(tool, "script_arguments", interrupt)
-    assert_one_error(run_tool(tool, tmp_path, *tiny("tiny_llama_v2")), 130, "interrupted")
+    monkeypatch.chdir(tmp_path)  # a script is found here first, and not run to look at it
+    (tmp_path / "tiny_llama_v1.py").write_text("raise SystemExit('was run')\n")
+    found = run_tool(tool, tmp_path, "--script", "tiny_llama_v1.py")
+    assert_one_error(found, 2, "build_parser")
 
 
 # --- run_deepspeed_flops.py
@@ -159,18 +140,15 @@ def flops_by_hand(rows: dict[str, dict]) -> None:
     assert rows["layers.*.self_attn"]["blocks"] == layers
 
 
-@pytest.mark.parametrize("script", ["tiny_openfold_v2", "tiny_llama_v3"])
-def test_flops_are_those_of_torch_and_of_the_harness(tmp_path: Path, script: str, no_deepspeed):
-    off = ["--disable-all-fusion"]
-    result = run_tool(flops_tool, tmp_path, *tiny(script, *off))
+def test_flops_of_modules(tmp_path: Path, no_deepspeed):
+    script = "tiny_llama_v2"
+    result = run_tool(flops_tool, tmp_path, *tiny(script, "--disable-all-fusion"))
     assert result.status == 0, result.stderr
     found = json.loads((tmp_path / f"{script}_flops.json").read_text())
-    model = build(script, *off)
+    model = build(script)
     with FlopCounterMode(display=False) as counter:
-        loss = model(**batches(script, *off).next_batch())
-        forward = counter.get_total_flops()
-        loss.backward()
-    assert found["forward_flop"] == forward == sum(row["flop"] for row in found["modules"])
+        model(**batches(script).next_batch()).backward()
+    assert found["forward_flop"] == sum(row["flop"] for row in found["modules"])
     assert found["forward_backward_flop"] == counter.get_total_flops()
     assert sum(row["share_percent"] for row in found["modules"]) == pytest.approx(100)
     parameters = sum(p.numel() for p in model.parameters())
@@ -180,8 +158,7 @@ def test_flops_are_those_of_torch_and_of_the_harness(tmp_path: Path, script: str
     assert "FLOPs counted by torch.utils.flop_counter (DeepSpeed" in result.stdout
     (file,) = re.findall(r"requirements-\S+\.txt", result.stdout)
     assert (ROOT / file).is_file()
-    if model_of(script) == "llama":
-        flops_by_hand(dict(zip(names, found["modules"], strict=True)))
+    flops_by_hand(dict(zip(names, found["modules"], strict=True)))
 
 
 def test_what_hides_flops_is_said_and_too_large_a_run_is_status_3(
@@ -197,13 +174,6 @@ def test_what_hides_flops_is_said_and_too_large_a_run_is_status_3(
 
     monkeypatch.setattr(flops_tool, "count_modules", fail)
     assert_one_error(run_tool(flops_tool, tmp_path, *tiny("tiny_llama_v2")), 3, "--batch-size")
-
-
-MODULE_TRACE = [
-    event("user_annotation", roofline.WHOLE, 0, 160),
-    event("user_annotation", "layers.0.mlp", 5, 20),
-    event("user_annotation", "layers.1.mlp", 40, 10),
-]
 
 
 class Small(nn.Module):
@@ -248,14 +218,15 @@ def test_bytes_in_memory_of_each_module_by_hand():
 
 def test_a_module_takes_the_time_of_its_kernels_or_without_a_gpu_of_its_range():
     kinds = {f"layers.{n}.mlp": "layers.*.mlp" for n in (0, 1)} | {roofline.WHOLE: "model (rest)"}
-    found = roofline.times_in_ranges(MODULE_TRACE + GPU_TRACE, kinds)
+    ranges = (roofline.WHOLE, 0, 160), ("layers.0.mlp", 5, 20), ("layers.1.mlp", 40, 10)
+    trace = [event("user_annotation", *place) for place in ranges]
+    found = roofline.times_in_ranges(trace + GPU_TRACE, kinds)
     assert found == {"layers.*.mlp": 0.008, "model (rest)": pytest.approx(0.0115)}
-    found = roofline.times_in_ranges(MODULE_TRACE, kinds)
+    found = roofline.times_in_ranges(trace, kinds)
     assert found == pytest.approx({"layers.*.mlp": 0.02 + 0.01, "model (rest)": 0.16 - 0.03})
 
 
 def test_roofline(tmp_path: Path, no_deepspeed):
-    pytest.importorskip("matplotlib")
     script = "tiny_llama_v2"
     result = run_tool(flops_tool, tmp_path, *tiny(script, "--generate-roofline", "--use-amp"))
     assert result.status == 0, result.stderr

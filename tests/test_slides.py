@@ -2,7 +2,6 @@
 the back row."""
 
 import io
-import math
 import re
 import shlex
 import zipfile
@@ -45,23 +44,9 @@ def test_the_committed_deck_is_what_its_markdown_and_the_results_give(path):
     )
 
 
-def height_of(frame, width: float) -> float:
-    """Inches that a text needs in a box of this width."""
-    tall = 0.0
-    for paragraph in frame.paragraphs:
-        size = max((run.font.size.pt for run in paragraph.runs), default=0)
-        code = all(run.font.name == build.CODE_FONT for run in paragraph.runs)
-        words = "".join(run.text for run in paragraph.runs)
-        wide = 0.6 * len(words) * size / 72 if code else build.text_width(words, size)
-        rows = math.ceil(wide / width) if size else 0
-        assert rows <= 1 or not code, words  # code is never folded
-        tall += rows * 1.15 * size / 72
-    return tall
-
-
 def test_a_slide_is_read_from_the_back_row(path):
-    """Nothing is below 18 points, text fits its box, boxes fit the slide, and half the slides have
-    a figure or chart; the story is on each, and notes say what to say, ask and expect."""
+    """Nothing is below 18 points, boxes fit the slide (texts their boxes: build.py sees to it), and
+    half the slides have a figure or chart; the story is on each, and notes say what to say."""
     slides, figures = [*Presentation(io.BytesIO(fresh(path))).slides], 0
     for slide in slides:
         title, frames, sizes = slide.shapes.title.text, [], []
@@ -73,8 +58,6 @@ def test_a_slide_is_read_from_the_back_row(path):
             figures += shape.has_chart or picture
             if shape.has_text_frame:
                 frames.append(shape.text_frame)
-                tall = height_of(shape.text_frame, shape.width.inches)
-                assert tall <= shape.height.inches + 0.02, shape.text_frame.text
             elif shape.has_table:
                 frames += [cell.text_frame for cell in shape.table.iter_cells()]
             elif shape.has_chart:
@@ -110,15 +93,8 @@ def test_commands_on_slides_and_in_notes_are_accepted(path):
         ("```code\ntiny_llama_v1.py SwiGLU.back\n```", "tiny_llama_v1.py: no function SwiGLU.back"),
         ("```code\ntiny_llama_v1.py Trainer.compute\n```", "more than 9 lines"),
         ("- {llama: small, bf16: V9, ms}", "llama: no table there"),
-        ("- {headline: tiny_llama, small, fp32: eager V1, MB}", "small, fp32 has no eager V1, MB"),
-        (
-            f"```columns share\nrows: GEMM = {'x' * 120}\ncolumns: share = x; tiny_llama_v1\n```",
-            "too long below its columns",
-        ),
         ("- {results/h100/none.json: rounds: d}", "none.json: No such file"),
-        ("- {results/h100/fastest.json: turns: d}", "fastest.json: no turns"),
         ("![](../docs/figures/none.svg)", "no figure is called none"),
-        ("![](../docs/figures/versions.svg)", "versions has no view slide"),
         ("![](../docs/figures/trunk.svg)\n\n- a\n- b\n- c", "its text would have"),
         ("\n".join(["- too long"] * 20), "inches too many"),
     ],

@@ -10,37 +10,36 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import captured, load, words
+from conftest import call, load, table_of, words
 
 from analysis_tools import benchmark_suite, fusion_ablation_study, optimize_batch_size
-from lab import study
+from lab import study, turns
 from lab.cli import ToolError
-from lab.turns import (
-    Turns,
-    all_measured,
-    compare_in_turns,
-    in_turns,
-    spread,
-)
+from lab.turns import Turns, all_measured, compare_in_turns, in_turns, spread
 
 SMALL = words(
     "--hidden-dim 32 --num-layers 1 --num-heads 2 --seq-len 8 --batch-size 2 --vocab-size 50"
-    " --device cpu"
+    " --device cpu --warmup-steps 1"
 )
 GAINS = {"qkv-fusion": 1.25, "flash-attention": 2.0, "swiglu-fusion": 1.1}
+
+
+@pytest.fixture(autouse=True)
+def short_turns(monkeypatch):
+    monkeypatch.setattr(turns, "TURN_MS", 1)
 
 
 # lab/turns.py, and studies that go on where they were interrupted
 
 
-def fails_where(when, monkeypatch, script: str, error: type[Exception] = MemoryError) -> None:
-    """The script's model cannot be built where `when(args)` says so."""
+def fails_where(when, monkeypatch, script: str) -> None:
+    """The script's model does not fit into memory where `when(args)` says so."""
     module = load(script)
     build = module.build_model
 
     def build_or_fail(args, device):
         if when(args):
-            raise error("no room")
+            raise MemoryError("no room")
         return build(args, device)
 
     monkeypatch.setattr(module, "build_model", build_or_fail)
@@ -64,25 +63,20 @@ def test_a_side_that_fails_is_a_row_and_the_others_go_on(monkeypatch):
 def test_each_turn_has_the_settings_of_its_own_side(monkeypatch):
     """Block sizes and the precision of products hold for the process: parsing or measuring
     another side took them."""
-    script, seen = load("tiny_llama_v3"), {"small": [], "large": []}
-    step = script.Trainer.step
+    script, seen = load("tiny_llama_v3"), {"16": set(), "32": set()}
 
-    def watched(trainer):
+    def settings(trainer) -> torch.Tensor:
         blocks = script.blocks("attention_forward")["BLOCK_M"]
-        seen["small" if "16" in trainer.args.blocks else "large"].append(
-            (blocks, torch.get_float32_matmul_precision())
-        )
-        return step(trainer)
+        seen[trainer.args.blocks[-2:]].add((blocks, torch.get_float32_matmul_precision()))
+        return torch.zeros(())
 
-    monkeypatch.setattr(script.Trainer, "step", watched)
-    blocks = "--disable-all-fusion --enable-triton-attention --blocks attention_forward:BLOCK_M="
+    monkeypatch.setattr(script.Trainer, "step", settings)
     sides = {
-        "small": ("tiny_llama_v3", [*SMALL, *words(f"{blocks}16 --matmul-precision high")]),
-        "large": ("tiny_llama_v3", [*SMALL, *words(f"{blocks}32")]),
+        m: ("tiny_llama_v3", [*SMALL, *words(f"--blocks attention_forward:BLOCK_M={m} {more}")])
+        for m, more in ((16, "--matmul-precision high"), (32, ""))
     }
-    in_turns(sides, 2)
-    assert set(seen["small"]) == {(16, "high")}
-    assert set(seen["large"]) == {(32, "highest")}
+    in_turns(sides, 2, counted=False)
+    assert seen == {"16": {(16, "high")}, "32": {(32, "highest")}}
 
 
 def test_functions_take_turns_in_changing_order():
@@ -103,14 +97,14 @@ def test_functions_take_turns_in_changing_order():
     ],
 )
 def test_a_comparison_says_how_wide_its_turns_lie_apart(after, said):
-    turns = Turns({"before": [10.0] * len(after), "after": after})
-    first, _, verdict = str(turns).splitlines()
+    found = Turns({"before": [10.0] * len(after), "after": after})
+    first, _, verdict = str(found).splitlines()
     assert first == "before: 10 ms"
     assert "2.00x as fast as before: " in verdict
     assert said in verdict
-    assert turns.us["after"][0] == 5000
+    assert found.us["after"][0] == 5000
     agree = "(all turns agree)" in said  # a table then says no more
-    assert spread(turns.ratios("after")).count(",") == (not agree)
+    assert spread(found.ratios("after")).count(",") == (not agree)
 
 
 def counting(done: list[int], fails_at: int = -1) -> Iterable[tuple[dict, Callable[[], dict]]]:
@@ -144,17 +138,8 @@ def test_a_study_goes_on_where_it_was_interrupted(tmp_path, capsys):
 # The tools
 
 
-def call(tool, *argv: object) -> tuple[int, str, str]:
-    """Status, stdout and stderr of a tool, without its note on which script it takes."""
-    status, out, err = captured(tool.main, [str(word) for word in argv])
-    lines = [line for line in err.splitlines(True) if "no --script is given" not in line]
-    return status, out, "".join(lines)
-
-
-def table_of(text: str) -> list[list[str]]:
-    """The cells of the first Markdown table, without its header."""
-    lines = text.strip().split("\n\n")[1].splitlines()[2:]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+def cells(row: dict[str, str]) -> list[str]:
+    return [*row.values()]
 
 
 def made_up(names: list[str], together: float) -> list[dict]:
@@ -241,24 +226,13 @@ def steady(monkeypatch):
         monkeypatch.setattr(script, "memory_of_a_step", lambda trainer: [(0.0, 1e7)])
 
 
-def test_an_ablation_has_the_effect_of_each_fusion(steady, monkeypatch, tmp_path):
-    """The groups and sums below are those of three fusions."""
+def test_an_ablation_has_the_effect_of_each_fusion(steady, tmp_path):
     path = tmp_path / "study.json"
-    argv = [
-        "--script",
-        "tiny_llama_v2.py",
-        *SMALL,
-        "--all-combinations",
-        "--group-size",
-        "4",
-        "--rounds",
-        "5",
-        "--output",
-        path,
-    ]
+    argv = ["--script", "tiny_llama_v2.py", *SMALL, "--all-combinations"]
+    argv += [*words("--group-size 4 --rounds 5 --output"), path]
     status, out, err = call(fusion_ablation_study, *argv)
     assert (status, "6 of 6" in err) == (0, True)
-    rows = {row[0]: row for row in table_of(out)}
+    rows = {row[0]: row for row in map(cells, table_of(out))}
     assert (len(rows), rows["all but swiglu-fusion"][-2]) == (9, "2.50x")
     assert "fp32: all again was within 0.0 % of all" in out
     assert call(fusion_ablation_study, "--table", path)[1] == out
@@ -276,7 +250,7 @@ def test_the_suite_compares_the_models_of_each_cell(steady, monkeypatch, tmp_pat
     argv += [tmp_path / "suite.json"]
     status, out, _ = call(benchmark_suite, *argv)
     assert status == 0
-    first, second, third, fourth = table_of(out)
+    first, second, third, fourth = map(cells, table_of(out))
     assert first[:3] == ["2", "8", "v1"]
     assert (first[3], second[3], *second[6:8]) == ("83.3", "229.2", "2.75x", "2.75x to 2.75x")
     assert second[10:] == ["5.0000", "+2.5e-01"]
@@ -312,18 +286,11 @@ def test_the_search_doubles_and_then_halves_the_gap():
 def test_the_best_batch_size_is_below_the_limit(steady, monkeypatch, tmp_path):
     fails_where(lambda args: args.batch_size > 4, monkeypatch, "tiny_llama_v2")
     at, path = SMALL.index("--batch-size"), tmp_path / "search.json"
-    argv = [
-        "--script",
-        "tiny_llama_v2.py",
-        *SMALL[:at],
-        *SMALL[at + 2 :],
-        "--rounds",
-        "2",
-        "--output",
-    ]
+    argv = ["--script", "tiny_llama_v2.py", *SMALL[:at], *SMALL[at + 2 :]]
+    argv += words("--rounds 2 --output")
     status, out, err = call(optimize_batch_size, *argv, path)
     assert status == 0, err
-    rows = table_of(out)
+    rows = [*map(cells, table_of(out))]
     assert [row[0] for row in rows] == ["1", "2", "4", "5", "6", "8"]
     assert [row[1] for row in rows[2:]] == ["523.8", *["out of memory"] * 3]
     assert "Best for throughput: batch size 4" in out

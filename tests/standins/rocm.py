@@ -62,7 +62,7 @@ OPTIONS = {
     "rocprof-compute profile": "-n/--name= --no-roof --roof-only --device= "
     + ("--output-directory=" if PASSES else "-p/--path= --kernel-names"),
     "rocprof-compute analyze": "-p/--path= --list-stats -d/--dispatch=+",
-    "rocpd convert": "-i/--input=+ -f/--output-format=+csv,pftrace,otf2 -d/--output-path="
+    "rocpd convert": "-i/--input=+ -f/--output-format=+csv,pftrace -d/--output-path="
     " -o/--output-file=",
     "rocpd summary": "-i/--input=+ --region-categories=+",
 }
@@ -216,8 +216,7 @@ def rocprof_sys(args: argparse.Namespace) -> int:
     status, pid = run_application(args.application)
     if writes():
         place, prefix = [*(args.output or ["rocprof-sys-output"]), ""][:2]
-        if os.environ.get("ROCPROFSYS_TIME_OUTPUT", "ON") == "ON":
-            place += "/2026-01-31_12.00"
+        place += "/2026-01-31_12.00"
         if args.trace:
             write(f"{place}/{prefix}perfetto-trace-{pid}.proto", "" if FAIL else "perfetto")
         names = {"wall_clock": args.profile, "sampling_wall_clock": args.sample is not None}
