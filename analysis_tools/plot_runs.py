@@ -105,6 +105,15 @@ def table(points: Points, label: str, what: Quantity) -> str:
     return render(columns, sorted(set().union(*points.values())))
 
 
+def apart(places: set[float]) -> list[float]:
+    """Those whose labels have room beside one another, the lowest first."""
+    kept: list[float] = []
+    for place in sorted(places):
+        if not kept or place - kept[-1] >= 0.04 * (max(places) - min(places)):
+            kept.append(place)
+    return kept
+
+
 def draw(path: Path, points: Points, label: str, what: Quantity) -> None:
     """The picture; out-of-memory runs are crosses at its top."""
     figure, axes = drawing().subplots(figsize=(8, 5), layout="constrained")
@@ -116,11 +125,11 @@ def draw(path: Path, points: Points, label: str, what: Quantity) -> None:
             style = {"color": line.get_color(), "transform": axes.get_xaxis_transform()}
             heights = [0.98 - 0.04 * number] * len(gone)
             axes.plot(gone, heights, "x", **style, label=f"{name}: out of memory")
-    axes.set_xticks(sorted(set().union(*points.values())))  # linear growth is a straight line
+    axes.set_xticks(apart(set().union(*points.values())))  # linear growth is a straight line
     axes.set_ylim(0, 1.15 * axes.get_ylim()[1])  # room for the crosses
     runs = (run for mine in points.values() for run in mine.values())
     titles = dict.fromkeys(records.described(run.result) for run in runs)
-    axes.set_title("; ".join(titles), fontsize="medium")
+    axes.set_title("\n".join(titles), fontsize="medium")
     axes.set(xlabel=label, ylabel=what.axis)
     axes.grid(alpha=0.3)
     axes.legend()

@@ -152,7 +152,7 @@ class Session:
         block.status, block.log = INTERRUPTED, f"line_{block.line:04}.log"
         start = time.perf_counter()
         try:
-            block.exit_status = self.run_bash(file, self.logs / block.log)
+            block.exit_status = self.run_bash(block, file)
         finally:
             block.seconds = time.perf_counter() - start
         output = (self.logs / block.log).read_text(errors="replace")
@@ -166,9 +166,10 @@ class Session:
         else:
             block.status = OK
 
-    def run_bash(self, file: Path, log: Path) -> int:
-        """Run a file in a process group of its own, of which nothing is left; returns the
+    def run_bash(self, block: Block, file: Path) -> int:
+        """Run a block's file in a process group of its own, of which nothing is left; returns the
         status."""
+        log = self.logs / block.log
         with log.open("wb") as output:
             process = subprocess.Popen(
                 ["bash", "-e", str(file)],
@@ -182,6 +183,8 @@ class Session:
         try:
             if self.show:
                 show_output(process, log)
+            elif sys.stdout.isatty():
+                show_seconds(process, block)
             return process.wait()
         except KeyboardInterrupt:
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -209,6 +212,17 @@ def show_output(process: subprocess.Popen, log: Path) -> None:
                 time.sleep(0.1)
 
 
+def show_seconds(process: subprocess.Popen, block: Block) -> None:
+    """A line with the seconds that a block has taken, which `report` writes over in the end."""
+    start = time.perf_counter()
+    while process.poll() is None:
+        seconds = time.perf_counter() - start
+        line = f"  line {block.line:4}  {'runs':13}  {seconds:7.0f} s  {block}"
+        print(line[: shutil.get_terminal_size().columns - 1], end="\r", flush=True)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(1)
+
+
 def make_environment(files: Path, args: argparse.Namespace) -> dict[str, str]:
     """That of the blocks: this interpreter is `python`; its programs and the stand-ins are on
     PATH."""
@@ -226,15 +240,6 @@ def make_environment(files: Path, args: argparse.Namespace) -> dict[str, str]:
     environment = {**os.environ, "PATH": os.pathsep.join(map(str, places)), "PYTHONUNBUFFERED": "1"}
     environment.pop("PYTHON", None)  # the wrappers would prefer it to python3
     return environment
-
-
-def announce(block: Block, show: bool) -> None:
-    """Say what begins: all commands with --show, else a line that `report` writes over."""
-    if show:
-        print(f"\n{block.text}", end="", flush=True)
-    elif sys.stdout.isatty():
-        line = f"  line {block.line:4}  {'runs':13}  {'':9}  {block}"
-        print(line[: shutil.get_terminal_size().columns - 1], end="\r", flush=True)
 
 
 def report(block: Block, logs: Path) -> None:
@@ -266,7 +271,8 @@ def run_blocks(args: argparse.Namespace, blocks: list[Block], session: Session) 
             elif skipped == (block.exercise, block.section):
                 block.status, block.remark = SKIPPED, "follows a block that was skipped"
             else:
-                announce(block, args.show)
+                if args.show:
+                    print(f"\n{block.text}", end="", flush=True)
                 session.run(block)
         finally:
             summary = {"sheet": str(args.sheet), "blocks": [asdict(block) for block in blocks]}

@@ -2,7 +2,7 @@
 """Time a prediction: the forward pass alone, without gradients, of each version at several sizes.
 
 The versions take turns, on a GPU as graphs. V1 is the model with nothing fused. Memory is what a
-pass takes at its peak beyond weights and input; on a CPU it is not measured.
+pass takes at its peak beyond weights and input.
 
 Examples:
   python exercises/tiny_openfold_v2/forward_only.py --sizes 16x4,32x8 --num-blocks 2
@@ -14,12 +14,20 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import _path
+
+# otherwise the profiler writes lines of its own on stderr
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
 import torch
 from torch import Tensor
 
@@ -36,7 +44,7 @@ from lab.study import (
     measure_study,
     study_asked_for,
 )
-from lab.turns import graph_of, named, parse_quiet
+from lab.turns import graph_of, named, parse_quiet, ratios, spread
 
 PROG = Path(__file__).name
 SCRIPTS = {f"V{n}": f"tiny_openfold_v{n}.py" for n in (1, 2, 3, 4)}
@@ -87,6 +95,17 @@ def prediction(name: str, argv: Sequence[str]) -> tuple[dict, Callable[[], tuple
     return named(module.SCRIPT, [*argv], args), forward
 
 
+def peak_mb_on_a_cpu(forward: Callable[[], object]) -> float:
+    """MB that a pass takes at its peak, from the profiler's memory events."""
+    with torch.profiler.profile(acc_events=True, profile_memory=True) as profile:
+        forward()
+    with tempfile.TemporaryDirectory() as folder:
+        profile.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(folder, "trace.json").read_bytes())["traceEvents"]
+    changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
+    return max(accumulate(change for _, change in changes)) / 1e6
+
+
 def in_turns(versions: Sequence[str], argv: Sequence[str], rounds: int) -> list[dict]:
     """A row for each version."""
     rows, steps = {}, {}
@@ -94,6 +113,8 @@ def in_turns(versions: Sequence[str], argv: Sequence[str], rounds: int) -> list[
         rows[name], steps[name] = prediction(name, argv)
     for name, found in steps_in_turns(steps, rounds).items():
         rows[name] |= {key: value for key, value in found.items() if key != "held_mb"}
+        if DEVICE.type == "cpu" and "error" not in found:
+            rows[name]["extra_mb"] = peak_mb_on_a_cpu(steps[name])
     return as_rows(rows)
 
 
@@ -124,6 +145,12 @@ def study(args: argparse.Namespace, argv: Sequence[str]) -> int:
         *side_columns("{}, MB", names, "extra_mb", ".0f"),
     ]
     print(heading(content, PROG), render(columns, found), sep="\n\n")
+    first, *others = names
+    print(f"\nTimes as fast as {first}, turn by turn:")
+    for row in found:
+        turns = {name: ratios(row.get(first, {}), row.get(name, {})) for name in others}
+        said = [f"{name} {spread(times)}" for name, times in turns.items() if times]
+        print(f"{row['shape']}: {'; '.join(said) or '-'}")
     return 0
 
 
