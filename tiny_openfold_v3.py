@@ -2061,14 +2061,6 @@ class QKVGLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(dim))
 
 
-def without_padding(bias: Tensor, present: Tensor) -> Tensor:
-    """Set a bias [B or 1, H or 1, N or 1, N] where no key is present [B, N].
-
-    Its weight is then 0, and where all keys are padding no NaN arises, in float16 either.
-    """
-    return bias.masked_fill(~present[:, None, None], -1e4)
-
-
 class GatedAttention(nn.Module):
     """Attend along one axis in several heads, with a sigmoid gate: the base of four attentions."""
 
@@ -2101,7 +2093,9 @@ class GatedAttention(nn.Module):
         the bias is [B, H, R, R], present [B, R].
         """
         if present is not None:
-            bias = without_padding(x.new_zeros(1) if bias is None else bias, present)
+            bias = x.new_zeros(1) if bias is None else bias
+            # a weight of 0, and no NaN where all keys are padding, in float16 either
+            bias = bias.masked_fill(~present[:, None, None], -1e4)
         if self.fused:
             qkvg = F.linear(x, self.linear_qkvg.weight).unflatten(-1, (self.heads, 4, -1))
             if bias is not None:

@@ -1700,9 +1700,9 @@ def triangle_project_kernel(
 def triangle_output_kernel(
     X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, OUT_STATISTICS,
     PRODUCT, OUT, M, eps: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, RESIDUAL: tl.constexpr,
+    BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute out = sigmoid(y W_g) * (LayerNorm(X) W_z), with RESIDUAL plus x; y = LayerNorm(x).
+    """Compute out = x + sigmoid(y W_g) * (LayerNorm(X) W_z); y = LayerNorm(x).
 
     X and OUT are [M, C], PRODUCT [C, M] is channel first. STATISTICS [2, M] are mean and rstd of
     the norm of x, OUT_STATISTICS those of the norm of X. A program owns BLOCK_M positions, and goes
@@ -1724,9 +1724,7 @@ def triangle_output_kernel(
         gate = gate + tl.load(BIAS + G * C + row)[None, :]
         out = tl.dot(normed, tl.load(at + C * C), input_precision=PRECISION)  # LayerNorm(X) W_z
         out = out + tl.load(BIAS + Z * C + row)[None, :]
-        out *= sigmoid(gate)
-        if RESIDUAL:
-            out += load_positions(X, position, C, row, 1, M)
+        out = out * sigmoid(gate) + load_positions(X, position, C, row, 1, M)
         at = OUT + position[:, None] * C + row[None, :]
         tl.store(at, out.to(OUT.dtype.element_ty), mask=(position < M)[:, None])
 
@@ -1829,13 +1827,13 @@ def triangle_project_backward_kernel(
     X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, OUT_STATISTICS,
     WEIGHT_T, NORMED, GRAD_LINEAR, GRAD_OUT, GRAD_NORM, PRESENT, GRAD_AB, GRAD_X,
     N, M, TRANSPOSED: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr, RESIDUAL: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients before the product, from those of a and b (GRAD_AB [2 C, M]).
 
     With s = sigmoid(y W_ag) and p = y W_ap:  dp = da * s,  ds = da * p * s * (1 - s), for b
-    likewise;  dy = dg W_g^T + sum of dp W_p^T and ds W_s^T,  dx through the norm, plus GRAD_OUT if
-    RESIDUAL. Read are y (NORMED [M, C + ONES]) and dg (in GRAD_LINEAR [M, 5 C]); written are dx
+    likewise;  dy = dg W_g^T + sum of dp W_p^T and ds W_s^T,  dx through the norm, plus GRAD_OUT.
+    Read are y (NORMED [M, C + ONES]) and dg (in GRAD_LINEAR [M, 5 C]); written are dx
     (GRAD_X [M, C]), dp and ds (in GRAD_LINEAR, too) and sums over the program's positions for the
     norm's parameters (GRAD_NORM [programs, 2, C]). A program owns BLOCK_M positions.
     """
@@ -1877,8 +1875,7 @@ def triangle_project_backward_kernel(
     x, rstd = normalise_again(x, position, STATISTICS, M)
     store_norm_gradients(GRAD_NORM, grad_y, x, C)
     grad_x = norm_backward(grad_y * tl.load(NORM_WEIGHT + channel)[None, :], x, rstd, C)
-    if RESIDUAL:
-        grad_x += load_positions(GRAD_OUT, position, C, channel, 1, M)
+    grad_x += load_positions(GRAD_OUT, position, C, channel, 1, M)
     tl.store(GRAD_X + m * C + channel[None, :], grad_x.to(GRAD_X.dtype.element_ty), mask=inside)
 
 
@@ -2029,7 +2026,7 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
         product = product.view(dim, positions)
         programs, options = triangle_options("triangle_output", x, weight)
         launch = wrap_triton(triangle_output_kernel)[(programs,)]
-        launch(*inputs, *statistics, product, out, eps=eps, RESIDUAL=True, **options)
+        launch(*inputs, *statistics, product, out, eps=eps, **options)
         ctx.save_for_backward(present, ab, product, *inputs, *statistics)
         ctx.incoming, ctx.parameters = incoming, parameters
         return out
@@ -2067,7 +2064,7 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
             torch.bmm(grad_product.mT, a, out=grad_b)
 
         programs, options = triangle_options("triangle_project_backward", x, weight)
-        options |= {"N": x.shape[1], "TRANSPOSED": transposed, "RESIDUAL": True}
+        options |= {"N": x.shape[1], "TRANSPOSED": transposed}
         sums_in = x.new_empty(programs, 2, dim, dtype=torch.float32)
         grad_x = torch.empty_like(x)
         launch = wrap_triton(triangle_project_backward_kernel)[(programs,)]
@@ -3036,14 +3033,6 @@ class QKVGLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(dim))
 
 
-def without_padding(bias: Tensor, present: Tensor) -> Tensor:
-    """Set a bias [B or 1, H or 1, N or 1, N] where no key is present [B, N].
-
-    Its weight is then 0, and where all keys are padding no NaN arises, in float16 either.
-    """
-    return bias.masked_fill(~present[:, None, None], -1e4)
-
-
 class GatedAttention(nn.Module):
     """Attend along one axis in several heads, with a sigmoid gate: the base of four attentions."""
 
@@ -3076,7 +3065,9 @@ class GatedAttention(nn.Module):
         the bias is [B, H, R, R], present [B, R].
         """
         if present is not None:
-            bias = without_padding(x.new_zeros(1) if bias is None else bias, present)
+            bias = x.new_zeros(1) if bias is None else bias
+            # a weight of 0, and no NaN where all keys are padding, in float16 either
+            bias = bias.masked_fill(~present[:, None, None], -1e4)
         if columns:
             return self.attend(x.transpose(1, 2), bias).transpose(1, 2)
         linears = (self.linear_q, self.linear_k, self.linear_v, self.linear_g)

@@ -149,33 +149,18 @@ def with_its_proteins(side: str) -> Iterator[None]:
 
 
 def lengths(args: argparse.Namespace) -> Iterator[Part]:
-    """TinyOpenFold's versions as graphs over lengths; V3 and V4 in each precision, and V4's trunk
-    of 48 blocks, at an odd length and the next multiple of 8."""
-    argv = {length: [*ODD.split(), "--seq-len", str(length)] for length in LENGTHS}
-    for length in LENGTHS:
-        compiled = ("V2",) if length in (173, 176) else ()
-        sides = beside_compiled("tiny_openfold", graph_of([*argv[length], "--use-amp"]),
-                                ("V4", "V3", "V2"), compiled)  # fmt: skip
-        yield (
-            {"shape": f"37 x {length}", "precision": "bf16"},
-            partial(all_sides, sides, args.rounds),
-        )
-    for precision, options in PRECISIONS.items():
-        if precision != "bf16":
-            pairs = product(("V4", "V3"), (173, 176))
-            sides = {
-                f"{version}, {length}": (
-                    script_of("tiny_openfold", version),
-                    graph_of([*argv[length], *options]),
-                )
-                for version, length in pairs
-            }
-            yield (
-                {"shape": "37 x 173", "precision": precision},
-                partial(all_sides, sides, args.rounds),
-            )
-    for names, model, trunk_argv in in_sizes(shapes=LONG):
-        side = script_of(model, "V4"), [*trunk_argv, "--warmup-steps", "2"]
+    """TinyOpenFold's versions as graphs over lengths; V2 compiled and the other precisions at one
+    that is odd and the next multiple of 8, and so V4's trunk of 48 blocks."""
+    for precision, length in product(PRECISIONS, LENGTHS):
+        both = length in (173, 176)
+        if both or precision == "bf16":
+            argv = [*ODD.split(), "--seq-len", str(length), *PRECISIONS[precision]]
+            compiled = ("V2",) if both else ()
+            sides = beside_compiled("tiny_openfold", graph_of(argv), ("V4", "V3", "V2"), compiled)
+            names = {"shape": f"37 x {length}", "precision": precision}
+            yield names, partial(all_sides, sides, args.rounds)
+    for names, model, argv in in_sizes(shapes=LONG):
+        side = script_of(model, "V4"), [*argv, "--warmup-steps", "2"]
         yield {**names, "side": "V4"}, partial(trunk_of, "V4", False, side, args.rounds)
 
 

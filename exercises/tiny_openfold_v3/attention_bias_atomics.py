@@ -36,7 +36,15 @@ from torch import Tensor
 import tiny_openfold_v3 as v3
 from exercises.tiny_llama_v3 import measure
 from lab.accuracy import check_close
-from tiny_openfold_v3 import LOG2E, head_of_row, load_bias, load_rows, scores, split_program
+from tiny_openfold_v3 import (
+    LOG2E,
+    head_of_row,
+    length_of,
+    load_bias,
+    load_rows,
+    scores,
+    split_program,
+)
 
 PROG = Path(__file__).name
 REPEATS = 5  # runs whose bits are compared
@@ -46,9 +54,11 @@ REPEATS = 5  # runs whose bits are compared
 def atomic_bias_kernel(
     QKVG, BIAS, LOG_SUM_EXP, GRAD_ATTENTION, DELTA, GRAD_BIAS, R, H, N, B, group,
     scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add dS of `group` rows to a tile of the bias's gradient, as V3 does, but atomically."""
+    N = length_of(N, ALIGNED)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tile, head, g, b = split_program(
         tl.program_id(0), tl.cdiv(N, BLOCK_M) * tiles_n, H, tl.cdiv(R, group)
