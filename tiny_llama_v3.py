@@ -1181,10 +1181,8 @@ class TinyLlama(nn.Module):
         Raises ValueError if there is no token, or more than the model's seq_len.
         """
         (batch, seq), longest = input_ids.shape, self.config.seq_len
-        if batch * seq == 0:
-            raise ValueError(f"an empty batch: {batch} sequences of {seq} tokens")
-        if seq > longest:
-            raise ValueError(f"sequences of {seq} tokens, but the model's seq_len is {longest}")
+        if not (batch and 0 < seq <= longest):
+            raise ValueError(f"{batch} sequences of {seq} tokens: the model takes 1 to {longest}")
         if seq % 8 and self.fusions.triton_attention:
             # GEMMs are slow at odd numbers of tokens. No token sees those that are added behind it.
             input_ids = F.pad(input_ids, (0, -seq % 8))

@@ -799,20 +799,6 @@ def attention_backward_keys_kernel(
     tl.store(GRAD_QKV + key_at + VALUE, grad_v, mask=inside)
 
 
-def attention_sizes(qkv: Tensor, num_heads: int) -> dict:
-    """Return sizes and scale, and what the three kernels are compiled for besides their blocks."""
-    seq, packed, dim = qkv.shape[1:]
-    return {
-        "seq": seq,
-        "scale": dim**-0.5,
-        "H": num_heads,
-        "K": (packed - num_heads) // 2,
-        "D": dim,
-        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
-        "PRECISION": dot_precision(qkv.dtype),
-    }
-
-
 class CausalAttention(torch.autograd.Function):
     """Compute causal attention [B, S, H, D] of packed heads [B, S, H + 2 K, D].
 
@@ -823,7 +809,10 @@ class CausalAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, qkv: Tensor, num_heads: int, cos: Tensor, sin: Tensor):
-        (batch, seq, _, dim), ctx.sizes = qkv.shape, attention_sizes(qkv, num_heads)
+        batch, seq, packed, dim = qkv.shape
+        ctx.sizes = {"seq": seq, "H": num_heads, "K": (packed - num_heads) // 2, "D": dim}
+        precision = dot_precision(qkv.dtype)
+        ctx.sizes |= {"BLOCK_D": dim, "PRECISION": precision, "scale": dim**-0.5}
         qkv = rotary(qkv.contiguous(), cos, sin, ctx.sizes["K"], 1)
         out = qkv.new_empty(batch, seq, num_heads, dim)
         log_sum_exp = qkv.new_empty(batch, num_heads, seq, dtype=torch.float32)
@@ -1695,10 +1684,8 @@ class TinyLlama(nn.Module):
         Raises ValueError if there is no token, or more than the model's seq_len.
         """
         (batch, seq), longest = input_ids.shape, self.config.seq_len
-        if batch * seq == 0:
-            raise ValueError(f"an empty batch: {batch} sequences of {seq} tokens")
-        if seq > longest:
-            raise ValueError(f"sequences of {seq} tokens, but the model's seq_len is {longest}")
+        if not (batch and 0 < seq <= longest):
+            raise ValueError(f"{batch} sequences of {seq} tokens: the model takes 1 to {longest}")
         if seq % 8 and self.fusions.triton_attention:
             # GEMMs are slow at odd numbers of tokens. No token sees those that are added behind it.
             input_ids = F.pad(input_ids, (0, -seq % 8))
@@ -1712,14 +1699,14 @@ class TinyLlama(nn.Module):
         for layer in self.layers:
             x, update = layer(x, update)
         # The embedding has the same weight, to whose gradient autograd adds its own.
-        # Rows of logits that begin at odd addresses would be slow.
-        logits = linear(self.norm(x, update)[0], weight, self.fusions, multiple=8)
+        multiple = 8 if self.fusions.triton_cross_entropy else 1  # rows at odd addresses are slow
+        logits = linear(self.norm(x, update)[0], weight, self.fusions, multiple)
         if labels is None:
             return logits[:, :seq, :vocab]
         if self.fusions.triton_cross_entropy:
             return NextTokenLoss.apply(logits, labels, vocab)
         following = F.pad(labels[:, 1:], (0, 1), value=-100)  # -100 is ignored
-        return F.cross_entropy(logits[..., :vocab].flatten(0, 1).float(), following.flatten())
+        return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
 
 
 def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
