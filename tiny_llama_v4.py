@@ -7,11 +7,14 @@ fused-optimizer    AdamW as one kernel, which also writes the weights that the n
 norm-from-output   a norm's backward pass reads its output, which the next GEMM keeps anyway
 overlap            weight gradients and updates on side streams, during the backward pass
 
-An operation runs as a Triton kernel or as plain PyTorch. V3's kernels stay, and matrix products
-stay with the vendor's library; attention's backward kernels also rotate the gradients of queries
-and keys back. Autograd Functions launch the kernels, which torch.compile does not see: compile V3
-instead. A whole step is one CUDA or HIP graph by default. A graph stores what depends on what, not
-an order, and `overlap` relies on that: it has no effect on a step without a graph.
+V3's kernels stay, and matrix products (GEMMs) stay with the vendor's library. What is left is
+between them: casts, passes over memory, and waiting. Read Projection first: its backward pass
+writes a weight's gradient where FusedAdamW reads it. Then SideStreams, which draws what waits for
+what in a step.
+
+A step is one CUDA or HIP graph by default. A graph stores what depends on what, not an order.
+`overlap` relies on that, so it has no effect without a graph. torch.compile does not see what V4
+launches: compile V3 instead. An operation whose kernel is off is plain PyTorch.
 exercises/tiny_llama_v4/one_launch.py has a whole transformer layer as one launch.
 
 Examples:
@@ -189,9 +192,10 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
 # In kernels, pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas.
 
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
-# What `blocks` tells a kernel, and --blocks replaces: block sizes, warps (4 if not here) and stages
-# for 16 bits on NVIDIA's GPUs, then what is other in float32, TF32 or on AMD's GPUs. TILE elements
-# are a block of rows, PROGRAMS share the rows, more where each would have more than 16 blocks.
+# Block sizes, warps (4 if not here) and stages of each kernel, which --blocks replaces. The first
+# line of a kernel is for 16 bits on NVIDIA's GPUs; others say what differs in float32 or on AMD's
+# GPUs. TILE: elements of a block of rows. PROGRAMS share the rows; more do if each had over 16
+# blocks.
 BLOCKS: dict[str, dict[str, int]] = {
     "sum_parts": {"TILE": 4096, "ROWS": 512, "num_warps": 8},
     "rms_norm_forward": {"TILE": 2048, "num_warps": 2},
