@@ -7,10 +7,14 @@ triton-attention      causal flash attention that reads the packed heads; keys a
 triton-swiglu         silu(gate) * up in one pass; the backward pass computes it again
 triton-cross-entropy  the loss from the logits as the GEMM wrote them, without a copy in float32
 
-The GEMMs stay with the vendor's library, and V2's fusions stay: turn a kernel off to see what
-PyTorch does instead. Every kernel has its backward pass; the model, its weights and its loss are
-those of V1 and V2. Without a GPU the kernels run in Triton's interpreter, which shows that they are
-right, not how fast they are.
+A kernel says what one program does with its block of numbers; the GPU runs thousands of programs.
+Read rms_norm_forward_kernel first: it makes four trips to memory where PyTorch makes ten. What
+follows it is the same for each operation: the backward kernel, two functions that launch them, and
+an autograd Function.
+
+Matrix products (GEMMs) stay with the vendor's library. V2's fusions stay: turn a kernel off to see
+what PyTorch does instead. Weights and loss are those of V1 and V2. Without a GPU the kernels run in
+Triton's interpreter, which shows that they are right, not how fast they are.
 
 Examples:
   python tiny_llama_v3.py --compare-fusion                                   all off against all on
@@ -172,9 +176,10 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
 # In kernels, pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas.
 
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
-# What `blocks` tells a kernel, and --blocks replaces: block sizes, warps (4 if not here) and stages
-# for 16 bits on NVIDIA's GPUs, then what is other in float32, TF32 or on AMD's GPUs. TILE elements
-# are a block of rows, PROGRAMS share the rows, more where each would have more than 16 blocks.
+# Block sizes, warps (4 if not here) and stages of each kernel, which --blocks replaces. The first
+# line of a kernel is for 16 bits on NVIDIA's GPUs; others say what differs in float32 or on AMD's
+# GPUs. TILE: elements of a block of rows. PROGRAMS share the rows; more do if each had over 16
+# blocks.
 BLOCKS: dict[str, dict[str, int]] = {
     "sum_parts": {"TILE": 4096, "ROWS": 512, "num_warps": 8},
     "rms_norm_forward": {"TILE": 4096},
@@ -1181,10 +1186,8 @@ class TinyLlama(nn.Module):
         Raises ValueError if there is no token, or more than the model's seq_len.
         """
         (batch, seq), longest = input_ids.shape, self.config.seq_len
-        if batch * seq == 0:
-            raise ValueError(f"an empty batch: {batch} sequences of {seq} tokens")
-        if seq > longest:
-            raise ValueError(f"sequences of {seq} tokens, but the model's seq_len is {longest}")
+        if not (batch and 0 < seq <= longest):
+            raise ValueError(f"{batch} sequences of {seq} tokens: the model takes 1 to {longest}")
         if seq % 8 and self.fusions.triton_attention:
             # GEMMs are slow at odd numbers of tokens. No token sees those that are added behind it.
             input_ids = F.pad(input_ids, (0, -seq % 8))

@@ -7,11 +7,14 @@ fused-optimizer    AdamW as one kernel, which also writes the weights that the n
 norm-from-output   a norm's backward pass reads its output, which the next GEMM keeps anyway
 overlap            weight gradients and updates on side streams, during the backward pass
 
-An operation runs as a Triton kernel or as plain PyTorch. V3's kernels stay, and matrix products
-stay with the vendor's library; attention's backward kernels also rotate the gradients of queries
-and keys back. Autograd Functions launch the kernels, which torch.compile does not see: compile V3
-instead. A whole step is one CUDA or HIP graph by default. A graph stores what depends on what, not
-an order, and `overlap` relies on that: it has no effect on a step without a graph.
+V3's kernels stay, and matrix products (GEMMs) stay with the vendor's library. What is left is
+between them: casts, passes over memory, and waiting. Read Projection first: its backward pass
+writes a weight's gradient where FusedAdamW reads it. Then SideStreams, which draws what waits for
+what in a step.
+
+A step is one CUDA or HIP graph by default. A graph stores what depends on what, not an order.
+`overlap` relies on that, so it has no effect without a graph. torch.compile does not see what V4
+launches: compile V3 instead. An operation whose kernel is off is plain PyTorch.
 exercises/tiny_llama_v4/one_launch.py has a whole transformer layer as one launch.
 
 Examples:
@@ -189,9 +192,10 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
 # In kernels, pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas.
 
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
-# What `blocks` tells a kernel, and --blocks replaces: block sizes, warps (4 if not here) and stages
-# for 16 bits on NVIDIA's GPUs, then what is other in float32, TF32 or on AMD's GPUs. TILE elements
-# are a block of rows, PROGRAMS share the rows, more where each would have more than 16 blocks.
+# Block sizes, warps (4 if not here) and stages of each kernel, which --blocks replaces. The first
+# line of a kernel is for 16 bits on NVIDIA's GPUs; others say what differs in float32 or on AMD's
+# GPUs. TILE: elements of a block of rows. PROGRAMS share the rows; more do if each had over 16
+# blocks.
 BLOCKS: dict[str, dict[str, int]] = {
     "sum_parts": {"TILE": 4096, "ROWS": 512, "num_warps": 8},
     "rms_norm_forward": {"TILE": 2048, "num_warps": 2},
@@ -799,20 +803,6 @@ def attention_backward_keys_kernel(
     tl.store(GRAD_QKV + key_at + VALUE, grad_v, mask=inside)
 
 
-def attention_sizes(qkv: Tensor, num_heads: int) -> dict:
-    """Return sizes and scale, and what the three kernels are compiled for besides their blocks."""
-    seq, packed, dim = qkv.shape[1:]
-    return {
-        "seq": seq,
-        "scale": dim**-0.5,
-        "H": num_heads,
-        "K": (packed - num_heads) // 2,
-        "D": dim,
-        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
-        "PRECISION": dot_precision(qkv.dtype),
-    }
-
-
 class CausalAttention(torch.autograd.Function):
     """Compute causal attention [B, S, H, D] of packed heads [B, S, H + 2 K, D].
 
@@ -823,7 +813,10 @@ class CausalAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, qkv: Tensor, num_heads: int, cos: Tensor, sin: Tensor):
-        (batch, seq, _, dim), ctx.sizes = qkv.shape, attention_sizes(qkv, num_heads)
+        batch, seq, packed, dim = qkv.shape
+        ctx.sizes = {"seq": seq, "H": num_heads, "K": (packed - num_heads) // 2, "D": dim}
+        precision = dot_precision(qkv.dtype)
+        ctx.sizes |= {"BLOCK_D": dim, "PRECISION": precision, "scale": dim**-0.5}
         qkv = rotary(qkv.contiguous(), cos, sin, ctx.sizes["K"], 1)
         out = qkv.new_empty(batch, seq, num_heads, dim)
         log_sum_exp = qkv.new_empty(batch, num_heads, seq, dtype=torch.float32)
@@ -1695,10 +1688,8 @@ class TinyLlama(nn.Module):
         Raises ValueError if there is no token, or more than the model's seq_len.
         """
         (batch, seq), longest = input_ids.shape, self.config.seq_len
-        if batch * seq == 0:
-            raise ValueError(f"an empty batch: {batch} sequences of {seq} tokens")
-        if seq > longest:
-            raise ValueError(f"sequences of {seq} tokens, but the model's seq_len is {longest}")
+        if not (batch and 0 < seq <= longest):
+            raise ValueError(f"{batch} sequences of {seq} tokens: the model takes 1 to {longest}")
         if seq % 8 and self.fusions.triton_attention:
             # GEMMs are slow at odd numbers of tokens. No token sees those that are added behind it.
             input_ids = F.pad(input_ids, (0, -seq % 8))
@@ -1712,14 +1703,14 @@ class TinyLlama(nn.Module):
         for layer in self.layers:
             x, update = layer(x, update)
         # The embedding has the same weight, to whose gradient autograd adds its own.
-        # Rows of logits that begin at odd addresses would be slow.
-        logits = linear(self.norm(x, update)[0], weight, self.fusions, multiple=8)
+        multiple = 8 if self.fusions.triton_cross_entropy else 1  # rows at odd addresses are slow
+        logits = linear(self.norm(x, update)[0], weight, self.fusions, multiple)
         if labels is None:
             return logits[:, :seq, :vocab]
         if self.fusions.triton_cross_entropy:
             return NextTokenLoss.apply(logits, labels, vocab)
         following = F.pad(labels[:, 1:], (0, 1), value=-100)  # -100 is ignored
-        return F.cross_entropy(logits[..., :vocab].flatten(0, 1).float(), following.flatten())
+        return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
 
 
 def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
