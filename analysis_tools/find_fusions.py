@@ -50,7 +50,7 @@ from typing import TYPE_CHECKING
 from lab.cli import Parser, ToolError, documented_parser, program
 from lab.files import write_text
 from lab.profile.kernels import category
-from lab.script import interpret_without_gpu, model_and_version
+from lab.script import interpret_without_gpu
 from lab.show import Column, drawing, render, save_figure
 
 if TYPE_CHECKING:  # where PyTorch is missing, --help works
@@ -71,7 +71,6 @@ def build_parser() -> Parser:
     parser.add_flag(
         "--check", "compile the same with inductor, and measure both as graphs in turns"
     )
-    parser.add_flag("--versions", "which chains of a script are left in the later versions")
     parser.add_flag("--fake", "without a GPU: run nothing, even if that ends without a result")
     parser.add_flag("--real", "without a GPU: really take two steps on the CPU")
     parser.add_path("--rates", "DIR", "without a GPU: times with the rates in this folder")
@@ -110,7 +109,7 @@ def examine(args: argparse.Namespace, argv: Sequence[str]) -> dict:
     if args.trace:
         from lab.fusions.trace import from_trace
 
-        others = args.model, args.check, args.versions, args.rates, args.fake, args.real
+        others = args.model, args.check, args.rates, args.fake, args.real
         if argv or any(others):
             raise ToolError("--trace FILE takes --top, --json and --plot alone: the step is in it")
         *told, remarks = from_trace(args.trace)
@@ -142,8 +141,6 @@ def examine(args: argparse.Namespace, argv: Sequence[str]) -> dict:
     else:
         step, recorded = steps.count(build, "real" if args.real else "fake" * args.fake)
     result = described(step.name, recorded, rates, start)
-    if args.versions:
-        add_versions(result, Path(script), rest)
     if args.check:
         result["check"] = steps.compared(step, recorded.launched)
     return result
@@ -174,24 +171,6 @@ def described(name: str, recorded: Recorded, rates: Rates | None, start: float) 
         "remarks": found.remarks(),
         "seconds": time.perf_counter() - start,
     }
-
-
-def add_versions(result: dict, script: Path, argv: Sequence[str]) -> None:
-    """Give each chain the number of places where a later version still has it, and each version
-    its levels."""
-    from lab.fusions.groups import Finding
-    from lab.fusions.step import count, from_script
-
-    model, version = model_and_version(script.stem)
-    if not version:
-        raise ToolError("--versions is for a version script")
-    result["versions"] = {}
-    for number in range(int(version[1:]) + 1, 5):
-        found = Finding(count(partial(from_script, f"{model}_v{number}.py", argv))[1], None)
-        left = {(row["chain"], row["pass"]): row["places"] for row in found.rows()}
-        for row in result["chains"]:
-            row[f"V{number}"] = left.get((row["chain"], row["pass"]), 0)
-        result["versions"][f"V{number}"] = found.levels["now"]
 
 
 RUN = {
@@ -236,7 +215,6 @@ def report(result: dict, top: int) -> str:
         Column("places", "places"),
         Column("kernels", "kernels_now"),
         Column("fused", "kernels_fused"),
-        *(Column(f"in {version}", version) for version in result.get("versions", ())),
         Column("pass", "pass", text=True),
         Column("lines", "lines", text=True),
         Column("chain", "chain", text=True),
@@ -246,7 +224,6 @@ def report(result: dict, top: int) -> str:
         lines += ["", render(columns[0 if timed else 1 if rates else 3 :], rows[:top], "text")]
         lines += [f"and {len(rows) - top} more (--top {len(rows)})"] * (len(rows) > top)
     whole = [{"what": text, **levels[level]} for level, text in LEVELS.items()]
-    whole += [{"what": f"{k} now", **v} for k, v in result.get("versions", {}).items()]
     columns = [
         Column("", "what"),
         Column("ms", part("us", 1e3), ".3f"),

@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import CPU, ROOT, TINY, captured, strict_json
+from conftest import CPU, ROOT, captured, strict_json
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -1041,7 +1041,6 @@ def test_a_step_of_ones_own_and_one_that_asks_for_values(function, note, model):
         ("--model model_of_mine.py:asks --fake", 1, "_local_scalar_dense.default at model_of_mine"),
         ("--model model_of_mine.py:build --rates nowhere", 2, "nowhere"),
         ("--model model_of_mine.py:build --no-such", 2, "--no-such"),
-        ("--model model_of_mine.py:build --versions", 2, "version script"),
         ("tiny_llama_v1.py --enable-torch-compile", 2, "no compiling"),
     ],
 )
@@ -1104,9 +1103,3 @@ def test_times_without_a_gpu_are_named_as_estimates(model):
     Path("find_fusions.json").write_text(json.dumps({"rates": {**vars(RATES), "gap_us": None}}))
     status, _, err = find("--model", f"{model}:build", "--rates", ".")
     assert (status, "no rates" in err) == (2, True)
-
-
-def test_of_a_version_what_is_left_in_later_ones():
-    status, out, _ = find("tiny_llama_v2.py", *TINY["llama"], "--use-amp", "--versions")
-    header = next(line for line in out.splitlines() if "chain" in line)
-    assert (status, "in V3" in header, "in V4" in header, "V4 now" in out) == (0, True, True, True)

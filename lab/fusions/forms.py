@@ -16,7 +16,6 @@ from lab.fusions.record import Operator
 
 TURNS = re.compile("nchwToNhwc|nhwcToNchw|tensorTransform")  # cuDNN's kernels that turn a picture
 BIAS = re.compile("elementwise_kernel")  # PyTorch's that adds the bias
-VECTOR = {"bf16": 8, "fp16": 8, "TF32": 4, "fp32": 4}  # elements of 16 bytes
 HALVES = ("bf16", "fp16")  # of two bytes
 FEW = 300  # operators to a convolution from which layouts are left as they are
 
@@ -32,7 +31,7 @@ def gone(operator: Operator, kernel: str) -> str:
 
 
 def laid_out(operators: Sequence[Operator]) -> list[Operator]:
-    """The convolutions of pictures, if a compiler changes their layout."""
+    """The convolutions of pictures of which a compiler changes the layout."""
     found = [o for o in operators if "convolution" in o.name and len(o.operands[0][1]) == 4]
     weights = [o.operands[1][1] for o in found]
     grouped = any(o.groups > 1 and o.operands[1][1][1] > 1 for o in found)
@@ -40,14 +39,9 @@ def laid_out(operators: Sequence[Operator]) -> list[Operator]:
     small = all(w[0] <= 64 and w[1] <= 64 for w in weights)
     training = any(o.phase == "backward" for o in operators)
     few = len(operators) >= FEW * len(found)
-    return [] if grouped or few or (training and (shrinks or small)) else found
-
-
-def is_ragged(operator: Operator) -> bool:
-    """Has a product of matrices a side that does not fit into vectors?"""
-    sides = {side for _, shape, _ in operator.operands for side in shape}
-    fits = VECTOR.get(operator.dtype, 1)
-    return operator.name in ("mm", "addmm") and any(s % fits for s in sides if s > 1)
+    if grouped or few or (training and (shrinks or small)):
+        return []
+    return [o for o in found if o.operands[0][2][1:2] != (1,)]  # that is channels_last
 
 
 def padding(operator: Operator) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from lab.fusions.forms import is_ragged, laid_out, padding
+from lab.fusions.forms import laid_out, padding
 from lab.fusions.rates import CONSTANTS, NO_RATES, Constants, Rates
 from lab.fusions.record import MOVES, WINDOWS, Operator, Recorded, Use
 
@@ -598,7 +598,7 @@ class Finding:
     def remarks(self) -> list[str]:
         """Why a compiled step can be another than predicted, where that is known before."""
         layout = laid_out(self.operators)
-        ragged = [o for o in self.operators if is_ragged(o)]
+        padded = [o for o in self.operators if padding(o)]
         softmax = [
             g.members[0]
             for g in getattr(self, "written_out", ())
@@ -614,7 +614,7 @@ class Finding:
         ]
         found = [
             (layout, "convolutions are not channels_last: a compiler changes that"),
-            (ragged, "products have a side that no vector load fits: a compiler may pad them"),
+            (padded, "products have rows of an odd number of elements: a compiler pads them"),
             (softmax, "times attention is written out: a compiler may put a kernel there, see (c)"),
             (self.again, "gathers are taken again by several kernels, maybe slower than a copy"),
             (dense, "chains compute more elements than they move bytes: slower than a copy"),

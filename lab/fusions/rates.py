@@ -76,8 +76,6 @@ def read_rates(folder: Path) -> Rates:
     content = read_json(path)
     try:
         found = dict(content.get("rates") or content["rows"][0]["rates"])
-        if "gemm_tflops" in found:  # of files before there were several types
-            found["tflops"] = {"bf16": found.pop("gemm_tflops")}
         rates = Rates(**found)
         positive = rates.gb_per_s, rates.least_us, *rates.tflops.values()
         if not all(0 < rate < math.inf for rate in positive) or not 0 <= rates.gap_us < math.inf:
