@@ -98,7 +98,7 @@ def steps_with_an_infinity() -> list[tuple]:
 
 
 def printed(script: str, argv: str, folder: Path) -> str:
-    """What main() prints that has met the other process before."""
+    """What main() prints that has met the other process before, and does not end this one."""
     module = load(script)
     module.join_processes, os._exit = (lambda args: None), (lambda status: None)
     steps = words("--num-steps 2 --warmup-steps 1")
@@ -118,8 +118,10 @@ def two_processes(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def finished(command: list[str]) -> subprocess.CompletedProcess:
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+def finished(command: list[str], **more: str) -> subprocess.CompletedProcess:
+    """The command's end; `more` is for its environment."""
+    options = {"capture_output": True, "text": True, "timeout": 300, "env": os.environ | more}
+    return subprocess.run(command, **options)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +129,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """What each of two processes found."""
     folder = tmp_path_factory.mktemp("two")
     torchrun = words("-m torch.distributed.run --standalone --nproc-per-node=2")
-    done = finished([sys.executable, *torchrun, __file__, str(folder)])
+    done = finished([sys.executable, *torchrun, __file__, str(folder)], TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
     return [torch.load(folder / f"rank{rank}") for rank in range(2)]
 
