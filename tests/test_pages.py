@@ -107,7 +107,6 @@ def test_what_an_older_name_became_is_there():
 # The committed result files: complete runs that name their device and learn
 
 RUNS = sorted((ROOT / "results").glob("*/tiny_*.json"))
-STUDIES = sorted((ROOT / "results").glob("*/*.json"))
 
 
 def test_committed_runs_finished_where_they_lie_and_learn():
