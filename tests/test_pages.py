@@ -14,6 +14,8 @@ from conftest import ROOT, captured, load, needs_compiler
 from torch.utils.flop_counter import FlopCounterMode
 
 from exercises.start import add_relu, attention_memory
+from exercises.tiny_openfold_v2 import forward_only
+from lab.turns import ratios
 from tools.tables import CELLS
 
 H100 = ROOT / "results/h100"
@@ -62,6 +64,29 @@ def test_add_relu_predicts_by_bytes_then_measures(monkeypatch):
     assert "measured in 3 turns" in printed
 
 
+def test_memory_of_a_prediction_is_the_peak_of_what_it_takes():
+    def forward():
+        first = torch.ones(1000, 1000)
+        second = first + 1
+        del first
+        return second + 1
+
+    assert forward_only.peak_mb_on_a_cpu(forward) == pytest.approx(8, rel=0.01)
+
+
+def test_sheets_say_what_was_recorded_of_predictions_on_a_cpu():
+    study = json.loads((ROOT / "results/cpu/forward_openfold.json").read_text())
+    sides = {(row["seq_len"], row["side"]): row for row in study["rows"]}
+    sheets = ROOT / "exercises/tiny_openfold_v2"
+    impact = (sheets / "exercise_1_fusion_impact.md").read_text()
+    times = ratios(sides[128, "V1"], sides[128, "V2"])
+    assert f"{min(times):.1f} to {max(times):.1f} times as fast" in impact
+    memory = (sheets / "exercise_3_memory_scaling.md").read_text()
+    for side in ("V1", "V2"):
+        short, middle, long = (sides[length, side]["extra_mb"] for length in (48, 96, 192))
+        assert f"{side} by {middle / short:.1f} and {long / middle:.1f}" in memory
+
+
 def test_every_result_file_behind_a_claim_is_there():
     text = (ROOT / "docs/CLAIMS.md").read_text()
     files = set(re.findall(r"`([\w/.*]+\.(?:json|csv))`", text))
@@ -82,7 +107,6 @@ def test_what_an_older_name_became_is_there():
 # The committed result files: complete runs that name their device and learn
 
 RUNS = sorted((ROOT / "results").glob("*/tiny_*.json"))
-STUDIES = sorted((ROOT / "results").glob("*/*.json"))
 
 
 def test_committed_runs_finished_where_they_lie_and_learn():
