@@ -47,7 +47,7 @@ def results() -> dict[str, dict]:
 def test_a_fault_in_the_assembly_is_found_with_kernel_and_line(fault: str, words: str):
     stopped = results()[fault]["stopped"]
     assert words in stopped
-    assert "amd_kernels.py:" in stopped  # the kernel's own line, not the library's
+    assert "kernels.py:" in stopped  # the kernel's own line, not the library's
 
 
 @pytest.mark.parametrize("fault", ["factors swapped", "a lane's neighbour wrong",
