@@ -3,10 +3,12 @@ what a workgroup does wrong. What Triton compiles is in test_amd_kernels.py."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from lab.amd import execute
+from lab.amd import checksums, execute
 from lab.amd.assembly import Program, Unknown, instruction
 from lab.amd.memory import Fault, Memory
 from lab.amd.waves import Waves
@@ -334,3 +336,50 @@ def test_atomic_additions_are_one_after_the_other():
 def test_what_is_not_known_ends_with_its_name_and_line(line: str):
     with pytest.raises(Unknown, match=rf"test, test\.py:1: {line[:8]}"):
         execute.prepare(program(line))
+
+
+# --- which kernel a result is of
+
+KERNEL = """
+SCALE = 2
+
+def half(x):
+    return x / 2
+
+@triton.jit
+def kernel(X):
+    \"\"\"Doubles.\"\"\"
+    half(X) * SCALE
+
+@triton.jit
+def other(X):
+    return X
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "changed"),
+    [
+        ("Doubles.", "Doubles all.", set()),
+        ("SCALE = 2", "SCALE = 2  # twice", set()),
+        ("SCALE = 2", "SCALE = 3", {"kernel"}),
+        ("x / 2", "x / 3", {"kernel"}),
+        ("return X", "return -X", {"other"}),
+    ],
+)
+def test_a_kernel_has_changed_if_what_it_executes_has(
+    tmp_path: Path, before: str, after: str, changed: set[str]
+):
+    files = [tmp_path / "before.py", tmp_path / "after.py"]
+    files[0].write_text(KERNEL)
+    files[1].write_text(KERNEL.replace(before, after))
+    old, new = map(checksums.of_kernels, files)
+    assert {name for name in old if old[name] != new[name]} == changed
+    assert checksums.of_kernels(tmp_path / "gone.py") == {}
+
+
+def test_machine_code_is_the_same_wherever_its_source_is():
+    code = '\t.file 1 "/a" "x.py"\n.Ltmp0:\n\t.loc 1 5 2 ; x.py:5\n\ts_nop 0\n.end_amdhsa_kernel\n'
+    moved = code.replace("/a", "/b").replace("5", "9").replace("Ltmp0", "Ltmp7")
+    assert checksums.of_code(code) == checksums.of_code(moved + "more")
+    assert checksums.of_code(code) != checksums.of_code(code.replace("s_nop 0", "s_nop 1"))

@@ -112,6 +112,22 @@ def test_a_training_step_agrees_with_the_interpreter_and_leaves_counters(tmp_pat
     assert [row["Counter_Value"] for row in waves] == [row["SQ_WAVES"] for row in rows]
 
 
+def test_what_was_executed_of_another_source_is_stale(tmp_path: Path):
+    content = json.loads((ROOT / "results/amd/executed.json").read_text())
+    rows = [row for row in content["rows"] if row["script"] == "exercises/amd/kernels.py"]
+    shown = []
+    for name in ("as it is", "changed"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content | {"rows": rows[:1]}))
+        done = run(ROOT / "tools/run_on_amd.py", "--summary", tmp_path / f"{name}.json")
+        header, _, cells = (
+            [c.strip() for c in line.split("|")] for line in done.stdout.splitlines()
+        )
+        row = dict(zip(header, cells, strict=True))
+        shown.append((row["launches"], row["agree"], row["stale"]))
+        rows[0]["kernels"] |= dict.fromkeys(list(rows[0]["kernels"])[:1], "another")
+    assert shown == [("4", "4", "0"), ("4", "0", "4")]
+
+
 def test_a_wave_is_stepped():
     command = ["-m", "lab.amd.step", ROOT / "exercises/start/first_kernel.py"]
     refused = run(*command, "no_such_kernel")

@@ -45,7 +45,6 @@ from lab.files import ROOT
 
 with needed():
     import torch
-    import triton
     from torch import Tensor
 
     from lab.amd import checksums
@@ -330,6 +329,13 @@ def execute_all(cases: dict[Case, list[str]], args: argparse.Namespace) -> Itera
             yield launches
 
 
+def version(case: Case) -> dict[str, str]:
+    """What a result depends on beside the kernels."""
+    import triton  # not before record_step
+
+    return {"program": checksums.of_program(case.path), "triton": triton.__version__}
+
+
 def rows_of(launches: list[Executed]) -> list[dict]:
     """What the result file has of a case: a row for each target."""
     rows = []
@@ -342,8 +348,7 @@ def rows_of(launches: list[Executed]) -> list[dict]:
                 "target": target,
                 "precision": case.precision,
                 "size": case.size,
-                "program": checksums.of_program(case.path),
-                "triton": triton.__version__,
+                **version(case),
                 "kernels": dict(sorted({(x.kernel, x.source) for x in of_target})),
                 "codes": sorted({launch.code for launch in of_target}),
                 "launches": len(of_target),
@@ -389,10 +394,10 @@ def not_saved(cases: list[Case], targets: list[str]) -> dict[Case, list[str]]:
     """The cases that the result file does not have as they are now, with the targets of each."""
     rows, missing = saved(), {}
     for case in cases:
-        now = checksums.of_program(case.path), triton.__version__
+        now = version(case)
         for target in targets:
             row = rows.get((case.script, target, case.precision, case.size))
-            if not row or (row["program"], row["triton"]) != now or stale(row):
+            if not row or any(row[key] != now[key] for key in now) or stale(row):
                 missing.setdefault(case, []).append(target)
     return missing
 
@@ -447,7 +452,8 @@ def run(args: argparse.Namespace) -> int:
         for target in args.target:
             of_target = [x.dispatch for x in found if x.dispatch and x.target == target]
             folder = args.counters if len(args.target) == 1 else args.counters / target
-            write_counters(folder, target, of_target)
+            if of_target:
+                write_counters(folder, target, of_target)
     return int(bool(wrong))
 
 
