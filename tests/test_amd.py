@@ -3,13 +3,16 @@ what a workgroup does wrong. What Triton compiles is in test_amd_kernels.py."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import ROOT
 
 from lab.amd import checksums, execute
 from lab.amd.assembly import Program, Unknown, instruction
+from lab.amd.counters import conflict_cycles, least_us
 from lab.amd.memory import Fault, Memory
 from lab.amd.waves import Waves
 
@@ -296,8 +299,6 @@ def test_lds_of_workgroups_is_apart_and_two_elements_move_at_once():
 
 
 def test_bank_conflicts_by_the_lanes_that_lds_serves_together():
-    from lab.amd.counters import conflict_cycles
-
     on = np.ones((1, 64), bool)
     in_a_row, one_word = 4 * LANES[None], np.zeros((1, 64), int)
     assert conflict_cycles(in_a_row, on, 4, False) == conflict_cycles(one_word, on, 4, False) == 0
@@ -306,6 +307,19 @@ def test_bank_conflicts_by_the_lanes_that_lds_serves_together():
     assert conflict_cycles(2 * in_a_row, on, 8, False) == 0
     assert conflict_cycles(4 * in_a_row, on, 16, False) == 0
     assert conflict_cycles(32 * in_a_row, on & (LANES < 4), 4, False) == 3
+
+
+def test_no_kernel_of_an_mi300x_is_faster_than_its_bound():
+    """256 operators of AMD's own traces; by the rate of its memory alone one would be."""
+    rows = json.loads((ROOT / "results/amd/mi300x_kernels.json").read_text())["rows"]
+    shares = []
+    for row in rows:
+        unit, _, kind = row["unit"].partition("_")
+        matrix = {{"bf16": "BF16", "fp32": "F32"}[kind]: row["flop"]} if unit == "matrix" else {}
+        bounds = least_us(row["bytes"], matrix, 0 if matrix else row["flop"])
+        shares.append(max(bounds.values()) / row["us"])
+    assert 0.7 < max(shares) < 1
+    assert max(row["bytes"] / 5.3e6 / row["us"] for row in rows) > 1
 
 
 def test_a_buffer_ends_where_it_says_and_a_tensor_where_it_ends():

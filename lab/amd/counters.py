@@ -27,9 +27,10 @@ READS = {
     "gfx942": (128, "TCC_EA0", "TCC_BUBBLE_sum"),
     "gfx950": (128, "TCC_EA0", "TCC_EA0_RDREQ_128B_sum"),
 }
-# of an MI300X (AMD's data sheet): bytes per second of its memory, and floating-point operations of
-# its matrix and vector units
-MEMORY = 5.3e12
+# of an MI300X (AMD's data sheet and CDNA 3 white paper): how many bytes may lie nearer than L2, its
+# Infinity Cache and memory, and the bytes per second of each; floating-point operations of its
+# matrix and vector units
+LEVELS = ((0, 34.4e12), (32 << 20, 17.2e12), (288 << 20, 5.3e12))
 PEAK = {"BF16": 1307.4e12, "F16": 1307.4e12, "F32": 163.4e12, "F64": 163.4e12}
 FLOAT = re.compile(
     r"v_(?:pk_)?(?:(add|sub|subrev|mul|fma|fmac|fmamk|fmaak|mac|mad)"
@@ -53,6 +54,18 @@ def mfma_flop(instruction: Instruction) -> tuple[str, int]:
     """Type and floating-point operations of a matrix instruction."""
     rows, columns, depth, kind = MFMA.match(instruction.mnemonic).groups()
     return kind.replace("xf32", "f32").upper(), 2 * int(rows) * int(columns) * int(depth)
+
+
+def least_us(moved: float, matrix: dict[str, float], vector: float) -> dict[str, float]:
+    """Microseconds that an MI300X takes at least to move so many different bytes, and for these
+    floating-point operations of its matrix units, by type, and its vector units. What was there
+    before may be in caches: such a bound by its memory alone is wrong for small tensors."""
+    seconds = {
+        "memory": max((moved - nearer) / rate for nearer, rate in LEVELS),
+        "matrix units": sum(flop / PEAK[kind] for kind, flop in matrix.items()),
+        "vector units": vector / PEAK["F32"],
+    }
+    return {name: 1e6 * value for name, value in seconds.items()}
 
 
 def lines_of(address: np.ndarray, active: np.ndarray, size: int, line: int) -> int:
@@ -205,13 +218,7 @@ class Counts:
         moved += 64 * self.different("written")
         counted = self.hardware()
         matrix = {kind: 512 * counted[f"SQ_INSTS_VALU_MFMA_MOPS_{kind}"] for kind in PEAK}
-        vector = self.flop() - sum(matrix.values())
-        seconds = {
-            "memory": moved / MEMORY,
-            "matrix units": sum(flop / PEAK[kind] for kind, flop in matrix.items()),
-            "vector units": vector / PEAK["F32"],
-        }
-        return {name: 1e6 * value for name, value in seconds.items()}
+        return least_us(moved, matrix, self.flop() - sum(matrix.values()))
 
     def flop(self) -> int:
         """Floating-point operations, those of lanes that are not at work included."""
