@@ -93,6 +93,7 @@ PROGRAMS = (  # of the exercises, with the arguments that make them small
     "exercises/build_a_fusion/swiglu_backward.py --solution",
     "exercises/amd/kernels.py",
 )
+MIX = ("VALU", "VMEM", "LDS", "MFMA", "SALU", "SMEM", "BRANCH")
 LIMITS = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 
 
@@ -141,7 +142,7 @@ def record_step() -> None:
     args = module.parse_args([*argv, "--device", "cpu"])
     # blocks and warps are those that the script chooses for AMD
     module.BACKEND, module.INTERPRETED = "hip", False
-    module.wrap_triton = module.Interpreted  # which multiplies bfloat16 right
+    module.wrap_triton = lambda kernel: kernel  # its own way in the interpreter is in float32
     module.shared_memory = lambda: 2**31
     module.use_settings(args)
     batch = module.make_batches(args, cpu, args.seed).next_batch()
@@ -227,7 +228,7 @@ def execute_case(case: Case, targets: list[str], watch: bool) -> tuple[Case, lis
     from lab.amd.record import interpreted, launches_in
 
     torch.set_num_threads(1)
-    began, found, seen = time.perf_counter(), [], set()
+    began, found, seen, types = time.perf_counter(), [], set(), set()
     codes: dict[str, set[str]] = {target: set() for target in targets}
     with tempfile.TemporaryDirectory() as folder:
         is_step = bool(case.precision)
@@ -239,14 +240,20 @@ def execute_case(case: Case, targets: list[str], watch: bool) -> tuple[Case, lis
         done = interpreted(["-c", what, folder, str(case.path), *case.arguments.split()])
         for launch in launches_in(Path(folder)):
             key = launch.key()
+            types |= {getattr(value, "dtype", None) for value in launch.arguments.values()}
             if key in seen and not is_step:
                 continue
             seen.add(key)
             done_now = [execute_launch(case, launch, t, watch, codes[t]) for t in targets]
             found += filter(None, done_now)
+    wrong = ""
     if done.returncode or not found:
         said = (done.stderr.strip() or "it launches no kernel").splitlines()[-1]
-        found.append(Executed(case, targets[0], wrong=f"not all of it ran: {said}"))
+        wrong = f"not all of it ran: {said}"
+    elif is_step and getattr(torch, case.precision) not in types:
+        wrong = f"no kernel got a tensor in {case.precision}"
+    if wrong:
+        found.append(Executed(case, targets[0], wrong=wrong))
     return case, found, time.perf_counter() - began
 
 
@@ -285,6 +292,22 @@ def write_counters(folder: Path, target: str, dispatches: Sequence[dict]) -> Non
         rocprof_compute.append({"Dispatch_ID": number, "GPU_ID": 0, "Agent_Id": EXECUTED} | row)
     write_csv(folder / "executed_counter_collection.csv", rocprofv3)
     write_csv(folder / f"workloads/executed/{target}/pmc_perf.csv", rocprof_compute)
+
+
+def instruction_mix(dispatches: Sequence[dict]) -> str:
+    """A table in the form of rocprof-compute's 10.1: the mean, least and most of the dispatches."""
+
+    def per_wave(name: str) -> dict[str, object]:
+        counts = [row[f"SQ_INSTS_{name}"] / row["SQ_WAVES"] for row in dispatches]
+        return {"Metric": name, "Avg": sum(counts) / len(counts), "Min": min(counts),
+                "Max": max(counts)}  # fmt: skip
+
+    # there a matrix instruction is none of the vector unit
+    dispatches = [
+        r | {"SQ_INSTS_VALU": r["SQ_INSTS_VALU"] - r["SQ_INSTS_MFMA"]} for r in dispatches
+    ]
+    columns = [Column("Metric", "Metric"), *(Column(n, n, ".2f") for n in ("Avg", "Min", "Max"))]
+    return render(columns, [per_wave(name) for name in MIX])
 
 
 # --- what is executed, and what is said of it
@@ -454,6 +477,8 @@ def run(args: argparse.Namespace) -> int:
             folder = args.counters if len(args.target) == 1 else args.counters / target
             if of_target:
                 write_counters(folder, target, of_target)
+                print(f"\n{target}, instructions per wave of a launch, executed, not measured:")
+                print(f"\n{instruction_mix(of_target)}")
     return int(bool(wrong))
 
 
