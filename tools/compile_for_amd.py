@@ -38,6 +38,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -350,30 +351,41 @@ def rows_of(
     return rows
 
 
+def save(rows: list[dict]) -> None:
+    """Put rows into the result file, in place of those of the same scripts and targets."""
+    done, kept = {(row["script"], row["target"]) for row in rows}, []
+    if REGISTERS.exists():
+        with REGISTERS.open(newline="", encoding="utf-8") as file:
+            others = csv.DictReader(file)
+            kept = [row for row in others if (row["script"], row["target"]) not in done]
+    rows = [{name: row[name] for name in row if name != "error"} for row in rows]
+    REGISTERS.parent.mkdir(parents=True, exist_ok=True)
+    write_csv(REGISTERS, sorted([*kept, *rows], key=itemgetter("script")))
+
+
 def check(args: argparse.Namespace) -> int:
-    """Print the tables or, where all is well, write the result file; what is wrong is a line each
-    on stderr, and the status 1."""
+    """Print the tables or put them into the result file, script by script; what is wrong is a line
+    each on stderr, and the status 1."""
     columns = [
         Column("kernel", "kernel"),
         Column("precision", "precisions", text=True),
         Column("constants", "constants", text=True),
         *(Column(title, field, "g") for title, field in zip(COLUMNS, FIELDS, strict=True)),
     ]
-    all_rows = []
+    status = 0
     for name in args.scripts or SCRIPTS:
         for backend, group in itertools.groupby(args.target, lambda t: TARGETS[t][0].backend):
             targets, module = list(group), load_script(name)
-            all_rows += (rows := rows_of(module, backend, targets, args))
+            rows = rows_of(module, backend, targets, args)
+            wrong = [f"{row['script']}: {row['error']}" for row in rows if row["error"]]
+            say(*wrong)
+            status = 1 if wrong else status
+            if args.write and not wrong:
+                save(rows)
             for target in () if args.write else targets:
                 of_target = [row for row in rows if row.get("target") == target]
                 print(f"{module.SCRIPT}, on {target}:\n\n{render(columns, of_target)}\n")
-    wrong = [row for row in all_rows if row["error"]]
-    for row in wrong:
-        say(f"{row['script']}: {row['error']}")
-    if args.write and not wrong:
-        REGISTERS.parent.mkdir(parents=True, exist_ok=True)
-        write_csv(REGISTERS, [{k: v for k, v in row.items() if k != "error"} for row in all_rows])
-    return int(bool(wrong))
+    return status
 
 
 def summary(path: Path) -> int:
@@ -436,7 +448,7 @@ def build_parser() -> Parser:
     text += "only such kernels are compiled"
     parser.add_argument("--blocks", action="append", metavar="KERNEL:NAME=NUMBER,...", help=text)
     what = parser.add_mutually_exclusive_group()
-    text = f"write {REGISTERS.name}, for default sizes"
+    text = f"put default and wide sizes of the scripts into {REGISTERS.name}"
     what.add_argument("--write", action="store_true", help=text)
     text = "print what such a file says of each script and target (default: the one in results/)"
     what.add_argument("--summary", nargs="?", type=Path, const=REGISTERS, metavar="FILE", help=text)

@@ -76,8 +76,8 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def interpret(run: Callable, arguments: dict[str, object], storages: list[Tensor]) -> None:
-    """Run a launch in the interpreter, which multiplies bfloat16 as integers: it gets copies of such
-    storages in float32, and what it makes of them is rounded."""
+    """Run a launch in the interpreter. It would multiply bfloat16 as integers, so of such storages
+    it gets copies in float32, and what it makes of them is rounded."""
     types: dict[int, set[torch.dtype]] = {}
     for value in arguments.values():
         if isinstance(value, View):
