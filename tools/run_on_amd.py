@@ -62,15 +62,15 @@ PRECISIONS = {
     "float16": "--use-amp --amp-dtype float16",
 }
 # One layer or block launches all that several do. In "odd" little is a power of two or divisible by
-# 16; "default" and "wide" have the widths, blocks and warps of compile_for_amd.py, and few rows:
-# their launches take long, so each machine code is executed once.
+# 16; "default" and "wide" have the widths, blocks and warps of compile_for_amd.py, with as few rows
+# as these allow: their launches take long, so each machine code is executed once.
 SIZES = {
     "tiny_llama": {
         "small": "--hidden-dim 64 --num-heads 4 --seq-len 32 --batch-size 2 --vocab-size 100",
         "odd": "--hidden-dim 80 --num-heads 5 --num-kv-heads 1 --intermediate-dim 101"
         " --vocab-size 103 --seq-len 27 --batch-size 3",
-        "default": "--seq-len 64 --batch-size 1",
-        "wide": "--hidden-dim 2048 --num-heads 16 --vocab-size 32000 --seq-len 32 --batch-size 1",
+        "default": "",
+        "wide": "--hidden-dim 2048 --num-heads 16 --vocab-size 32000 --seq-len 528 --batch-size 1",
     },
     "tiny_openfold": {
         "small": "--seq-len 10 --num-seqs 3 --batch-size 2 --msa-dim 32 --pair-dim 32"
@@ -356,7 +356,8 @@ def version(case: Case) -> dict[str, str]:
     """What a result depends on beside the kernels."""
     import triton  # not before record_step
 
-    return {"program": checksums.of_program(case.path), "triton": triton.__version__}
+    program = checksums.short(checksums.of_program(case.path) + case.arguments)
+    return {"program": program, "triton": triton.__version__}
 
 
 def rows_of(launches: list[Executed]) -> list[dict]:
