@@ -1,4 +1,4 @@
-"""Three kernels, compiled for AMD's GPUs and executed as they are and with a fault in their
+"""Kernels of the sheet, compiled for AMD's GPUs and executed as they are and with a fault in their
 assembly. A program of its own, as Triton compiles in it; prints JSON for test_amd_kernels.py."""
 
 from __future__ import annotations
@@ -16,27 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from exercises.amd.kernels import add_relu_kernel, product_kernel, row_sum_kernel
 from lab.amd.launch import Fault, Kernel, compile_for, run_grid
-
-
-@triton.jit
-def add_relu(X, Y, OUT, n, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x, y = tl.load(X + at, mask=at < n), tl.load(Y + at, mask=at < n)
-    tl.store(OUT + at, tl.maximum(x + y, 0.0), mask=at < n)
-
-
-@triton.jit
-def row_sum(X, OUT, N: tl.constexpr):
-    row = tl.program_id(0)
-    tl.store(OUT + row, tl.sum(tl.load(X + row * N + tl.arange(0, N))))
-
-
-@triton.jit
-def product(A, B, C, N: tl.constexpr):
-    i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
-    c = tl.dot(tl.load(A + i * N + j), tl.load(B + i * N + j))
-    tl.store(C + i * N + j, c.to(C.dtype.element_ty))
 
 
 @triton.jit
@@ -54,17 +35,18 @@ def vcopy_case() -> tuple:
 def add_relu_case() -> tuple:
     x, y, out = (torch.randn(1000) for _ in range(3))
     arguments = {"X": x, "Y": y, "OUT": out, "n": 1000, "BLOCK": 256}
-    return add_relu, (4,), arguments, out, torch.relu(x + y)
+    return add_relu_kernel, (4,), arguments, out, torch.relu(x + y)
 
 
 def row_sum_case() -> tuple:
     x, out = torch.randn(8, 512), torch.zeros(8)
-    return row_sum, (8,), {"X": x, "OUT": out, "N": 512}, out, x.double().sum(1)
+    arguments = {"X": x, "OUT": out, "C": 512, "BLOCK": 512}
+    return row_sum_kernel, (8,), arguments, out, x.double().sum(1)
 
 
 def product_case(dtype: torch.dtype = torch.float32) -> tuple:
     a, b, c = torch.randn(3, 64, 64).to(dtype)
-    return product, (1,), {"A": a, "B": b, "C": c, "N": 64}, c, a.double() @ b.double()
+    return product_kernel, (1,), {"A": a, "B": b, "OUT": c, "N": 64}, c, a.double() @ b.double()
 
 
 def dropped(pattern: str, number: int = 0):

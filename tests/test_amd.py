@@ -3,11 +3,16 @@ what a workgroup does wrong. What Triton compiles is in test_amd_kernels.py."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
+from conftest import ROOT
 
-from lab.amd import execute
+from lab.amd import checksums, execute
 from lab.amd.assembly import Program, Unknown, instruction
+from lab.amd.counters import conflict_cycles, least_us
 from lab.amd.memory import Fault, Memory
 from lab.amd.waves import Waves
 
@@ -294,8 +299,6 @@ def test_lds_of_workgroups_is_apart_and_two_elements_move_at_once():
 
 
 def test_bank_conflicts_by_the_lanes_that_lds_serves_together():
-    from lab.amd.counters import conflict_cycles
-
     on = np.ones((1, 64), bool)
     in_a_row, one_word = 4 * LANES[None], np.zeros((1, 64), int)
     assert conflict_cycles(in_a_row, on, 4, False) == conflict_cycles(one_word, on, 4, False) == 0
@@ -304,6 +307,19 @@ def test_bank_conflicts_by_the_lanes_that_lds_serves_together():
     assert conflict_cycles(2 * in_a_row, on, 8, False) == 0
     assert conflict_cycles(4 * in_a_row, on, 16, False) == 0
     assert conflict_cycles(32 * in_a_row, on & (LANES < 4), 4, False) == 3
+
+
+def test_no_kernel_of_an_mi300x_is_faster_than_its_bound():
+    """256 operators of AMD's own traces; by the rate of its memory alone one would be."""
+    rows = json.loads((ROOT / "results/amd/mi300x_kernels.json").read_text())["rows"]
+    shares = []
+    for row in rows:
+        unit, _, kind = row["unit"].partition("_")
+        matrix = {{"bf16": "BF16", "fp32": "F32"}[kind]: row["flop"]} if unit == "matrix" else {}
+        bounds = least_us(row["bytes"], matrix, 0 if matrix else row["flop"])
+        shares.append(max(bounds.values()) / row["us"])
+    assert 0.7 < max(shares) < 1
+    assert max(row["bytes"] / 5.3e6 / row["us"] for row in rows) > 1
 
 
 def test_a_buffer_ends_where_it_says_and_a_tensor_where_it_ends():
@@ -334,3 +350,50 @@ def test_atomic_additions_are_one_after_the_other():
 def test_what_is_not_known_ends_with_its_name_and_line(line: str):
     with pytest.raises(Unknown, match=rf"test, test\.py:1: {line[:8]}"):
         execute.prepare(program(line))
+
+
+# --- which kernel a result is of
+
+KERNEL = """
+SCALE = 2
+
+def half(x):
+    return x / 2
+
+@triton.jit
+def kernel(X):
+    \"\"\"Doubles.\"\"\"
+    half(X) * SCALE
+
+@triton.jit
+def other(X):
+    return X
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "changed"),
+    [
+        ("Doubles.", "Doubles all.", set()),
+        ("SCALE = 2", "SCALE = 2  # twice", set()),
+        ("SCALE = 2", "SCALE = 3", {"kernel"}),
+        ("x / 2", "x / 3", {"kernel"}),
+        ("return X", "return -X", {"other"}),
+    ],
+)
+def test_a_kernel_has_changed_if_what_it_executes_has(
+    tmp_path: Path, before: str, after: str, changed: set[str]
+):
+    files = [tmp_path / "before.py", tmp_path / "after.py"]
+    files[0].write_text(KERNEL)
+    files[1].write_text(KERNEL.replace(before, after))
+    old, new = map(checksums.of_kernels, files)
+    assert {name for name in old if old[name] != new[name]} == changed
+    assert checksums.of_kernels(tmp_path / "gone.py") == {}
+
+
+def test_machine_code_is_the_same_wherever_its_source_is():
+    code = '\t.file 1 "/a" "x.py"\n.Ltmp0:\n\t.loc 1 5 2 ; x.py:5\n\ts_nop 0\n.end_amdhsa_kernel\n'
+    moved = code.replace("/a", "/b").replace("5", "9").replace("Ltmp0", "Ltmp7")
+    assert checksums.of_code(code) == checksums.of_code(moved + "more")
+    assert checksums.of_code(code) != checksums.of_code(code.replace("s_nop 0", "s_nop 1"))

@@ -47,7 +47,7 @@ def results() -> dict[str, dict]:
 def test_a_fault_in_the_assembly_is_found_with_kernel_and_line(fault: str, words: str):
     stopped = results()[fault]["stopped"]
     assert words in stopped
-    assert "amd_kernels.py:" in stopped  # the kernel's own line, not the library's
+    assert "kernels.py:" in stopped  # the kernel's own line, not the library's
 
 
 @pytest.mark.parametrize("fault", ["factors swapped", "a lane's neighbour wrong",
@@ -107,9 +107,27 @@ def test_a_training_step_agrees_with_the_interpreter_and_leaves_counters(tmp_pat
         rows = list(csv.DictReader(file))
     assert len(rows) == launches
     assert {row["Agent_Id"] for row in rows} == {"executed, not measured"}
+    assert any(int(row["SQ_INSTS_VALU_MFMA_BF16"]) for row in rows)
+    assert not any(int(row["SQ_INSTS_VALU_MFMA_F32"]) for row in rows)
     with (tmp_path / "executed_counter_collection.csv").open(newline="") as file:
         waves = [row for row in csv.DictReader(file) if row["Counter_Name"] == "SQ_WAVES"]
     assert [row["Counter_Value"] for row in waves] == [row["SQ_WAVES"] for row in rows]
+
+
+def test_what_was_executed_of_another_source_is_stale(tmp_path: Path):
+    content = json.loads((ROOT / "results/amd/executed.json").read_text())
+    rows = [row for row in content["rows"] if row["script"] == "exercises/amd/kernels.py"]
+    shown = []
+    for name in ("as it is", "changed"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content | {"rows": rows[:1]}))
+        done = run(ROOT / "tools/run_on_amd.py", "--summary", tmp_path / f"{name}.json")
+        header, _, cells = (
+            [c.strip() for c in line.split("|")] for line in done.stdout.splitlines()
+        )
+        row = dict(zip(header, cells, strict=True))
+        shown.append((row["launches"], row["agree"], row["stale"]))
+        rows[0]["kernels"] |= dict.fromkeys(list(rows[0]["kernels"])[:1], "another")
+    assert shown == [("4", "4", "0"), ("4", "0", "4")]
 
 
 def test_a_wave_is_stepped():

@@ -8,6 +8,7 @@ by python tools/compile_for_amd.py, which takes minutes.
 from __future__ import annotations
 
 import csv
+import json
 import os
 import re
 import subprocess
@@ -16,6 +17,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, TRITON, triton_before
+
+from lab.amd import checksums
 
 pytestmark = pytest.mark.skipif(
     triton_before("3.5"), reason="Triton has no linker for AMD of its own before 3.5"
@@ -50,7 +53,8 @@ def in_tables(text: str) -> set[str]:
 
 
 HEADER = (
-    "script,target,kernel,precisions,constants,vgprs,agprs,sgprs,lds,spills,sgpr_spills,waves\n"
+    "script,target,kernel,precisions,constants,"
+    "vgprs,agprs,sgprs,lds,spills,sgpr_spills,waves,source,code\n"
 )
 CALLS = """
 import sys
@@ -63,19 +67,23 @@ for argv in (["--summary", "whole.csv"], ["--summary", "cut_off.csv"], [sys.argv
 
 
 def test_what_spills_or_does_not_fit_is_a_problem_and_a_summary_has_what_needs_most(tmp_path: Path):
-    """A file that is cut off and a script without kernels are one line."""
+    """A row is stale if its kernel is gone or has changed, and executed if its machine code was. A
+    file that is cut off and a script without kernels are one line."""
+    source = checksums.of_kernels(ROOT / "tiny_llama_v3.py")["rotary_kernel"]
+    executed = json.loads((ROOT / "results/amd/executed.json").read_text())["rows"]
+    code = next(code for row in executed for code in row["codes"])
     (tmp_path / "whole.csv").write_text(
         HEADER
-        + "tiny_x_v3,gfx942,small,bfloat16,C=1,20,0,8,65536,0,0,8\n"
-        + "tiny_x_v3,gfx942,large,bfloat16,C=1,200,60,8,1024,0,0,1\n"
+        + "tiny_llama_v3,gfx942,small,bfloat16,C=1,20,0,8,65536,0,0,8,abc,def\n"
+        + f"tiny_llama_v3,gfx942,rotary,bfloat16,C=1,200,60,8,1024,0,0,1,{source},{code}\n"
     )
     (tmp_path / "cut_off.csv").write_text(HEADER + "tiny_x_v3,gfx942,small\n")
     done = run(tmp_path, "-c", CALLS, ROOT / "tiny_llama_v2.py")
     problems, _, summary = done.stdout.partition("spills 3 SGPRs\nneeds 65537 bytes of LDS\n")
     assert problems == "\nspills 2 VGPRs\n"
-    cells = [cell.strip() for cell in summary.splitlines()[-1].strip("|").split("|")]
+    cells = re.sub(r" +", " ", summary.splitlines()[-1].strip("| "))
     assert cells == (
-        ["tiny_x_v3", "gfx942", "2", "0", "64 of 64 (small)", "260 of 512 (large)", "1"]
+        "tiny_llama_v3 | gfx942 | 2 | 2 | 1 | 1 | 0 | 64 of 64 (small) | 260 of 512 (rotary) | 1"
     )
     whole, cut_off, cut_off_status, no_kernels, status = done.stderr.splitlines()
     assert [line[-1] for line in (whole, cut_off_status, status)] == ["0", "2", "2"]

@@ -20,6 +20,10 @@ Examples:
   python tools/compile_for_amd.py --target sm_90   for NVIDIA's H100, shared memory under LDS
   python tools/compile_for_amd.py --write          results/amd/registers.csv
   python tools/compile_for_amd.py --summary        what this file says of each script and target
+
+The file has two checksums of each row: of the kernel's source, and of its machine code. By the
+first --summary finds rows of kernels that have changed since, by the second those whose machine
+code tools/run_on_amd.py has executed.
 """
 
 import argparse
@@ -34,6 +38,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -47,13 +52,14 @@ import triton
 from torch._subclasses import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 
+from lab.amd import checksums
 from lab.cli import Parser, ToolError, documented_parser, note, program, say
-from lab.files import ROOT
+from lab.files import ROOT, read_json
 from lab.profile.traffic import Launching
 from lab.script import load_script
 from lab.show import Column, render, write_csv
 
-REGISTERS = ROOT / "results/amd/registers.csv"
+REGISTERS, EXECUTED = ROOT / "results/amd/registers.csv", ROOT / "results/amd/executed.json"
 SCRIPTS = sorted(path.name for path in ROOT.glob("tiny_*_v[34].py"))
 # for Triton, and the KiB of LDS (NVIDIA: shared memory) of a compute unit, which a workgroup can
 # have
@@ -67,6 +73,7 @@ TARGETS = {
     "sm_90": (GPUTarget("cuda", 90, 32), 227),  # H100
 }
 INFERENCE = "tiny_llama_v4"  # whose inference is a program of its own
+ONE_LAUNCH = ROOT / "exercises/tiny_llama_v4/one_launch.py"
 AMD = [name for name in TARGETS if name.startswith("gfx")]
 USUAL = ["gfx90a", "gfx942", "gfx950"]  # whose kernels the files under results/ have
 PRECISIONS = {
@@ -141,6 +148,13 @@ class Launch:
         # a float, such as eps, tells no kernels apart
         named = {name: value for name, value in self.constants.items() if type(value) is not float}
         return " ".join(f"{name}={value}" for name, value in named.items())
+
+
+def sources_of(script: str) -> dict[str, str]:
+    """The checksum of the source of each of a script's kernels."""
+    files = [ROOT / f"{script}.py"] + ([ONE_LAUNCH] if script == INFERENCE else [])
+    found = {name: sum_ for file in files for name, sum_ in checksums.of_kernels(file).items()}
+    return {name.removesuffix("_kernel"): sum_ for name, sum_ in found.items()}
 
 
 def kernels_of(module: ModuleType) -> set[str]:
@@ -236,16 +250,18 @@ class Needs:
     spills: int  # vector registers, to memory; on NVIDIA bytes
     sgpr_spills: int  # scalar registers, to lanes of vector registers
     waves: float  # per SIMD
+    code: str = ""  # checksum of the machine code for AMD
 
 
-FIELDS = [*Needs.__dataclass_fields__]
+FIELDS = [*Needs.__dataclass_fields__][:-1]  # those that are numbers
 COLUMNS = ("VGPRs", "AGPRs", "SGPRs", "LDS", "spills", "SGPR spills", "waves per SIMD")
 
 
 def needs(compiled, kib: int) -> Needs:
     """Read from the assembly, or from NVIDIA's binary."""
-    warps, lds = compiled.metadata.num_warps, compiled.metadata.shared
+    warps, lds, code = compiled.metadata.num_warps, compiled.metadata.shared, ""
     if "amdgcn" in compiled.asm:
+        code = checksums.of_code(compiled.asm["amdgcn"])
 
         def number(name: str) -> int:
             return int(re.search(rf"{name}:\s*(\d+)", compiled.asm["amdgcn"])[1])
@@ -264,7 +280,7 @@ def needs(compiled, kib: int) -> Needs:
         waves = min(16, 65536 // 32 // 4 // (-(-used // 8) * 8))
     # that share the four SIMDs of a compute unit
     groups = min(4 * waves // warps, kib * 1024 // max(lds, 1))
-    return Needs(*registers, lds, *spills, groups * warps / 4)
+    return Needs(*registers, lds, *spills, groups * warps / 4, code)
 
 
 LAUNCHES: list[Launch] = []  # the workers are forked, so they find what is recorded here
@@ -325,6 +341,7 @@ def rows_of(
         for target, needs in zip(targets, found, strict=True):
             row = {"script": module.SCRIPT, "target": target, "kernel": launch.name}
             row |= {"precisions": ", ".join(launch.precisions), "constants": str(launch)}
+            row["source"] = sources_of(module.SCRIPT)[launch.name]
             row |= dict.fromkeys(FIELDS) if isinstance(needs, str) else asdict(needs)
             what = f"{launch.name}_kernel in {row['precisions']} ({launch}): {target}"
             said = problem(target, needs)
@@ -334,43 +351,60 @@ def rows_of(
     return rows
 
 
+def save(rows: list[dict]) -> None:
+    """Put rows into the result file, in place of those of the same scripts and targets."""
+    done, kept = {(row["script"], row["target"]) for row in rows}, []
+    if REGISTERS.exists():
+        with REGISTERS.open(newline="", encoding="utf-8") as file:
+            others = csv.DictReader(file)
+            kept = [row for row in others if (row["script"], row["target"]) not in done]
+    rows = [{name: row[name] for name in row if name != "error"} for row in rows]
+    REGISTERS.parent.mkdir(parents=True, exist_ok=True)
+    write_csv(REGISTERS, sorted([*kept, *rows], key=itemgetter("script")))
+
+
 def check(args: argparse.Namespace) -> int:
-    """Print the tables or, where all is well, write the result file; what is wrong is a line each
-    on stderr, and the status 1."""
+    """Print the tables or put them into the result file, script by script; what is wrong is a line
+    each on stderr, and the status 1."""
     columns = [
         Column("kernel", "kernel"),
         Column("precision", "precisions", text=True),
         Column("constants", "constants", text=True),
         *(Column(title, field, "g") for title, field in zip(COLUMNS, FIELDS, strict=True)),
     ]
-    all_rows = []
+    status = 0
     for name in args.scripts or SCRIPTS:
         for backend, group in itertools.groupby(args.target, lambda t: TARGETS[t][0].backend):
             targets, module = list(group), load_script(name)
-            all_rows += (rows := rows_of(module, backend, targets, args))
+            rows = rows_of(module, backend, targets, args)
+            wrong = [f"{row['script']}: {row['error']}" for row in rows if row["error"]]
+            say(*wrong)
+            status = 1 if wrong else status
+            if args.write and not wrong:
+                save(rows)
             for target in () if args.write else targets:
                 of_target = [row for row in rows if row.get("target") == target]
                 print(f"{module.SCRIPT}, on {target}:\n\n{render(columns, of_target)}\n")
-    wrong = [row for row in all_rows if row["error"]]
-    for row in wrong:
-        say(f"{row['script']}: {row['error']}")
-    if args.write and not wrong:
-        REGISTERS.parent.mkdir(parents=True, exist_ok=True)
-        write_csv(REGISTERS, [{k: v for k, v in row.items() if k != "error"} for row in all_rows])
-    return int(bool(wrong))
+    return status
 
 
 def summary(path: Path) -> int:
     """Print a row for each script and target: what its kernels need at most; returns the status."""
     rows: dict[tuple, list[dict]] = {}
+    executed = {code for row in read_json(EXECUTED)["rows"] for code in row["codes"]}
     try:
         with path.open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
                 row |= {name: float(row[name]) for name in FIELDS}
                 row["registers"] = row["vgprs"] + row["agprs"]
+                row["executed"] = row["code"] in executed
+                row["stale"] = row["source"] != sources_of(row["script"]).get(row["kernel"])
                 rows.setdefault((row["script"], row["target"]), []).append(row)
     except (KeyError, TypeError, ValueError) as error:
         raise ToolError(f"{path}: {error!r}") from error
+
+    def number(name: str) -> Column:
+        return Column(name, lambda rows: sum(row[name] for row in rows), "d")
 
     def most(name: str, shown: Callable[[dict], str]) -> Callable[[list[dict]], str]:
         def cell(rows: list[dict]) -> str:
@@ -385,6 +419,9 @@ def summary(path: Path) -> int:
         Column("script", lambda rows: rows[0]["script"]),
         Column("GPU", lambda rows: rows[0]["target"], text=True),
         Column("kernels", lambda rows: len({row["kernel"] for row in rows})),
+        Column("rows", len),
+        number("executed"),
+        number("stale"),
         Column("spills", lambda rows: sum(row["spills"] + row["sgpr_spills"] for row in rows), "g"),
         Column("LDS at most, KiB", lds, text=True),
         Column("VGPRs and AGPRs at most", registers, text=True),
@@ -411,7 +448,7 @@ def build_parser() -> Parser:
     text += "only such kernels are compiled"
     parser.add_argument("--blocks", action="append", metavar="KERNEL:NAME=NUMBER,...", help=text)
     what = parser.add_mutually_exclusive_group()
-    text = f"write {REGISTERS.name}, for default sizes"
+    text = f"put default and wide sizes of the scripts into {REGISTERS.name}"
     what.add_argument("--write", action="store_true", help=text)
     text = "print what such a file says of each script and target (default: the one in results/)"
     what.add_argument("--summary", nargs="?", type=Path, const=REGISTERS, metavar="FILE", help=text)

@@ -18,12 +18,12 @@ Examples:
   python tools/run_on_amd.py --quick               each kernel and precision: 4 minutes, two cores
   python tools/run_on_amd.py tiny_openfold_v4.py --dtype float32 --size odd --target gfx942
   python tools/run_on_amd.py my_kernels.py         what any program launches
-  python tools/run_on_amd.py --write               and into results/amd/executed.json, case by case
+  python tools/run_on_amd.py --write               and into results/amd/executed.json, case by case:
+                                                   those that are not in it, or have changed since
   python tools/run_on_amd.py --summary             what this file says
 """
 
 import argparse
-import csv
 import json
 import multiprocessing
 import os
@@ -34,7 +34,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton: kernels are to be compiled
@@ -48,13 +47,14 @@ with needed():
     import torch
     from torch import Tensor
 
+    from lab.amd import checksums
     from lab.cli import Parser, ToolError, documented_parser, note, program, say
     from lab.files import read_json, write_text
     from lab.profile.dispatches import EXECUTED
     from lab.script import load_script
     from lab.show import Column, render, write_csv
 
-RESULT, REGISTERS = ROOT / "results/amd/executed.json", ROOT / "results/amd/registers.csv"
+RESULT = ROOT / "results/amd/executed.json"
 SCRIPTS = sorted((path.name for path in ROOT.glob("tiny_*_v[34].py")), reverse=True)
 PRECISIONS = {
     "float32": "",
@@ -62,14 +62,15 @@ PRECISIONS = {
     "float16": "--use-amp --amp-dtype float16",
 }
 # One layer or block launches all that several do. In "odd" little is a power of two or divisible by
-# 16; "default" and "wide" have the widths, blocks and warps of compile_for_amd.py, and few rows.
+# 16; "default" and "wide" have the widths, blocks and warps of compile_for_amd.py, with as few rows
+# as these allow: their launches take long, so each machine code is executed once.
 SIZES = {
     "tiny_llama": {
         "small": "--hidden-dim 64 --num-heads 4 --seq-len 32 --batch-size 2 --vocab-size 100",
         "odd": "--hidden-dim 80 --num-heads 5 --num-kv-heads 1 --intermediate-dim 101"
         " --vocab-size 103 --seq-len 27 --batch-size 3",
-        "default": "--seq-len 64 --batch-size 1",
-        "wide": "--hidden-dim 2048 --num-heads 16 --vocab-size 32000 --seq-len 32 --batch-size 1",
+        "default": "",
+        "wide": "--hidden-dim 2048 --num-heads 16 --vocab-size 32000 --seq-len 528 --batch-size 1",
     },
     "tiny_openfold": {
         "small": "--seq-len 10 --num-seqs 3 --batch-size 2 --msa-dim 32 --pair-dim 32"
@@ -79,6 +80,7 @@ SIZES = {
         "wide": "--msa-dim 256 --num-heads-msa 8 --num-seqs 5 --seq-len 40 --batch-size 1",
     },
 }
+LARGE = ("default", "wide")
 FLAGS = "flags"  # each fusion off in turn, at small sizes
 SIZE_NAMES = [*SIZES["tiny_llama"], FLAGS]
 PROGRAMS = (  # of the exercises, with the arguments that make them small
@@ -91,6 +93,7 @@ PROGRAMS = (  # of the exercises, with the arguments that make them small
     "exercises/build_a_fusion/swiglu_backward.py --solution",
     "exercises/amd/kernels.py",
 )
+MIX = ("VALU", "VMEM", "LDS", "MFMA", "SALU", "SMEM", "BRANCH")
 LIMITS = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 
 
@@ -103,6 +106,10 @@ class Case:
     precision: str = ""
     size: str = ""
 
+    @property
+    def path(self) -> Path:
+        return ROOT / self.script if (ROOT / self.script).is_file() else Path(self.script).resolve()
+
     def __str__(self) -> str:
         return " ".join(filter(None, (self.script, self.precision, self.size)))
 
@@ -113,8 +120,9 @@ class Executed:
 
     case: Case
     target: str
-    kernel: str
-    constants: str
+    kernel: str = ""  # its file and name
+    source: str = ""  # checksums of its source and its machine code
+    code: str = ""
     error: float = 0.0
     wrong: str = ""
     dispatch: dict = field(default_factory=dict)  # with its counters
@@ -134,7 +142,7 @@ def record_step() -> None:
     args = module.parse_args([*argv, "--device", "cpu"])
     # blocks and warps are those that the script chooses for AMD
     module.BACKEND, module.INTERPRETED = "hip", False
-    module.wrap_triton = module.Interpreted  # which multiplies bfloat16 right
+    module.wrap_triton = lambda kernel: kernel  # its own way in the interpreter is in float32
     module.shared_memory = lambda: 2**31
     module.use_settings(args)
     batch = module.make_batches(args, cpu, args.seed).next_batch()
@@ -167,29 +175,27 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return largest / max(expected[numbers].abs().max().item(), least) if largest else 0.0
 
 
-def constants_of(kernel, arguments: dict) -> str:
-    """What a launch is compiled with, as results/amd/registers.csv names it."""
-    constant = {kernel.arg_names[i] for i in kernel.constexprs}
-    named = {
-        name: value
-        for name, value in arguments.items()
-        if (name not in kernel.arg_names or name in constant or value is None)
-        and type(value) is not float
-    }
-    return " ".join(sorted(f"{name}={value}" for name, value in named.items()))
-
-
-def execute_launch(case: Case, launch, target: str, watch: bool) -> Executed:
-    """Compile and execute a recorded launch, and compare all storages."""
+def execute_launch(
+    case: Case, launch, target: str, watch: bool, codes: set[str]
+) -> Executed | None:
+    """Compile and execute a recorded launch, and compare all storages; None if its machine code is
+    among those of a large case that have been executed."""
     from lab.amd.assembly import Unknown
-    from lab.amd.launch import Fault, Kernel, compiled_launch, kernel_of, run_grid
+    from lab.amd.launch import Fault, Kernel, compiled_launch, run_grid
     from lab.amd.record import View
 
-    constants = constants_of(kernel_of(launch), launch.arguments)
-    done = Executed(case, target, launch.kernel, constants)
+    file = Path(launch.file)
+    source = checksums.of_kernels(file)[launch.kernel]
+    name = file.relative_to(ROOT) if file.is_relative_to(ROOT) else file
+    done = Executed(case, target, f"{name}:{launch.kernel}", source)
     storages = [storage.clone() for storage in launch.before]
     try:
-        kernel = Kernel(compiled_launch(launch, target))
+        compiled = compiled_launch(launch, target)
+        done.code = checksums.of_code(compiled.asm["amdgcn"])
+        if case.size in LARGE and done.code in codes:
+            return None
+        codes.add(done.code)
+        kernel = Kernel(compiled)
         counts = run_grid(kernel, launch.grid, launch.with_tensors(storages), watch=watch)
     except (Unknown, Fault) as error:
         done.wrong = str(error)
@@ -222,7 +228,8 @@ def execute_case(case: Case, targets: list[str], watch: bool) -> tuple[Case, lis
     from lab.amd.record import interpreted, launches_in
 
     torch.set_num_threads(1)
-    began, found, seen = time.perf_counter(), [], set()
+    began, found, seen, types = time.perf_counter(), [], set(), set()
+    codes: dict[str, set[str]] = {target: set() for target in targets}
     with tempfile.TemporaryDirectory() as folder:
         is_step = bool(case.precision)
         what = (
@@ -230,17 +237,23 @@ def execute_case(case: Case, targets: list[str], watch: bool) -> tuple[Case, lis
             if is_step
             else "from lab.amd.record import main; main()"
         )
-        place = str(ROOT / case.script if (ROOT / case.script).is_file() else case.script)
-        done = interpreted(["-c", what, folder, place, *case.arguments.split()])
+        done = interpreted(["-c", what, folder, str(case.path), *case.arguments.split()])
         for launch in launches_in(Path(folder)):
             key = launch.key()
+            types |= {getattr(value, "dtype", None) for value in launch.arguments.values()}
             if key in seen and not is_step:
                 continue
             seen.add(key)
-            found += [execute_launch(case, launch, target, watch) for target in targets]
+            done_now = [execute_launch(case, launch, t, watch, codes[t]) for t in targets]
+            found += filter(None, done_now)
+    wrong = ""
     if done.returncode or not found:
         said = (done.stderr.strip() or "it launches no kernel").splitlines()[-1]
-        found.append(Executed(case, targets[0], "", "", wrong=f"not all of it ran: {said}"))
+        wrong = f"not all of it ran: {said}"
+    elif is_step and getattr(torch, case.precision) not in types:
+        wrong = f"no kernel got a tensor in {case.precision}"
+    if wrong:
+        found.append(Executed(case, targets[0], wrong=wrong))
     return case, found, time.perf_counter() - began
 
 
@@ -281,6 +294,22 @@ def write_counters(folder: Path, target: str, dispatches: Sequence[dict]) -> Non
     write_csv(folder / f"workloads/executed/{target}/pmc_perf.csv", rocprof_compute)
 
 
+def instruction_mix(dispatches: Sequence[dict]) -> str:
+    """A table in the form of rocprof-compute's 10.1: the mean, least and most of the dispatches."""
+
+    def per_wave(name: str) -> dict[str, object]:
+        counts = [row[f"SQ_INSTS_{name}"] / row["SQ_WAVES"] for row in dispatches]
+        return {"Metric": name, "Avg": sum(counts) / len(counts), "Min": min(counts),
+                "Max": max(counts)}  # fmt: skip
+
+    # there a matrix instruction is none of the vector unit
+    dispatches = [
+        r | {"SQ_INSTS_VALU": r["SQ_INSTS_VALU"] - r["SQ_INSTS_MFMA"]} for r in dispatches
+    ]
+    columns = [Column("Metric", "Metric"), *(Column(n, n, ".2f") for n in ("Avg", "Min", "Max"))]
+    return render(columns, [per_wave(name) for name in MIX])
+
+
 # --- what is executed, and what is said of it
 
 
@@ -302,11 +331,13 @@ def cases_of(scripts: Iterable[str], precisions: list[str], sizes: list[str]) ->
                 yield Case(name, arguments, precision, f"no {flag}")
 
 
-def execute_all(cases: list[Case], args: argparse.Namespace) -> Iterator[list[Executed]]:
-    """Each case in a worker; one line for each on stderr, and for each launch that disagrees."""
+def execute_all(cases: dict[Case, list[str]], args: argparse.Namespace) -> Iterator[list[Executed]]:
+    """Each case on its targets in a worker; one line for each on stderr, and for each launch that
+    disagrees."""
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(args.jobs, context) as pool:
-        jobs = [pool.submit(execute_case, c, args.target, bool(args.counters)) for c in cases]
+        watch = bool(args.counters)
+        jobs = [pool.submit(execute_case, c, targets, watch) for c, targets in cases.items()]
         for job in as_completed(jobs):
             try:
                 case, launches, seconds = job.result()
@@ -321,6 +352,14 @@ def execute_all(cases: list[Case], args: argparse.Namespace) -> Iterator[list[Ex
             yield launches
 
 
+def version(case: Case) -> dict[str, str]:
+    """What a result depends on beside the kernels."""
+    import triton  # not before record_step
+
+    program = checksums.short(checksums.of_program(case.path) + case.arguments)
+    return {"program": program, "triton": triton.__version__}
+
+
 def rows_of(launches: list[Executed]) -> list[dict]:
     """What the result file has of a case: a row for each target."""
     rows = []
@@ -333,8 +372,9 @@ def rows_of(launches: list[Executed]) -> list[dict]:
                 "target": target,
                 "precision": case.precision,
                 "size": case.size,
-                "kernels": sorted({launch.kernel for launch in of_target}),
-                "configurations": len({(x.kernel, x.constants) for x in of_target}),
+                **version(case),
+                "kernels": dict(sorted({(x.kernel, x.source) for x in of_target})),
+                "codes": sorted({launch.code for launch in of_target}),
                 "launches": len(of_target),
                 "agree": sum(not launch.wrong for launch in of_target),
                 "error": worst.error,
@@ -344,24 +384,56 @@ def rows_of(launches: list[Executed]) -> list[dict]:
     return rows
 
 
+SCHEMA, KEYS = 2, ("script", "target", "precision", "size")
+
+
+def saved(path: Path = RESULT) -> dict[tuple, dict]:
+    """The rows of a result file, by their keys."""
+    if path == RESULT and not path.exists():
+        return {}
+    content = read_json(path)
+    if content.get("schema_version") != SCHEMA:
+        raise ToolError(f"{path}: not written by this program, or by an earlier version of it")
+    return {tuple(row[key] for key in KEYS): row for row in content["rows"]}
+
+
 def save(rows: list[dict]) -> None:
     """Put rows into the result file, in place of those of the same cases and targets."""
-    keys = ("script", "target", "precision", "size")
-    kept = {}
-    for row in [*(read_json(RESULT)["rows"] if RESULT.exists() else ()), *rows]:
-        kept[tuple(row[key] for key in keys)] = row
-    content = {"schema_version": 1, "rows": [kept[key] for key in sorted(kept)]}
-    write_text(RESULT, json.dumps(content, indent=1) + "\n", replace=True)
+    kept = saved() | {tuple(row[key] for key in KEYS): row for row in rows}
+    lines = ",\n".join(json.dumps(kept[key]) for key in sorted(kept))
+    content = f'{{"schema_version": {SCHEMA}, "rows": [\n{lines}\n]}}\n'
+    write_text(RESULT, content, replace=True)
 
 
-def table(rows: list[dict]) -> str:
-    """All sizes of a program, target and precision in a row."""
+def stale(row: dict) -> bool:
+    """Whether a kernel of a saved row has changed since, or is gone."""
+    found = ((name.partition(":"), checksum) for name, checksum in row["kernels"].items())
+    return any(
+        checksums.of_kernels(ROOT / file).get(kernel) != checksum
+        for (file, _, kernel), checksum in found
+    )
+
+
+def not_saved(cases: list[Case], targets: list[str]) -> dict[Case, list[str]]:
+    """The cases that the result file does not have as they are now, with the targets of each."""
+    rows, missing = saved(), {}
+    for case in cases:
+        now = version(case)
+        for target in targets:
+            row = rows.get((case.script, target, case.precision, case.size))
+            if not row or any(row[key] != now[key] for key in now) or stale(row):
+                missing.setdefault(case, []).append(target)
+    return missing
+
+
+def table(rows: Iterable[dict]) -> str:
+    """All sizes of a program, target and precision in a row. What is stale does not agree."""
     groups: dict[tuple, list[dict]] = {}
     for row in sorted(rows, key=lambda row: (row["script"], row["target"], row["precision"])):
         groups.setdefault((row["script"], row["target"], row["precision"]), []).append(row)
 
-    def total(name: str) -> Column:
-        return Column(name, lambda rows: sum(row[name] for row in rows), "d")
+    def worst(rows: list[dict]) -> dict:
+        return max(rows, key=lambda row: row["error"])
 
     columns = [
         Column("program", lambda rows: rows[0]["script"].removeprefix("exercises/")),
@@ -369,57 +441,45 @@ def table(rows: list[dict]) -> str:
         Column("precision", lambda rows: rows[0]["precision"] or None, text=True),
         Column("sizes", len, "d"),
         Column("kernels", lambda rows: len({k for row in rows for k in row["kernels"]}), "d"),
-        *map(total, ("configurations", "launches", "agree")),
-        Column("largest error", lambda rows: max(row["error"] for row in rows), ".1e"),
-        Column("in", lambda rows: max(rows, key=lambda r: r["error"])["kernel"], text=True),
+        Column("codes", lambda rows: len({c for row in rows for c in row["codes"]}), "d"),
+        Column("launches", lambda rows: sum(row["launches"] for row in rows), "d"),
+        Column("agree", lambda rows: sum(row["agree"] for row in rows if not stale(row)), "d"),
+        Column("stale", lambda rows: sum(row["launches"] for row in rows if stale(row)), "d"),
+        Column("largest error", lambda rows: worst(rows)["error"], ".1e"),
+        Column("in", lambda rows: worst(rows)["kernel"].rpartition(":")[2], text=True),
     ]
     return render(columns, list(groups.values()))
 
 
-def registers_executed(found: list[Executed]) -> dict[str, list[int]]:
-    """For each target, how many rows of registers.csv were executed, and how many there are."""
-    done = {
-        (Path(x.case.script).stem, x.target, x.kernel.removesuffix("_kernel"), x.constants)
-        for x in found
-        if not x.wrong
-    }
-    counted: dict[str, list[int]] = {}
-    with REGISTERS.open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            constants = " ".join(sorted(row["constants"].split()))
-            key = row["script"], row["target"], row["kernel"], constants
-            of_target = counted.setdefault(row["target"], [0, 0])
-            of_target[0] += key in done
-            of_target[1] += 1
-    targets = {launch.target for launch in found}
-    return {target: numbers for target, numbers in counted.items() if target in targets}
-
-
 def run(args: argparse.Namespace) -> int:
     if args.summary:
-        print(table(read_json(args.summary)["rows"]))
+        print(table(saved(args.summary).values()))
         return 0
     if args.quick:
         args.size = ["small", "odd"]
     scripts = args.scripts or [*SCRIPTS, *PROGRAMS]
     cases = list(cases_of(scripts, args.dtype, args.size))
-    note(f"{len(cases)} programs and steps for {', '.join(args.target)}")
+    wanted = not_saved(cases, args.target) if args.write else dict.fromkeys(cases, args.target)
+    note(f"{len(wanted)} of {len(cases)} programs and steps for {', '.join(args.target)}")
     found: list[Executed] = []
-    for launches in execute_all(cases, args):
+    rows: list[dict] = []
+    for launches in execute_all(wanted, args):
         found += launches
+        rows += (new := rows_of(launches))
         if args.write and not any(launch.wrong for launch in launches):
-            save(rows_of(launches))
-    by_case = groupby(sorted(found, key=lambda x: str(x.case)), key=lambda x: str(x.case))
-    print(table([row for _, group in by_case for row in rows_of(list(group))]))
+            save(new)
+    if rows:
+        print(table(rows))
     wrong = sum(bool(launch.wrong) for launch in found)
     print(f"\n{len(found)} launches executed, {len(found) - wrong} agree")
-    for target, (done, of) in registers_executed(found).items():
-        print(f"{target}: {done} of {of} rows of {REGISTERS.name} are among them")
     if args.counters:
         for target in args.target:
             of_target = [x.dispatch for x in found if x.dispatch and x.target == target]
             folder = args.counters if len(args.target) == 1 else args.counters / target
-            write_counters(folder, target, of_target)
+            if of_target:
+                write_counters(folder, target, of_target)
+                print(f"\n{target}, instructions per wave of a launch, executed, not measured:")
+                print(f"\n{instruction_mix(of_target)}")
     return int(bool(wrong))
 
 

@@ -3,6 +3,7 @@ bytes and cache lines, bank conflicts of LDS. Executed, not measured: times are 
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 
@@ -27,32 +28,47 @@ READS = {
     "gfx942": (128, "TCC_EA0", "TCC_BUBBLE_sum"),
     "gfx950": (128, "TCC_EA0", "TCC_EA0_RDREQ_128B_sum"),
 }
-# of an MI300X (AMD's data sheet): bytes per second of its memory, and floating-point operations of
-# its matrix and vector units
-MEMORY = 5.3e12
+# of an MI300X (AMD's data sheet and CDNA 3 white paper): how many bytes may lie nearer than L2, its
+# Infinity Cache and memory, and the bytes per second of each; floating-point operations of its
+# matrix and vector units
+LEVELS = ((0, 34.4e12), (32 << 20, 17.2e12), (288 << 20, 5.3e12))
 PEAK = {"BF16": 1307.4e12, "F16": 1307.4e12, "F32": 163.4e12, "F64": 163.4e12}
 FLOAT = re.compile(
     r"v_(?:pk_)?(?:(add|sub|subrev|mul|fma|fmac|fmamk|fmaak|mac|mad)"
     r"|(rcp|rsq|sqrt|exp|log|sin|cos)(?:_iflag)?)_f(16|32|64)$"
 )
+KINDS = ("MFMA", "SALU", "SMEM", "VMEM", "LDS", "branch")  # that have a counter of their own
 OPERATION = {"add": "ADD", "sub": "ADD", "subrev": "ADD", "mul": "MUL"}
-FLOP = {"ADD": 1, "MUL": 1, "FMA": 2, "TRANS": 1}
 MFMA = re.compile(r"v_mfma_f(?:32|64)_(\d+)x(\d+)x(\d+)_?(x?f32|b?f16|f64)")
+VALU = "SQ_INSTS_VALU_"  # floating-point operations of what is counted by these names
+FLOP = {f"{VALU}{name}_F{bits}": 64 * each for bits in (16, 32, 64)
+        for name, each in {"ADD": 1, "MUL": 1, "FMA": 2, "TRANS": 1}.items()}  # fmt: skip
+FLOP |= {f"{VALU}MFMA_MOPS_{kind}": 512 for kind in PEAK}
 
 
-def unit_of(instruction: Instruction) -> str:
-    """What rocprof's counters call a floating-point instruction: FMA_F32, TRANS_F16 ...; or ''."""
-    found = FLOAT.match(instruction.mnemonic)
-    if not found:
-        return ""
-    operation = "TRANS" if found[2] else OPERATION.get(found[1], "FMA")
-    return f"{operation}_F{found[3]}"
+def operations(instruction: Instruction) -> dict[str, int]:
+    """What an instruction adds to the counters of floating-point operations; a packed one does
+    two."""
+    if found := MFMA.match(instruction.mnemonic):
+        *sizes, kind = found.groups()
+        kind, flop = kind.replace("xf32", "f32").upper(), 2 * math.prod(map(int, sizes))
+        return {f"{VALU}MFMA_{kind}": 1, f"{VALU}MFMA_MOPS_{kind}": flop // 512}
+    if found := FLOAT.match(instruction.mnemonic):
+        name = "TRANS" if found[2] else OPERATION.get(found[1], "FMA")
+        return {f"{VALU}{name}_F{found[3]}": 1 + instruction.mnemonic.startswith("v_pk_")}
+    return {}
 
 
-def mfma_flop(instruction: Instruction) -> tuple[str, int]:
-    """Type and floating-point operations of a matrix instruction."""
-    rows, columns, depth, kind = MFMA.match(instruction.mnemonic).groups()
-    return kind.replace("xf32", "f32").upper(), 2 * int(rows) * int(columns) * int(depth)
+def least_us(moved: float, matrix: dict[str, float], vector: float) -> dict[str, float]:
+    """Microseconds that an MI300X takes at least to move so many different bytes, and for these
+    floating-point operations of its matrix units, by type, and its vector units. What was there
+    before may be in caches: such a bound by its memory alone is wrong for small tensors."""
+    seconds = {
+        "memory": max((moved - nearer) / rate for nearer, rate in LEVELS),
+        "matrix units": sum(flop / PEAK[kind] for kind, flop in matrix.items()),
+        "vector units": vector / PEAK["F32"],
+    }
+    return {name: 1e6 * value for name, value in seconds.items()}
 
 
 def lines_of(address: np.ndarray, active: np.ndarray, size: int, line: int) -> int:
@@ -117,7 +133,7 @@ class Counts:
 
     def __init__(self, program: Program):
         self.program = program
-        self.waves = self.groups = 0
+        self.waves = 0
         self.executed = np.zeros(len(program.code), np.int64)
         self.noted: dict[int, Counter] = {}
         # lines, by number
@@ -128,7 +144,6 @@ class Counts:
 
     def add(self, waves: Waves) -> None:
         self.waves += waves.count
-        self.groups += waves.groups
         self.executed += waves.executed
         self.executed[: self.program.prologue] = 0
 
@@ -159,19 +174,11 @@ class Counts:
         """By the names of AMD's counters. An instruction of the vector unit counts as 64 lanes,
         whether they are at work or not; MFMA_MOPS are units of 512 operations."""
         kinds = self.by_kind()
-        names = [f"{operation}_F{bits}" for operation in FLOP for bits in (16, 32, 64)]
-        names += [f"MFMA_{what}{kind}" for what in ("", "MOPS_") for kind in PEAK]
-        names = [*(f"SQ_INSTS_VALU_{name}" for name in names), "SQ_INSTS_VMEM_RD"]
-        found = Counter(dict.fromkeys([*names, "SQ_INSTS_VMEM_WR"], 0))
+        names = [*FLOP, *(f"{VALU}MFMA_{kind}" for kind in PEAK)]
+        found = Counter(dict.fromkeys([*names, "SQ_INSTS_VMEM_RD", "SQ_INSTS_VMEM_WR"], 0))
         for instruction, times in zip(self.program.code, self.executed.tolist(), strict=True):
-            if instruction.kind == "MFMA":
-                kind, flop = mfma_flop(instruction)
-                found[f"SQ_INSTS_VALU_MFMA_{kind}"] += times
-                found[f"SQ_INSTS_VALU_MFMA_MOPS_{kind}"] += times * flop // 512
-            elif unit := unit_of(instruction):
-                # a packed instruction does two
-                packed = 2 if instruction.mnemonic.startswith("v_pk_") else 1
-                found[f"SQ_INSTS_VALU_{unit}"] += packed * times
+            for name, each in operations(instruction).items():
+                found[name] += each * times
             if instruction.kind == "VMEM":
                 stores = "_store" in instruction.mnemonic or "_atomic" in instruction.mnemonic
                 found[f"SQ_INSTS_VMEM_{'WR' if stores else 'RD'}"] += times
@@ -185,12 +192,7 @@ class Counts:
             "SQ_WAVES": self.waves,
             "SQ_INSTS": sum(kinds.values()),
             "SQ_INSTS_VALU": kinds["VALU"] + kinds["MFMA"],
-            "SQ_INSTS_MFMA": kinds["MFMA"],
-            "SQ_INSTS_SALU": kinds["SALU"],
-            "SQ_INSTS_SMEM": kinds["SMEM"],
-            "SQ_INSTS_VMEM": kinds["VMEM"],
-            "SQ_INSTS_LDS": kinds["LDS"],
-            "SQ_INSTS_BRANCH": kinds["branch"],
+            **{f"SQ_INSTS_{kind.upper()}": kinds[kind] for kind in KINDS},
             **found,
             "SQ_LDS_BANK_CONFLICT": self.total("LDS conflict cycles"),
             "TCP_TCC_READ_REQ_sum": self.total(f"lines of {line} read"),
@@ -204,22 +206,10 @@ class Counts:
         moved = READS[self.program.target][0] * self.different("read")
         moved += 64 * self.different("written")
         counted = self.hardware()
-        matrix = {kind: 512 * counted[f"SQ_INSTS_VALU_MFMA_MOPS_{kind}"] for kind in PEAK}
-        vector = self.flop() - sum(matrix.values())
-        seconds = {
-            "memory": moved / MEMORY,
-            "matrix units": sum(flop / PEAK[kind] for kind, flop in matrix.items()),
-            "vector units": vector / PEAK["F32"],
-        }
-        return {name: 1e6 * value for name, value in seconds.items()}
+        matrix = {kind: 512 * counted[f"{VALU}MFMA_MOPS_{kind}"] for kind in PEAK}
+        return least_us(moved, matrix, self.flop() - sum(matrix.values()))
 
     def flop(self) -> int:
         """Floating-point operations, those of lanes that are not at work included."""
-        total = 0
-        for name, times in self.hardware().items():
-            kind = name.removeprefix("SQ_INSTS_VALU_")
-            if kind.startswith("MFMA_MOPS_"):
-                total += 512 * times
-            elif kind.partition("_")[0] in FLOP:
-                total += 64 * FLOP[kind.partition("_")[0]] * times
-        return total
+        counted = self.hardware()
+        return sum(each * counted[name] for name, each in FLOP.items())

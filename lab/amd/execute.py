@@ -210,6 +210,7 @@ STATE: dict[str, Read] = {
     "SCC": lambda waves: waves.scc,
     "VCC": lambda waves: waves.mask(VCC),
     "EXEC": lambda waves: waves.scalars[:, EXEC : EXEC + 2].view(np.uint64),
+    "ON": lambda waves: waves.exec,
 }
 WRITE = {
     "SCC": Waves.put_scc,
@@ -270,20 +271,6 @@ def pk_mov(instruction: Instruction) -> Run:
     def run(waves: Waves) -> None:
         for i, words in enumerate([np.copy(read(waves)) for read in readers]):
             waves.put(target.index + i, words)
-
-    return run
-
-
-def readlane(instruction: Instruction) -> Run:
-    """v_readlane_b32, v_readfirstlane_b32: a lane's value, whether it is at work or not."""
-    target, source, *lane = instruction.operands
-    which = reader(lane[0], "u32") if lane else lambda waves: waves.exec.argmax(1)[:, None]
-    read = reader(source, "u32")
-
-    def run(waves: Waves) -> None:
-        number = np.broadcast_to(which(waves) & 63, (waves.count, 1)).astype(np.int64)
-        values = np.broadcast_to(read(waves), waves.exec.shape)
-        waves.put_scalar(target.index, np.take_along_axis(values, number, 1))
 
     return run
 
@@ -395,8 +382,6 @@ BRANCHES = {
 }
 OTHERS: dict[str, Callable[[Instruction], Run]] = {
     "v_pk_mov_b32": pk_mov,
-    "v_readlane_b32": readlane,
-    "v_readfirstlane_b32": readlane,
     "v_writelane_b32": writelane,
     "v_permlane16_swap_b32": swap_rows,
     "v_permlane32_swap_b32": swap_rows,
@@ -420,7 +405,7 @@ def build(instruction: Instruction, program: Program) -> tuple[str, Run]:
         return "branch", BRANCHES[name](instruction, program)
     if found := MFMA.match(name):
         return "MFMA", mfma(instruction, int(found[1]), int(found[2]), found[3])
-    kind = "VALU" if name.startswith("v_") else "SALU"
+    kind = {"v_": "VALU", "s_": "SALU", "ds": "LDS"}.get(name[:2], "VMEM")
     if name in OTHERS:
         return "other" if name == "s_barrier" else kind, OTHERS[name](instruction)
     if row := ROWS.get(name):

@@ -116,12 +116,17 @@ class Loaded:
             elif place["value_kind"] == "hidden_group_size_x":
                 struct.pack_into("<H", packed, int(place["offset"]), 64 * kernel.waves)
         self.address = self.memory.add("the arguments", np.frombuffer(bytes(packed), np.uint8))
+        self.spilled = kernel.program.descriptor["private_segment_fixed_size"]  # bytes of a lane
+        room = np.zeros(AT_ONCE * 64 * self.spilled, np.uint8)
+        self.scratch = self.memory.add("the spilled registers", room)
 
     def start(self, groups: np.ndarray) -> Waves:
         """Waves of these workgroups [groups, 3] at the first instruction."""
         kernel, described = self.kernel, self.kernel.program.descriptor
         waves = Waves(kernel.program, kernel.registers, len(groups), kernel.waves, kernel.lds)
         waves.memory = self.memory
+        lanes = np.arange(64 * waves.count, dtype=np.uint64).reshape(-1, 64)
+        waves.scratch = self.scratch + self.spilled * lanes
         wave = np.arange(waves.count)[:, None]
         waves.vectors[0] = wave % kernel.waves * 64 + np.arange(64)
         place = sum(n * described.get(f"user_sgpr_{name}", 0) for name, n in BEFORE.items())
@@ -152,18 +157,14 @@ def explained(fault: Fault, waves: Waves, groups: np.ndarray) -> Fault:
 
 
 def run_grid(
-    kernel: Kernel,
-    grid: Sequence[int],
-    arguments: Mapping,
-    at_once: int = AT_ONCE,
-    watch: bool = False,
+    kernel: Kernel, grid: Sequence[int], arguments: Mapping, watch: bool = False
 ) -> Counts:
     """Execute all workgroups; tensors among the arguments are changed as on a GPU. A Fault says
-    where something is wrong."""  # fmt: skip
+    where something is wrong."""
     grid = (*grid, 1, 1)[:3]
     loaded, counts = Loaded(kernel, grid, arguments), Counts(kernel.program)
     groups = np.stack(np.unravel_index(np.arange(np.prod(grid)), grid, order="F"), axis=1)
-    step = max(1, at_once // kernel.waves)
+    step = AT_ONCE // kernel.waves
     for first in range(0, len(groups), step):
         some = groups[first : first + step]
         waves = loaded.start(some)

@@ -77,6 +77,11 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(exact), exact, total)
 
 
+def of_lane(values: np.ndarray, lane: np.ndarray) -> np.ndarray:
+    """For each lane, or for the wave, the value of another."""
+    return np.take_along_axis(values, (lane & 63).astype(np.int64), 1)
+
+
 def median(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return np.fmax(np.fmin(a, b), np.fmin(np.fmax(a, b), c))
 
@@ -171,8 +176,8 @@ FUNCTIONS = {
     **{f.__name__: f for f in (
         np.where, np.sqrt, np.exp2, np.log2, np.sin, np.cos, np.trunc, np.floor, np.ceil, np.rint,
         np.ldexp, np.frexp, np.abs, np.copy, np.maximum, np.minimum,
-        wide, ones, field, reversed_bits, leading_zeros, chosen_bytes, fma, median, whole, bf16,
-        to_bf16, to_f16, toward_zero, div_scale, div_fmas, div_fixup, of_class)},
+        wide, ones, field, reversed_bits, leading_zeros, chosen_bytes, fma, of_lane, median, whole,
+        bf16, to_bf16, to_f16, toward_zero, div_scale, div_fmas, div_fixup, of_class)},
     "abs": np.abs,
     "least": np.fmin,  # a number before NaN
     "most": np.fmax,
@@ -189,7 +194,7 @@ class Row(NamedTuple):
     meaning: str
     sources: dict[str, str]  # S0, S1, S2 and D where it is read, each with its type
     results: dict[str, str]  # D and M with their types, SCC and EXEC
-    reads: tuple[str, ...]  # of SCC, EXEC and VCC
+    reads: tuple[str, ...]  # of SCC, EXEC, VCC and ON
     function: Callable  # (sources, reads) -> results
 
 
@@ -201,7 +206,7 @@ def row(name: str, meaning: str) -> Row:
     for statement in meaning.split("; "):
         targets, _, expression = statement.partition(" = ")
         right |= dict(re.findall(r"\b(S\d|D)\.(\w+)", expression))
-        reads |= dict.fromkeys(re.findall(r"\b(?:SCC|EXEC|VCC)\b", expression))
+        reads |= dict.fromkeys(re.findall(r"\b(?:SCC|EXEC|VCC|ON)\b", expression))
         left |= {t.partition(".")[0]: t.partition(".")[2] for t in targets.split(", ")}
         body.append(re.sub(r"\b(S\d|D|M)\.\w+", r"\1", statement))
     left.pop("OLD", None)

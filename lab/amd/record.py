@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -74,6 +75,30 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
+def interpret(run: Callable, arguments: dict[str, object], storages: list[Tensor]) -> None:
+    """Run a launch in the interpreter. It would multiply bfloat16 as integers, so of such storages
+    it gets copies in float32, and what it makes of them is rounded."""
+    types: dict[int, set[torch.dtype]] = {}
+    for value in arguments.values():
+        if isinstance(value, View):
+            types.setdefault(value.storage, set()).add(value.dtype)
+    narrow = [number for number, of in types.items() if torch.bfloat16 in of]
+    if any(len(types[number]) > 1 for number in narrow):
+        raise NotImplementedError("bfloat16 and another type in one storage")
+    wide = list(storages)
+    for number in narrow:
+        wide[number] = storages[number].view(torch.bfloat16).float()
+
+    def given(value: object) -> object:
+        if not isinstance(value, View):
+            return value
+        return (replace(value, dtype=torch.float32) if value.storage in narrow else value).of(wide)
+
+    run(**{name: given(value) for name, value in arguments.items()})
+    for number in narrow:
+        storages[number].view(torch.bfloat16).copy_(wide[number])
+
+
 @contextlib.contextmanager
 def recording(seen: Callable[[Recorded], None]) -> Iterator[None]:
     """Call `seen` after each launch that is interpreted in this block."""
@@ -96,7 +121,7 @@ def recording(seen: Callable[[Recorded], None]) -> Iterator[None]:
                 shape = value.storage_offset(), tuple(value.shape), value.stride()
                 arguments[name] = View(numbers[place], value.dtype, *shape)
         before = [storage.clone() for storage in storages]
-        run(function, *given, grid=grid, warmup=warmup, **named)
+        interpret(partial(run, function, grid=sizes, warmup=warmup), arguments, storages)
         after = [storage.clone() for storage in storages]
         sizes = (sizes,) if isinstance(sizes, int) else tuple(map(int, sizes))
         file = inspect.getsourcefile(function.fn)

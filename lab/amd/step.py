@@ -42,6 +42,20 @@ with needed():
     from lab.show import Column, render
 
 
+MOVES = {  # what the table does not have, by how its names begin
+    "buffer_load": "D = S1's tensor at byte S0, beyond its size 0",
+    "buffer_store": "S1's tensor at byte S0 = D, beyond its size nothing",
+    "global_load": "D = memory at S0",
+    "global_store": "memory at D = S0",
+    "s_load": "D = memory at S0 + S1",
+    "ds_read": "D = LDS at byte S0",
+    "ds_write": "LDS at byte D = S0",
+    "v_mfma": "D = S0 times S1 + S2, matrices of the wave",
+    "s_barrier": "wait for the workgroup's other waves",
+    "s_waitcnt": "wait for what is on its way from memory or LDS",
+}
+
+
 def dots(mask: np.ndarray) -> str:
     """A mask [64] as four rows of 16: # for a lane that is at work."""
     text = "".join("#" if on else "." for on in mask)
@@ -71,7 +85,8 @@ def contents(waves: Waves, instruction: Instruction, wave: int, lanes: list[int]
                 found[name] = "  ".join(number(int(word)) for word in words)
         elif op.kind == "s" and op.index != EXEC:
             if op.count == 2 and (is_mask or op.index == VCC):
-                found[op.text] = dots(waves.mask(op.index)[wave])
+                unset = (waves.scalars[wave, op.index : op.index + 2] == UNSET).all()
+                found[op.text] = "unset" if unset else dots(waves.mask(op.index)[wave])
                 continue
             for index in range(op.index, op.index + op.count):
                 name = op.text if op.count == 1 else f"s{index}"
@@ -153,8 +168,9 @@ class Stepper:
 
 def meaning(instruction: Instruction) -> str:
     """What the manual's table says of an instruction."""
-    row = ROWS.get(instruction.mnemonic) or ROWS.get(instruction.mnemonic.replace("_pk", "", 1))
-    return row.meaning if row else ""
+    name = instruction.mnemonic
+    row = ROWS.get(name) or ROWS.get(name.replace("_pk", "", 1))
+    return row.meaning if row else next((MOVES[m] for m in MOVES if name.startswith(m)), "")
 
 
 def counts_of(launch: Recorded, kernel: Kernel) -> None:

@@ -60,12 +60,25 @@ def of_buffer(instruction: Instruction) -> Address:
     return address
 
 
+def of_scratch(instruction: Instruction, operands: Sequence[Operand]) -> Address:
+    """A lane's own memory, to which registers are spilled."""
+    offsets = [word(op) for op in operands if op.text != "off"]
+
+    def address(waves: Waves) -> tuple[np.ndarray, np.ndarray]:
+        inside = sum((offset(waves) for offset in offsets), np.uint32(constant(instruction)))
+        return waves.scratch + inside, waves.lanes
+
+    return address
+
+
 def addresses(instruction: Instruction, place: int) -> Address:
     """Where an access goes. That of global memory is to an address in two vector registers, the
     operand `place`, or in scalar ones with an offset in that."""
     if instruction.mnemonic.startswith("buffer"):
         return of_buffer(instruction)
     op, last = instruction.operands[place], instruction.operands[-1]
+    if instruction.mnemonic.startswith("scratch"):
+        return of_scratch(instruction, [op, last])
     base = long(last) if last.kind == "s" else None
     lane = word(op) if base else long(op)
     first = np.uint64(constant(instruction) & (1 << 64) - 1)
@@ -102,30 +115,6 @@ def tensor_access(instruction: Instruction, form: tuple, writes: bool, put: Call
             waves.lds.store(first + LANES * size * count, waves.lanes, size, list(found))
         else:
             put(waves, registers.index, found)
-
-    return run
-
-
-def scratch_access(instruction: Instruction, form: tuple, writes: bool) -> Run:
-    """To the memory of a lane's own that registers are spilled to."""
-    size, count, _ = form
-    if size != 4:
-        raise Unknown("scratch memory in less than words")
-    operands = list(instruction.operands)
-    data = operands.pop(1 if writes else 0)
-    reads = [word(op) for op in operands if op.text != "off"]
-    values = [word(data, i) for i in range(count)]
-
-    def run(waves: Waves) -> None:
-        offset = sum((read(waves) for read in reads), np.uint32(constant(instruction)))
-        place = np.broadcast_to(offset // 4, waves.lanes.shape)[waves.lanes]
-        wave, lane = np.nonzero(waves.lanes)
-        for i in range(count):
-            if writes:
-                value = np.broadcast_to(values[i](waves), waves.lanes.shape)
-                waves.scratch[wave, lane, place + i] = value[waves.lanes]
-            else:
-                waves.vectors[data.index + i][waves.lanes] = waves.scratch[wave, lane, place + i]
 
     return run
 
@@ -199,21 +188,6 @@ def transposed(waves: Waves, index: int, values: np.ndarray) -> None:
         waves.put(index + i, found[2 * i] | found[2 * i + 1] << 16)
 
 
-def permute(instruction: Instruction) -> Run:
-    """ds_bpermute_b32: each lane gets the value of the lane whose number times 4 it has; of a lane
-    that is off it is 0."""
-    target, *others = instruction.operands
-    source, value = map(word, others)
-
-    def run(waves: Waves) -> None:
-        lane = source(waves) + np.uint32(constant(instruction)) >> 2 & 63
-        lane = np.broadcast_to(lane, waves.lanes.shape).astype(np.int64)
-        sent = np.where(waves.exec, value(waves), 0).astype(np.uint32)
-        waves.put(target.index, np.take_along_axis(sent, lane, 1))
-
-    return run
-
-
 # --- atomic operations
 
 CHANGES = {  # new value in memory, from the old one and the operand
@@ -268,8 +242,6 @@ def halves(words: np.ndarray, kind: np.dtype) -> np.ndarray:
 def build(instruction: Instruction) -> tuple[str, Run] | None:
     """Kind and function of an instruction that moves data; None if it is not one."""
     name = instruction.mnemonic
-    if name == "ds_bpermute_b32":
-        return "LDS", permute(instruction)
     if name == "ds_read_b64_tr_b16":
         return "LDS", lds_access(instruction, FORMS["b64"], False, 0, transposed)
     atomics, found = ATOMIC.match(name), ACCESS.match(name)
@@ -282,8 +254,6 @@ def build(instruction: Instruction) -> tuple[str, Run] | None:
     form, writes = FORMS[found[5]], found[2] in ("store", "write")
     if found[1] == "s":
         return "SMEM", load_scalar(instruction, form)
-    if found[1] == "scratch":
-        return "VMEM", scratch_access(instruction, form, writes)
     put = putter(instruction, form)
     if found[1] == "ds":
         unit = form[0] * form[1] * (64 if found[4] else 1) if found[3] else 0
