@@ -962,7 +962,7 @@ class Projection(torch.autograd.Function):
             rows = grad.flatten(0, -2), x.flatten(0, -2)
 
             def compute(out: Tensor) -> None:
-                # dW = dy^T x; what is more than a multiple is a product of its own, both are faster
+                # dW = dy^T x; odd numbers of rows are slow, so the last few are a GEMM of their own
                 parts = rows[0].split(ctx.whole, 1), out.view_as(ctx.weight).split(ctx.whole)
                 for grads, part in zip(*parts, strict=True):
                     matmul_out(grads[:, : len(part)], rows[1], part, ctx.direct)
