@@ -909,6 +909,20 @@ def get_inputs():
         study.subjects(tmp_path / "nothing")
 
 
+def test_a_row_predicted_again_keeps_what_was_measured():
+    """It is predicted from a new profile, and no side is built or compiled."""
+    step = Step("s", lambda: X.exp() + 1)
+    known = {"sides_ms": {"now": [3.0], "compiled": [2.0]}, "other": ["k"], "part": "old"}
+    with (
+        mock.patch.object(study.steps, "measure", record),
+        mock.patch.object(study.steps, "compared") as side,
+    ):
+        row = study.row((lambda: step, None, ()), "held out", RATES, known)
+    assert not side.called
+    assert (row["part"], row["sides_ms"], row["other"]) == ("held out", known["sides_ms"], ["k"])
+    assert row["launched"]["now"] == 2 and row["rates"] == vars(RATES)
+
+
 def judged(shape: str, now: float, part: str = "fitted", **more: object) -> dict:
     """A row whose speed-up is 2, and predicted as 2.5 and 2 with two values of the constant."""
     row = {"shape": shape, "precision": "bf16", "part": part, **more}
