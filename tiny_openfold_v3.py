@@ -499,7 +499,10 @@ def norm_backward(grad, x, rstd, C: tl.constexpr):
 
 @triton.jit
 def length_of(N, ALIGNED: tl.constexpr):
-    """Return N; if it is a multiple of 8, the compiler knows it and takes 16 bytes at a time."""
+    """Return N; if ALIGNED, a multiple of 8 that is none of 16, the compiler knows it now.
+
+    It then takes 16 bytes at a time. A multiple of 16 it sees itself.
+    """
     return N // 8 * 8 if ALIGNED else N
 
 
@@ -651,7 +654,7 @@ def layer_norm_backward(
 def norm_options(x: Tensor, heads: Tensor | None, eps: float, ending: bool) -> dict:
     """Return what the kernels of a norm are told of x, and of the heads that project it."""
     count, length = (0, 1) if heads is None else (len(heads), x.shape[1])
-    return {"N": length, "H": count, "eps": eps, "ENDING": ending, "ALIGNED": length % 8 == 0}
+    return {"N": length, "H": count, "eps": eps, "ENDING": ending, "ALIGNED": length % 16 == 8}
 
 
 class LayerNormFunction(torch.autograd.Function):
@@ -1097,7 +1100,7 @@ def attention_options(kernel: str, qkvg: Tensor, columns: bool) -> dict[str, int
     chosen |= {**sizes, "D": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
     even_rows = all(length % size == 0 for size in sizes.values())
     chosen["EVEN"] = dim == chosen["BLOCK_D"] and even_rows
-    chosen["ALIGNED"] = length % 8 == 0
+    chosen["ALIGNED"] = length % 16 == 8
     tile = math.prod(sizes.values()) if len(sizes) == 2 else longest**2
     chosen["num_warps"] = max(1, min(chosen["num_warps"], tile // 512))
     chosen |= {"R": rows, "H": heads, "N": length, "scale": 1 / math.sqrt(dim), "COLUMNS": columns}
@@ -1304,8 +1307,8 @@ def triangle_project_kernel(
     """Compute a = sigmoid(y W_ag) * (y W_ap), and b likewise, from y = LayerNorm(x).
 
     X is [M, C]; AB [2 C, M] are a and b, channel first; STATISTICS [2, M] mean and rstd of the
-    norm. Both are 0 where a residue is not there by PRESENT [B, N], if it is not None. A program
-    owns BLOCK_M positions, and goes over the channels of a and b BLOCK_C at a time.
+    norm. a is 0 where a residue is not there by PRESENT [B, N], if it is not None. A program owns
+    BLOCK_M positions, and goes over the channels of a and b BLOCK_C at a time.
     """
     position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
     channel = tl.arange(0, C)
@@ -1325,7 +1328,7 @@ def triangle_project_kernel(
         value = value + tl.load(BIAS + row)[:, None]
         value = (value * sigmoid(gate)).to(AB.dtype.element_ty)
         if PRESENT is not None:
-            value = tl.where(both, value, 0.0)
+            value = tl.where(both | (first >= B_P * C), value, 0.0)
         tl.store(AB + index(row, WIDE)[:, None] * M + position[None, :], value, mask=inside)
 
 
@@ -1495,7 +1498,7 @@ def triangle_project_backward_kernel(
         gate = sigmoid(gate)
         grad_ab = tl.load(GRAD_AB + index(row, WIDE)[None, :] * M + m, mask=inside, other=0.0)
         if PRESENT is not None:
-            grad_ab = tl.where(both, grad_ab, 0.0)
+            grad_ab = tl.where(both | (first >= B_P * C), grad_ab, 0.0)
         grad_p = grad_ab.to(tl.float32) * gate
         grad_s = (grad_p * (1 - gate) * value).to(dtype)
         grad_p = grad_p.to(dtype)
@@ -1549,7 +1552,7 @@ def triangle_forward(
 
     Then mean and rstd of the norm before the product [2, M], and of that after it. The update is in
     the weight's type; with `residual` it is x + update. present [B, N] is False for residues that
-    are padding: their a and b become 0.
+    are padding, where a becomes 0.
     """
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
     dtype = torch.promote_types(x.dtype, weight.dtype) if residual else weight.dtype
