@@ -248,7 +248,7 @@ BLOCKS: dict[str, dict[str, int]] = {
     "attention_backward_query": {"BLOCK_M": 64, "BLOCK_N": 32},
     "attention_backward_query float32": {"BLOCK_N": 64},
     "attention_backward_query TF32": {"BLOCK_N": 64, "num_stages": 2},
-    "attention_backward_query hip": {"num_stages": 2},
+    "attention_backward_query hip": {"num_stages": 1},
     "attention_backward_key": {"BLOCK_M": 32, "BLOCK_N": 64},
     "attention_backward_key float32": {"BLOCK_M": 64},
     "attention_backward_key TF32": {"BLOCK_N": 128, "num_warps": 8},
