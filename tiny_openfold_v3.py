@@ -248,7 +248,7 @@ BLOCKS: dict[str, dict[str, int]] = {
     "attention_backward_query": {"BLOCK_M": 64, "BLOCK_N": 32},
     "attention_backward_query float32": {"BLOCK_N": 64},
     "attention_backward_query TF32": {"BLOCK_N": 64, "num_stages": 2},
-    "attention_backward_query hip": {"num_stages": 2},
+    "attention_backward_query hip": {"num_stages": 1},
     "attention_backward_key": {"BLOCK_M": 32, "BLOCK_N": 64},
     "attention_backward_key float32": {"BLOCK_M": 64},
     "attention_backward_key TF32": {"BLOCK_N": 128, "num_warps": 8},
@@ -499,7 +499,10 @@ def norm_backward(grad, x, rstd, C: tl.constexpr):
 
 @triton.jit
 def length_of(N, ALIGNED: tl.constexpr):
-    """Return N; if it is a multiple of 8, the compiler knows it and takes 16 bytes at a time."""
+    """Return N; if ALIGNED, a multiple of 8 that is none of 16, the compiler knows it now.
+
+    It then takes 16 bytes at a time. A multiple of 16 it sees itself.
+    """
     return N // 8 * 8 if ALIGNED else N
 
 
@@ -651,7 +654,7 @@ def layer_norm_backward(
 def norm_options(x: Tensor, heads: Tensor | None, eps: float, ending: bool) -> dict:
     """Return what the kernels of a norm are told of x, and of the heads that project it."""
     count, length = (0, 1) if heads is None else (len(heads), x.shape[1])
-    return {"N": length, "H": count, "eps": eps, "ENDING": ending, "ALIGNED": length % 8 == 0}
+    return {"N": length, "H": count, "eps": eps, "ENDING": ending, "ALIGNED": length % 16 == 8}
 
 
 class LayerNormFunction(torch.autograd.Function):
@@ -1097,7 +1100,7 @@ def attention_options(kernel: str, qkvg: Tensor, columns: bool) -> dict[str, int
     chosen |= {**sizes, "D": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
     even_rows = all(length % size == 0 for size in sizes.values())
     chosen["EVEN"] = dim == chosen["BLOCK_D"] and even_rows
-    chosen["ALIGNED"] = length % 8 == 0
+    chosen["ALIGNED"] = length % 16 == 8
     tile = math.prod(sizes.values()) if len(sizes) == 2 else longest**2
     chosen["num_warps"] = max(1, min(chosen["num_warps"], tile // 512))
     chosen |= {"R": rows, "H": heads, "N": length, "scale": 1 / math.sqrt(dim), "COLUMNS": columns}
@@ -1251,14 +1254,6 @@ def index(i, WIDE: tl.constexpr):
 
 
 @triton.jit
-def load_pair_present(PRESENT, position, N, M):
-    """Load from PRESENT [B, N] whether residue i, and j, of each position (b, i, j) is there."""
-    of_i, of_j = PRESENT + position // N, PRESENT + (position // (N * N) * N + position % N)
-    inside = position < M
-    return tl.load(of_i, mask=inside, other=0) != 0, tl.load(of_j, mask=inside, other=0) != 0
-
-
-@triton.jit
 def load_positions(X, position, stride_m, channel, stride_c, M):
     """Load a tile [positions, C] in float32, zeros beyond the last position."""
     at = position[:, None] * stride_m + channel[None, :] * stride_c
@@ -1297,15 +1292,15 @@ def normalise_again(x, position, STATISTICS, M):
 
 @triton.jit
 def triangle_project_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, PRESENT, AB, N, M,
+    X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, PRESENT, AB, M,
     eps: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute a = sigmoid(y W_ag) * (y W_ap), and b likewise, from y = LayerNorm(x).
 
     X is [M, C]; AB [2 C, M] are a and b, channel first; STATISTICS [2, M] mean and rstd of the
-    norm. Both are 0 where a residue is not there by PRESENT [B, N], if it is not None. A program
-    owns BLOCK_M positions, and goes over the channels of a and b BLOCK_C at a time.
+    norm. Where PRESENT [M] is False a is 0, and nowhere if it is None. A program owns BLOCK_M
+    positions, and goes over the channels of a and b BLOCK_C at a time.
     """
     position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
     channel = tl.arange(0, C)
@@ -1313,9 +1308,8 @@ def triangle_project_kernel(
     x = normalise_and_keep(x, position, STATISTICS, M, eps, C)
     y = tl.trans(scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(WEIGHT.dtype.element_ty))
     inside = (position < M)[None, :]
-    if PRESENT is not None:
-        i_is_there, j_is_there = load_pair_present(PRESENT, position, N, M)
-        both = (i_is_there & j_is_there)[None, :]
+    if PRESENT is not None:  # in float32, as a mask of many rows takes AMD's scalar registers
+        present = tl.load(PRESENT + position, mask=position < M, other=0).to(tl.float32)[None, :]
     for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
         row = first + tl.arange(0, BLOCK_C)
         at = WEIGHT + row[:, None] * C + channel[None, :]
@@ -1323,10 +1317,11 @@ def triangle_project_kernel(
         gate = gate + tl.load(BIAS + A_G * C + row)[:, None]
         value = tl.dot(tl.load(at), y, input_precision=PRECISION)  # W_ap y^T
         value = value + tl.load(BIAS + row)[:, None]
-        value = (value * sigmoid(gate)).to(AB.dtype.element_ty)
+        value *= sigmoid(gate)
         if PRESENT is not None:
-            value = tl.where(both, value, 0.0)
-        tl.store(AB + index(row, WIDE)[:, None] * M + position[None, :], value, mask=inside)
+            value *= tl.where(first < B_P * C, present, 1.0)
+        at = AB + index(row, WIDE)[:, None] * M + position[None, :]
+        tl.store(at, value.to(AB.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -1461,7 +1456,7 @@ def triangle_output_backward_kernel(
 def triangle_project_backward_kernel(
     X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, OUT_STATISTICS,
     WEIGHT_T, NORMED, GRAD_LINEAR, GRAD_OUT, GRAD_NORM, PRESENT, GRAD_AB, GRAD_X,
-    N, M, TRANSPOSED: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    M, TRANSPOSED: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients before the product, from those of a and b (GRAD_AB [2 C, M]).
@@ -1483,8 +1478,7 @@ def triangle_project_backward_kernel(
     weight_g = load_transposed(WEIGHT_T, channel + G * C, channel, 6 * C, C, TRANSPOSED)
     grad_y = tl.dot(grad_g, weight_g, input_precision=PRECISION)  # dy = dg W_g^T
     if PRESENT is not None:
-        i_is_there, j_is_there = load_pair_present(PRESENT, position, N, M)
-        both = (i_is_there & j_is_there)[:, None]
+        present = tl.load(PRESENT + m, mask=inside, other=0).to(tl.float32)
     for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
         row = first + tl.arange(0, BLOCK_C)
         at = WEIGHT + row[None, :] * C + channel[:, None]
@@ -1494,9 +1488,9 @@ def triangle_project_backward_kernel(
         value = value + tl.load(BIAS + row)[None, :]
         gate = sigmoid(gate)
         grad_ab = tl.load(GRAD_AB + index(row, WIDE)[None, :] * M + m, mask=inside, other=0.0)
-        if PRESENT is not None:
-            grad_ab = tl.where(both, grad_ab, 0.0)
         grad_p = grad_ab.to(tl.float32) * gate
+        if PRESENT is not None:
+            grad_p *= tl.where(first < B_P * C, present, 1.0)
         grad_s = (grad_p * (1 - gate) * value).to(dtype)
         grad_p = grad_p.to(dtype)
         at = GRAD_LINEAR + m * (5 * C) + row[None, :]
@@ -1548,8 +1542,8 @@ def triangle_forward(
     """Multiply triangles: the update of x [B, N, N, C], a and b [2 C, M], their product [C, M].
 
     Then mean and rstd of the norm before the product [2, M], and of that after it. The update is in
-    the weight's type; with `residual` it is x + update. present [B, N] is False for residues that
-    are padding: their a and b become 0.
+    the weight's type; with `residual` it is x + update. present [B, N, N] is False for padding,
+    where a becomes 0.
     """
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
     dtype = torch.promote_types(x.dtype, weight.dtype) if residual else weight.dtype
@@ -1560,7 +1554,7 @@ def triangle_forward(
     inputs = x, in_weight, in_bias, out_weight, out_bias, weight, bias
     programs, options = triangle_options("triangle_project", x, weight)
     launch = wrap_triton(triangle_project_kernel)[(programs,)]
-    launch(*inputs, in_statistics, present, ab, eps=eps, N=x.shape[1], **options)
+    launch(*inputs, in_statistics, present, ab, eps=eps, **options)
     a, b = (half.view(dim * len(x), *x.shape[1:3]) for half in ab.chunk(2))
     product = torch.bmm(a.mT, b) if incoming else torch.bmm(a, b.mT)
     product = product.view(dim, positions)
@@ -1625,7 +1619,7 @@ def triangle_backward(
         torch.bmm(grad_product.mT, a, out=grad_b)
 
     programs, options = triangle_options("triangle_project_backward", x, weight)
-    options |= {"N": x.shape[1], "TRANSPOSED": transposed, "RESIDUAL": residual}
+    options |= {"TRANSPOSED": transposed, "RESIDUAL": residual}
     grad_norm_in = x.new_empty(programs, 2, dim, dtype=torch.float32)
     grad_x = torch.empty_like(x)
     launch = wrap_triton(triangle_project_backward_kernel)[(programs,)]
@@ -1681,8 +1675,8 @@ def triangle_weight_gradients(
 class TriangleMultiplicationFunction(torch.autograd.Function):
     """Multiply the triangles of x [B, N, N, C] -> its update in `dtype`, or x + update.
 
-    The latter is with `residual`. present [B, N] is False for padding. The parameters: weight and
-    bias of the norm before the product and of that after it, then the weights of a_p, b_p, a_g,
+    The latter is with `residual`. present [B, N, N] is False for padding. The parameters: weight
+    and bias of the norm before the product and of that after it, then the weights of a_p, b_p, a_g,
     b_g, g and z in one piece, and their biases.
 
     Kept for later: x, a, b and their product.
@@ -2232,16 +2226,17 @@ class TriangleMultiplication(nn.Module):
 
         residues [B, N] are False for padding.
         """
+        present = None if residues is None else residues[:, :, None] & residues[:, None]
         if self.fused:
             settings = self.incoming, residual, self.layer_norm_in.eps, gemm_dtype(pair)
             norms = *self.layer_norm_in.parameters(), *self.layer_norm_out.parameters()
             parameters = *norms, *self.linears.parameters()
-            return TriangleMultiplicationFunction.apply(pair, residues, *settings, *parameters)
+            return TriangleMultiplicationFunction.apply(pair, present, *settings, *parameters)
         x = self.layer_norm_in(pair)
         a = torch.sigmoid(self.linear_a_g(x)) * self.linear_a_p(x)
         b = torch.sigmoid(self.linear_b_g(x)) * self.linear_b_p(x)
         if residues is not None:
-            a = a * (residues[:, :, None] & residues[:, None])[..., None]
+            a = a * present[..., None]
         product = self.layer_norm_out(torch.einsum(self.equation, a, b))
         update = torch.sigmoid(self.linear_g(x)) * self.linear_z(product)
         return pair + update if residual else update
@@ -2372,7 +2367,6 @@ class EvoformerBlock(nn.Module):
         check_shape("pair", pair, samples, length, length, pair_dim)
         check_shape("sequences", sequences, samples, depth)
         check_shape("residues", residues, samples, length)
-        residues = None if residues is None else residues.contiguous()
         msa = msa + self.msa_att_row(msa, pair, residues)
         msa = msa + self.msa_att_col(msa, sequences)
         msa = msa + self.msa_transition(msa)

@@ -266,7 +266,7 @@ BLOCKS: dict[str, dict[str, int]] = {
     "attention_backward_query": {"BLOCK_M": 64, "BLOCK_N": 32},
     "attention_backward_query float32": {"BLOCK_N": 64},
     "attention_backward_query TF32": {"BLOCK_N": 64, "num_stages": 2},
-    "attention_backward_query hip": {"num_stages": 2},
+    "attention_backward_query hip": {"num_stages": 1},
     "attention_backward_key": {"BLOCK_M": 32, "BLOCK_N": 64},
     "attention_backward_key float32": {"BLOCK_M": 64},
     "attention_backward_key TF32": {"BLOCK_N": 128, "num_warps": 8},
@@ -1075,7 +1075,10 @@ def norm_backward(grad, x, rstd, C: tl.constexpr):
 
 @triton.jit
 def length_of(N, ALIGNED: tl.constexpr):
-    """Return N; if it is a multiple of 8, the compiler knows it and takes 16 bytes at a time."""
+    """Return N; if ALIGNED, a multiple of 8 that is none of 16, the compiler knows it now.
+
+    It then takes 16 bytes at a time. A multiple of 16 it sees itself.
+    """
     return N // 8 * 8 if ALIGNED else N
 
 
@@ -1498,7 +1501,7 @@ def attention_options(kernel: str, qkvg: Tensor, columns: bool) -> dict[str, int
     chosen |= {**sizes, "D": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
     even_rows = all(length % size == 0 for size in sizes.values())
     chosen["EVEN"] = dim == chosen["BLOCK_D"] and even_rows
-    chosen["ALIGNED"] = length % 8 == 0
+    chosen["ALIGNED"] = length % 16 == 8
     tile = math.prod(sizes.values()) if len(sizes) == 2 else longest**2
     chosen["num_warps"] = max(1, min(chosen["num_warps"], tile // 512))
     chosen |= {"R": rows, "H": heads, "N": length, "scale": 1 / math.sqrt(dim), "COLUMNS": columns}
@@ -1618,14 +1621,6 @@ def index(i, WIDE: tl.constexpr):
 
 
 @triton.jit
-def load_pair_present(PRESENT, position, N, M):
-    """Load from PRESENT [B, N] whether residue i, and j, of each position (b, i, j) is there."""
-    of_i, of_j = PRESENT + position // N, PRESENT + (position // (N * N) * N + position % N)
-    inside = position < M
-    return tl.load(of_i, mask=inside, other=0) != 0, tl.load(of_j, mask=inside, other=0) != 0
-
-
-@triton.jit
 def load_positions(X, position, stride_m, channel, stride_c, M):
     """Load a tile [positions, C] in float32, zeros beyond the last position."""
     at = position[:, None] * stride_m + channel[None, :] * stride_c
@@ -1664,15 +1659,15 @@ def normalise_again(x, position, STATISTICS, M):
 
 @triton.jit
 def triangle_project_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, PRESENT, AB, N, M,
+    X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, PRESENT, AB, M,
     eps: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute a = sigmoid(y W_ag) * (y W_ap), and b likewise, from y = LayerNorm(x).
 
     X is [M, C]; AB [2 C, M] are a and b, channel first; STATISTICS [2, M] mean and rstd of the
-    norm. Both are 0 where a residue is not there by PRESENT [B, N], if it is not None. A program
-    owns BLOCK_M positions, and goes over the channels of a and b BLOCK_C at a time.
+    norm. Where PRESENT [M] is False a is 0, and nowhere if it is None. A program owns BLOCK_M
+    positions, and goes over the channels of a and b BLOCK_C at a time.
     """
     position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
     channel = tl.arange(0, C)
@@ -1680,9 +1675,8 @@ def triangle_project_kernel(
     x = normalise_and_keep(x, position, STATISTICS, M, eps, C)
     y = tl.trans(scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(WEIGHT.dtype.element_ty))
     inside = (position < M)[None, :]
-    if PRESENT is not None:
-        i_is_there, j_is_there = load_pair_present(PRESENT, position, N, M)
-        both = (i_is_there & j_is_there)[None, :]
+    if PRESENT is not None:  # in float32, as a mask of many rows takes AMD's scalar registers
+        present = tl.load(PRESENT + position, mask=position < M, other=0).to(tl.float32)[None, :]
     for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
         row = first + tl.arange(0, BLOCK_C)
         at = WEIGHT + row[:, None] * C + channel[None, :]
@@ -1690,10 +1684,11 @@ def triangle_project_kernel(
         gate = gate + tl.load(BIAS + A_G * C + row)[:, None]
         value = tl.dot(tl.load(at), y, input_precision=PRECISION)  # W_ap y^T
         value = value + tl.load(BIAS + row)[:, None]
-        value = (value * sigmoid(gate)).to(AB.dtype.element_ty)
+        value *= sigmoid(gate)
         if PRESENT is not None:
-            value = tl.where(both, value, 0.0)
-        tl.store(AB + index(row, WIDE)[:, None] * M + position[None, :], value, mask=inside)
+            value *= tl.where(first < B_P * C, present, 1.0)
+        at = AB + index(row, WIDE)[:, None] * M + position[None, :]
+        tl.store(at, value.to(AB.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -1826,7 +1821,7 @@ def triangle_output_backward_kernel(
 def triangle_project_backward_kernel(
     X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, OUT_STATISTICS,
     WEIGHT_T, NORMED, GRAD_LINEAR, GRAD_OUT, GRAD_NORM, PRESENT, GRAD_AB, GRAD_X,
-    N, M, TRANSPOSED: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    M, TRANSPOSED: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients before the product, from those of a and b (GRAD_AB [2 C, M]).
@@ -1848,8 +1843,7 @@ def triangle_project_backward_kernel(
     weight_g = load_transposed(WEIGHT_T, channel + G * C, channel, 6 * C, C, TRANSPOSED)
     grad_y = tl.dot(grad_g, weight_g, input_precision=PRECISION)  # dy = dg W_g^T
     if PRESENT is not None:
-        i_is_there, j_is_there = load_pair_present(PRESENT, position, N, M)
-        both = (i_is_there & j_is_there)[:, None]
+        present = tl.load(PRESENT + m, mask=inside, other=0).to(tl.float32)
     for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
         row = first + tl.arange(0, BLOCK_C)
         at = WEIGHT + row[None, :] * C + channel[:, None]
@@ -1859,9 +1853,9 @@ def triangle_project_backward_kernel(
         value = value + tl.load(BIAS + row)[None, :]
         gate = sigmoid(gate)
         grad_ab = tl.load(GRAD_AB + index(row, WIDE)[None, :] * M + m, mask=inside, other=0.0)
-        if PRESENT is not None:
-            grad_ab = tl.where(both, grad_ab, 0.0)
         grad_p = grad_ab.to(tl.float32) * gate
+        if PRESENT is not None:
+            grad_p *= tl.where(first < B_P * C, present, 1.0)
         grad_s = (grad_p * (1 - gate) * value).to(dtype)
         grad_p = grad_p.to(dtype)
         at = GRAD_LINEAR + m * (5 * C) + row[None, :]
@@ -1999,9 +1993,9 @@ def triangle_weight_gradients(products: Iterable[tuple[Tensor, Tensor]], out: Te
 class TriangleMultiplicationFunction(torch.autograd.Function):
     """Multiply the triangles of x [B, N, N, C] -> x + update.
 
-    present [B, N] is False for residues that are padding: their a and b become 0. The parameters:
-    weight and bias of the norm before the product and of that after it, then the weights of a_p,
-    b_p, a_g, b_g, g and z in one piece, and their biases.
+    present [B, N, N] is False for padding, where a becomes 0. The parameters: weight and bias of
+    the norm before the product and of that after it, then the weights of a_p, b_p, a_g, b_g, g and
+    z in one piece, and their biases.
 
     Kept for later: x, a, b and their product, and mean and rstd of both norms.
     """
@@ -2018,7 +2012,7 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
         inputs = x, *norms, weight, bias
         programs, options = triangle_options("triangle_project", x, weight)
         launch = wrap_triton(triangle_project_kernel)[(programs,)]
-        launch(*inputs, statistics[0], present, ab, eps=eps, N=x.shape[1], **options)
+        launch(*inputs, statistics[0], present, ab, eps=eps, **options)
         a, b = (half.view(dim * len(x), *x.shape[1:3]) for half in ab.chunk(2))
         product = torch.empty_like(a)
         if not multiply_triangles(triangle_product_kernel, a, b, product, incoming=incoming):
@@ -2064,7 +2058,7 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
             torch.bmm(grad_product.mT, a, out=grad_b)
 
         programs, options = triangle_options("triangle_project_backward", x, weight)
-        options |= {"N": x.shape[1], "TRANSPOSED": transposed}
+        options |= {"TRANSPOSED": transposed}
         sums_in = x.new_empty(programs, 2, dim, dtype=torch.float32)
         grad_x = torch.empty_like(x)
         launch = wrap_triton(triangle_project_backward_kernel)[(programs,)]
@@ -2250,9 +2244,9 @@ def norm_project_kernel(
         projection = load_heads(HEADS, H, BLOCK_H, C).to(y.dtype)
         pair_bias = tl.dot(y, tl.trans(projection), input_precision=PRECISION)  # y HEADS^T
         if PRESENT is not None:  # a weight of 0, and no NaN where all keys are padding
-            i_is_there, j_is_there = load_pair_present(PRESENT, position, N, M)
-            key_is_there = i_is_there if ENDING else j_is_there
-            pair_bias = tl.where(key_is_there[:, None], pair_bias, -1e4)
+            key = position // N if ENDING else position // (N * N) * N + position % N
+            present = tl.load(PRESENT + key, mask=inside, other=0) != 0
+            pair_bias = tl.where(present[:, None], pair_bias, -1e4)
         to = PAIR_BIAS + pair_bias_offset(position[:, None], head[None, :], N, H, ENDING, ALIGNED)
         tl.store(to, pair_bias.to(y.dtype), mask=inside[:, None] & (head < H)[None, :])
     if WEIGHT is not None:
@@ -2407,7 +2401,7 @@ def norm_options(
     # A pair bias alone is a product, too, with heads in place of columns.
     options = projection_options(kernel, x, settings.dtype, width or (16 if count else 0))
     length = x.shape[1] if count else 1
-    options |= {"N": length, "ALIGNED": length % 8 == 0, "WIDTH": width, "H": count}
+    options |= {"N": length, "ALIGNED": length % 16 == 8, "WIDTH": width, "H": count}
     options["BLOCK_H"] = max(16, triton.next_power_of_2(count))
     if not width and options["PRECISION"] == "tf32":  # a pair bias is as exact as V3's
         options["PRECISION"] = "tf32x3"
@@ -3243,16 +3237,17 @@ class TriangleMultiplication(nn.Module):
 
     def forward(self, pair: Tensor, residues: Tensor | None = None) -> Tensor:
         """Update pair [B, N, N, c_z]; residues [B, N] are False for padding."""
+        present = None if residues is None else residues[:, :, None] & residues[:, None]
         if self.fused:
             norms = parameters_of(self.layer_norm_in, self.layer_norm_out)
             settings = self.incoming, self.layer_norm_in.eps
             parameters = *norms, *parameters_of(self.linears)
-            return TriangleMultiplicationFunction.apply(pair, residues, *settings, *parameters)
+            return TriangleMultiplicationFunction.apply(pair, present, *settings, *parameters)
         x = self.layer_norm_in(pair)
         a = torch.sigmoid(self.linear_a_g(x)) * self.linear_a_p(x)
         b = torch.sigmoid(self.linear_b_g(x)) * self.linear_b_p(x)
         if residues is not None:
-            a = a * (residues[:, :, None] & residues[:, None])[..., None]
+            a = a * present[..., None]
         product = self.layer_norm_out(torch.einsum(self.equation, a, b))
         return pair + torch.sigmoid(self.linear_g(x)) * self.linear_z(product)
 
