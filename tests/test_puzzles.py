@@ -195,6 +195,11 @@ def test_helpers_comments_and_the_numbers_of_the_launch_are_the_readers(checker,
     file, text = solved_file(checker, tmp_path)
     helper = "@triton.jit\ndef both(x, y):  # mine\n    return x + y\n\n\n"
     text = text.replace("1024", "4096").replace("@triton.jit", helper + "@triton.jit", 1)
+    docstring = re.compile(r'""".*?"""', re.DOTALL)
+    file.write_text(docstring.sub("print()", text, count=1))
+    with pytest.raises(checker.Fault, match="not taken"):
+        checker.load(file)
+    text = docstring.sub('"""My notes."""', text, count=1)
     call = "both(tl.load(X + at), tl.load(Y + at))"
     file.write_text(text.replace("tl.load(X + at) + tl.load(Y + at)", call))
     assert checker.verdict(checker.load(file).PUZZLE)[0]

@@ -98,8 +98,8 @@ def fingerprint(text: str) -> str:
     """Of a file without its kernels, comments and docstring, and the numbers of its launch."""
     body = ast.parse(text).body
     kernels = {node.name for node in body if is_kernel(node)}
-    rest = [node for node in body if not is_kernel(node)]
-    if rest and isinstance(rest[0], ast.Expr):
+    rest = [node for node in body if not is_kernel(node)] or [ast.Pass()]
+    if isinstance(rest[0], ast.Expr) and isinstance(rest[0].value, ast.Constant):
         rest = rest[1:]  # the docstring
     if kernels & {*names_set(rest)}:
         return "a kernel takes the place of something else"
