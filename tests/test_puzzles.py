@@ -169,6 +169,7 @@ def test_python_around_a_kernel_is_refused_before_it_runs(checker, name, tmp_pat
         ("@triton.jit", "@triton.jit\ndef normal(x):\n    pass\n\n\n@triton.jit"),
         ("@triton.jit", "@triton.jit\ndef len(x):\n    pass\n\n\n@triton.jit"),
         ('even={"n": 16}', 'even={"n": 8}'),
+        ("import sys\n", "import sys\n\nnormal = 0\n"),
     ],
 )
 def test_only_kernels_are_taken(checker, right, wrong, tmp_path):
@@ -179,10 +180,26 @@ def test_only_kernels_are_taken(checker, right, wrong, tmp_path):
         checker.load(file)
 
 
+def test_a_helper_with_the_name_of_an_argument_makes_no_function_a_launch(checker, tmp_path):
+    """Numbers of the launch may change, those of the inputs not."""
+    [file] = FOLDER.glob("puzzle_04_*.py")
+    text = file.read_text().replace("50 * normal", "0 * normal")
+    for name in ("dtype", "helper"):
+        helper = f"@triton.jit\ndef {name}(x):\n    pass\n\n\n@triton.jit"
+        (tmp_path / file.name).write_text(text.replace("@triton.jit", helper, 1))
+        with pytest.raises(checker.Fault, match="not taken"):
+            checker.load(tmp_path / file.name)
+
+
 def test_helpers_comments_and_the_numbers_of_the_launch_are_the_readers(checker, tmp_path):
     file, text = solved_file(checker, tmp_path)
     helper = "@triton.jit\ndef both(x, y):  # mine\n    return x + y\n\n\n"
     text = text.replace("1024", "4096").replace("@triton.jit", helper + "@triton.jit", 1)
+    docstring = re.compile(r'""".*?"""', re.DOTALL)
+    file.write_text(docstring.sub("print()", text, count=1))
+    with pytest.raises(checker.Fault, match="not taken"):
+        checker.load(file)
+    text = docstring.sub('"""My notes."""', text, count=1)
     call = "both(tl.load(X + at), tl.load(Y + at))"
     file.write_text(text.replace("tl.load(X + at) + tl.load(Y + at)", call))
     assert checker.verdict(checker.load(file).PUZZLE)[0]
@@ -196,11 +213,13 @@ def test_helpers_comments_and_the_numbers_of_the_launch_are_the_readers(checker,
         ("tl.core.inspect.currentframe()", "`tl.core.inspect.currentframe` is not of"),
         ("core = tl.core", "`tl.core` is not of Triton's language"),
         ("triton.runtime", "`triton.runtime` is not of"),
+        ("triton.compile", "`triton.compile` is not of"),
         ("eval('1')", "`eval` is not of"),
         ("at.handle", "a block is no tensor and has no .handle()"),
         ("at.__class__", "has no .__class__()"),
         ("add_kernel.fn", "has no .fn()"),
         ("(i for i in range(3)).gi_frame", "has no .gi_frame()"),
+        ("[0 for y in range(1)]", "a kernel has no `[0 for y in range(1)]`"),
         ("helper(at)", "line 9: a kernel has no `import os`"),
     ],
 )

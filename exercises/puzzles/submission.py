@@ -28,8 +28,8 @@ GIVEN = {  # `fingerprint` of each file as it was given
     "puzzle_02_mask": "a7fd9d410855a657",
     "puzzle_03_row_sum": "9a82b035a6429b65",
     "puzzle_04_softmax": "80e511ae2d58d768",
-    "puzzle_05_rms_norm": "8172e255d7c3910e",
-    "puzzle_06_rms_norm_backward": "fa7360f41d617b37",
+    "puzzle_05_rms_norm": "6e8bdf61a1c5baa2",
+    "puzzle_06_rms_norm_backward": "472fc97d38a8f318",
     "puzzle_07_swiglu": "ef813e68e8874973",
     "puzzle_08_matmul": "106ac5b2590b2929",
     "puzzle_09_matmul_bias_relu": "b083c12459272f16",
@@ -42,7 +42,8 @@ BUILTINS = {"abs", "bool", "float", "int", "len", "max", "min", "print", "range"
 OF_TRITON = {"cdiv", "language", "next_power_of_2"}
 OTHER_PYTHON = (
     ast.Import, ast.ImportFrom, ast.Global, ast.Nonlocal, ast.ClassDef, ast.FunctionDef,
-    ast.AsyncFunctionDef, ast.Lambda, ast.GeneratorExp, ast.Yield, ast.YieldFrom, ast.Try, ast.With,
+    ast.AsyncFunctionDef, ast.Lambda, ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp,
+    ast.Yield, ast.YieldFrom, ast.Try, ast.With,
 )  # fmt: skip
 
 
@@ -77,6 +78,12 @@ def names_set(nodes: list[ast.stmt]) -> Iterator[str]:
             yield node.id
 
 
+def launches(node: ast.AST, kernels: set[str]) -> bool:
+    """Is it kernel[grid](...)?"""
+    subscript = isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
+    return subscript and getattr(node.func.value, "id", "") in kernels
+
+
 def structure(node: object) -> object:
     """A syntax tree as nested lists, without what is empty: some only newer Pythons have."""
     if isinstance(node, list):
@@ -91,13 +98,14 @@ def fingerprint(text: str) -> str:
     """Of a file without its kernels, comments and docstring, and the numbers of its launch."""
     body = ast.parse(text).body
     kernels = {node.name for node in body if is_kernel(node)}
-    rest = [node for node in body if not is_kernel(node)]
-    rest = [node for node in rest if not isinstance(getattr(node, "value", None), ast.Constant)]
+    rest = [node for node in body if not is_kernel(node)] or [ast.Pass()]
+    if isinstance(rest[0], ast.Expr) and isinstance(rest[0].value, ast.Constant):
+        rest = rest[1:]  # the docstring
     if kernels & {*names_set(rest)}:
         return "a kernel takes the place of something else"
     for node in rest:
         parts = [*ast.walk(node)]
-        if isinstance(node, ast.FunctionDef) and kernels & {getattr(x, "id", "") for x in parts}:
+        if isinstance(node, ast.FunctionDef) and any(launches(part, kernels) for part in parts):
             for part in parts:
                 if isinstance(part, ast.Constant) and isinstance(part.value, int | float):
                     part.value = 0
@@ -156,7 +164,7 @@ def not_of_triton(node: ast.AST, scope: dict[str, object], is_root: bool) -> str
         allowed = is_root and (name == "triton" or name.startswith("triton.language"))
     elif isinstance(node, ast.Name):
         allowed = node.id in BUILTINS or hasattr(value, "fn") or is_constexpr(value)
-    elif ast.unparse(node.value) == "triton":
+    elif value_of(node.value, scope).__name__ == "triton":
         allowed = node.attr in OF_TRITON
     else:
         module = getattr(value, "__module__", type(value).__module__)
