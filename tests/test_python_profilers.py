@@ -141,11 +141,11 @@ def flops_by_hand(rows: dict[str, dict]) -> None:
 
 
 def test_flops_of_modules(tmp_path: Path, no_deepspeed):
-    script = "tiny_llama_v2"
-    result = run_tool(flops_tool, tmp_path, *tiny(script, "--disable-all-fusion"))
+    script, off = "tiny_llama_v2", "--disable-all-fusion"
+    result = run_tool(flops_tool, tmp_path, *tiny(script, off))
     assert result.status == 0, result.stderr
     found = json.loads((tmp_path / f"{script}_flops.json").read_text())
-    model = build(script)
+    model = build(script, off)
     with FlopCounterMode(display=False) as counter:
         model(**batches(script).next_batch()).backward()
     assert found["forward_flop"] == sum(row["flop"] for row in found["modules"])
