@@ -14,7 +14,7 @@ float32, a unit in the last place of the narrowest type of a launch in others.
 executed, not measured. There are no times among it.
 
 Examples:
-  python tools/run_on_amd.py                       everything: most of an hour
+  python tools/run_on_amd.py                       everything: an hour and more
   python tools/run_on_amd.py --quick               each kernel and precision: 4 minutes, two cores
   python tools/run_on_amd.py tiny_openfold_v4.py --dtype float32 --size odd --target gfx942
   python tools/run_on_amd.py my_kernels.py         what any program launches
@@ -460,7 +460,11 @@ def run(args: argparse.Namespace) -> int:
         args.size = ["small", "odd"]
     scripts = args.scripts or [*SCRIPTS, *PROGRAMS]
     cases = list(cases_of(scripts, args.dtype, args.size))
-    wanted = not_saved(cases, args.target) if args.write else dict.fromkeys(cases, args.target)
+    if not cases:
+        raise ToolError(f"large sizes are executed in {' and '.join(IN_REGISTERS)} only")
+    wanted = dict.fromkeys(cases, args.target)
+    if args.write and not args.counters:
+        wanted = not_saved(cases, args.target)
     note(f"{len(wanted)} of {len(cases)} programs and steps for {', '.join(args.target)}")
     found: list[Executed] = []
     rows: list[dict] = []
