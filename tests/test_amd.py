@@ -311,7 +311,8 @@ def test_bank_conflicts_by_the_lanes_that_lds_serves_together():
 
 
 def test_no_kernel_of_an_mi300x_is_faster_than_its_bound():
-    """256 operators of AMD's own traces; by the rate of its memory alone one would be."""
+    """Operators of AMD's traces, and what MGPUSim's authors measured on an MI300A; by the rate of
+    its memory alone one would be."""
     rows = json.loads((ROOT / "results/amd/mi300x_kernels.json").read_text())["rows"]
     shares = []
     for row in rows:
