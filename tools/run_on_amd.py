@@ -14,7 +14,7 @@ float32, a unit in the last place of the narrowest type of a launch in others.
 executed, not measured. There are no times among it.
 
 Examples:
-  python tools/run_on_amd.py                       everything: most of an hour
+  python tools/run_on_amd.py                       everything: an hour and more
   python tools/run_on_amd.py --quick               each kernel and precision: 4 minutes, two cores
   python tools/run_on_amd.py tiny_openfold_v4.py --dtype float32 --size odd --target gfx942
   python tools/run_on_amd.py my_kernels.py         what any program launches
@@ -62,15 +62,17 @@ PRECISIONS = {
     "float16": "--use-amp --amp-dtype float16",
 }
 # One layer or block launches all that several do. In "odd" little is a power of two or divisible by
-# 16; "default" and "wide" have the widths, blocks and warps of compile_for_amd.py, with as few rows
-# as these allow: their launches take long, so each machine code is executed once.
+# 16; "default" and "wide" have the widths, blocks and warps of compile_for_amd.py, with few rows,
+# "full" all rows, whose number is a constant of two kernels. Their launches take long, so each
+# machine code is executed once.
 SIZES = {
     "tiny_llama": {
         "small": "--hidden-dim 64 --num-heads 4 --seq-len 32 --batch-size 2 --vocab-size 100",
         "odd": "--hidden-dim 80 --num-heads 5 --num-kv-heads 1 --intermediate-dim 101"
         " --vocab-size 103 --seq-len 27 --batch-size 3",
-        "default": "",
+        "default": "--seq-len 64 --batch-size 1",
         "wide": "--hidden-dim 2048 --num-heads 16 --vocab-size 32000 --seq-len 528 --batch-size 1",
+        "full": "",
     },
     "tiny_openfold": {
         "small": "--seq-len 10 --num-seqs 3 --batch-size 2 --msa-dim 32 --pair-dim 32"
@@ -80,7 +82,8 @@ SIZES = {
         "wide": "--msa-dim 256 --num-heads-msa 8 --num-seqs 5 --seq-len 40 --batch-size 1",
     },
 }
-LARGE = ("default", "wide")
+LARGE = ("default", "wide", "full")
+IN_REGISTERS = ("float32", "bfloat16")  # what compile_for_amd.py --write is of
 FLAGS = "flags"  # each fusion off in turn, at small sizes
 SIZE_NAMES = [*SIZES["tiny_llama"], FLAGS]
 PROGRAMS = (  # of the exercises, with the arguments that make them small
@@ -324,8 +327,9 @@ def cases_of(scripts: Iterable[str], precisions: list[str], sizes: list[str]) ->
         one = "--num-layers 1" if model == "tiny_llama" else "--num-blocks 1"
         for precision in precisions:
             always = f"{one} {PRECISIONS[precision]}"
-            for size in (size for size in sizes if size != FLAGS):
-                yield Case(name, f"{always} {SIZES[model][size]}", precision, size)
+            for size in (size for size in SIZES[model] if size in sizes):
+                if size not in LARGE or precision in IN_REGISTERS:
+                    yield Case(name, f"{always} {SIZES[model][size]}", precision, size)
             for flag, *_ in load_script(name).FUSIONS if FLAGS in sizes else ():
                 arguments = f"{always} {SIZES[model]['small']} --disable-{flag}"
                 yield Case(name, arguments, precision, f"no {flag}")
@@ -459,7 +463,11 @@ def run(args: argparse.Namespace) -> int:
         args.size = ["small", "odd"]
     scripts = args.scripts or [*SCRIPTS, *PROGRAMS]
     cases = list(cases_of(scripts, args.dtype, args.size))
-    wanted = not_saved(cases, args.target) if args.write else dict.fromkeys(cases, args.target)
+    if not cases:
+        raise ToolError(f"large sizes are executed in {' and '.join(IN_REGISTERS)} only")
+    wanted = dict.fromkeys(cases, args.target)
+    if args.write and not args.counters:
+        wanted = not_saved(cases, args.target)
     note(f"{len(wanted)} of {len(cases)} programs and steps for {', '.join(args.target)}")
     found: list[Executed] = []
     rows: list[dict] = []
