@@ -13,11 +13,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,28 +75,32 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
-def interpret(run: Callable, arguments: dict[str, object], storages: list[Tensor]) -> None:
-    """Run a launch in the interpreter. It would multiply bfloat16 as integers, so of such storages
-    it gets copies in float32, and what it makes of them is rounded."""
-    types: dict[int, set[torch.dtype]] = {}
-    for value in arguments.values():
-        if isinstance(value, View):
-            types.setdefault(value.storage, set()).add(value.dtype)
-    narrow = [number for number, of in types.items() if torch.bfloat16 in of]
-    if any(len(types[number]) > 1 for number in narrow):
-        raise NotImplementedError("bfloat16 and another type in one storage")
-    wide = list(storages)
-    for number in narrow:
-        wide[number] = storages[number].view(torch.bfloat16).float()
+def bfloat16_mended() -> contextlib.ExitStack:
+    """While this is entered the interpreter multiplies bfloat16 as what it is, not as the integers
+    that it keeps it in, and rounds to it as a GPU does, not towards zero."""
+    from triton import language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    def given(value: object) -> object:
-        if not isinstance(value, View):
-            return value
-        return (replace(value, dtype=torch.float32) if value.storage in narrow else value).of(wide)
+    def wide(handle):
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
-    run(**{name: given(value) for name, value in arguments.items()})
-    for number in narrow:
-        storages[number].view(torch.bfloat16).copy_(wide[number])
+    def cast(builder, source, kind, *rounding):
+        if kind.scalar != tl.bfloat16:
+            return plain_cast(builder, wide(source), kind)
+        numbers = torch.from_numpy(plain_cast(builder, wide(source), tl.float32).data)
+        rounded = numbers.bfloat16().view(torch.int16).numpy().view(np.uint16)
+        return TensorHandle(rounded, tl.bfloat16)
+
+    def dot(builder, a, b, *others):
+        return plain_dot(builder, wide(a), wide(b), *others)
+
+    plain_cast, plain_dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+    stack = contextlib.ExitStack()
+    for name, function in {"cast_impl": cast, "create_dot": dot}.items():
+        stack.enter_context(mock.patch.object(InterpreterBuilder, name, function))
+    return stack
 
 
 @contextlib.contextmanager
@@ -121,13 +125,13 @@ def recording(seen: Callable[[Recorded], None]) -> Iterator[None]:
                 shape = value.storage_offset(), tuple(value.shape), value.stride()
                 arguments[name] = View(numbers[place], value.dtype, *shape)
         before = [storage.clone() for storage in storages]
-        interpret(partial(run, function, grid=sizes, warmup=warmup), arguments, storages)
+        run(function, *given, grid=grid, warmup=warmup, **named)
         after = [storage.clone() for storage in storages]
         sizes = (sizes,) if isinstance(sizes, int) else tuple(map(int, sizes))
         file = inspect.getsourcefile(function.fn)
         seen(Recorded(function.__name__, file, sizes, arguments, before, after))
 
-    with mock.patch.object(InterpretedFunction, "run", recorded):
+    with bfloat16_mended(), mock.patch.object(InterpretedFunction, "run", recorded):
         yield
 
 
