@@ -2,8 +2,8 @@
 """TinyLlama V2: fusions that PyTorch itself offers, each on a flag of its own.
 
 qkv-fusion       query, key and value are one GEMM, and one rotary embedding rotates query and key
-flash-attention  scaled_dot_product_attention: scores never reach device memory, whose use then
-                 grows linearly with the length
+flash-attention  scaled_dot_product_attention (SDPA): no scores in device memory, so that its use
+                 grows linearly with seq-len
 swiglu-fusion    gate and up projection are one GEMM
 
 Fewer, larger kernels help where launching them or moving their intermediate results takes longer
@@ -392,7 +392,7 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> T
 
 # --- core
 # Copied from common/core.py by tools/sync_common.py: edit it there.
-# In the order in which it runs: arguments, training step, turns, counts, report, main.
+# main, at the end, runs in order: arguments, training step, turns, counts, report.
 SCRIPT = Path(__file__).stem
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # like views, move no data
@@ -688,7 +688,7 @@ class Trainer:
         gc.collect()  # compiling leaves cycles that keep tensors
 
     def take(self, steps: int, label: str = "step") -> float:
-        """Take a turn of steps (Ctrl-C ends it, what is done counts); return mean milliseconds."""
+        """Take a turn of steps (Ctrl-C ends it, done ones count); return milliseconds of a step."""
         prepare(self.args)  # another run may have had a turn
         synchronize = torch.cuda.synchronize if self.gpu else int
         losses = torch.full((steps,), NOT_YET, pin_memory=self.gpu)
@@ -937,11 +937,12 @@ def compare(before: dict, after: dict) -> None:
             off, on = before[group][key], after[group][key]
             shown = f"{off / on:8.2f}x" if key != "final" else ""
             print(f"{label:24}{off:12.{digits}f}{on:12.{digits}f}{shown}")
-    low, high = min(ratios), max(ratios)
+    low, high, median = min(ratios), max(ratios), np.median(ratios)
     sizes = "" if high <= 1.25 * low else " on which is faster"
     said = "no difference seen" if low <= 1 <= high else f"all turns agree{sizes}"
     said = said if len(ratios) >= 5 else "too few turns to tell"
-    print(f"Batch time ratio in {len(ratios)} turns: {low:.2f}x to {high:.2f}x ({said})")
+    print(f"Batch time ratio in {len(ratios)} turns: {median:.2f}x", end=", ")
+    print(f"from {low:.2f}x to {high:.2f}x ({said})")
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

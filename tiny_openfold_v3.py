@@ -2,22 +2,26 @@
 """TinyOpenFold V3: Triton kernels where memory or launches are the limit, each on its own flag.
 
 Most operations of an Evoformer wait for memory, not for arithmetic. A kernel that does several of
-them reads its input once, and writes only what the next GEMM takes.
+them reads its input once, and writes only what the next GEMM (matrix product) takes.
 
-triton-layer-norm     a norm in one pass; it writes the type of the next GEMM, and the pair bias
+triton-layer-norm     a norm in one pass, written in the next GEMM's dtype; the pair bias, too
 triton-attention      attention with pair bias and gate in one pass: no scores in memory, nothing
-                      transposed. Each program adds up its own tile of the bias gradient, over all
-                      rows that share it: no atomic additions
+                      transposed. The gradient of the bias is a sum over rows: a program adds up
+                      one tile of it, so no two programs add to the same number
 triton-triangle       a triangle multiplication has a batched product in its middle; norm,
                       projections and gates are one kernel before it and one after it
 triton-outer-product  the outer product is written in the order in which its projection reads it;
                       the backward pass computes it again
 triton-transition     bias and ReLU in one pass, forward and backward
-triton-bias-gradient  the gradient of a bias, a sum over all rows, by many programs; PyTorch's sum
-                      has a few slow ones
+triton-bias-gradient  a bias's gradient is a sum over all rows: many programs share it, where
+                      PyTorch's sum has a few, slow ones
 cast-fusion           with AMP, PyTorch casts all weights of a block in one launch
 
-Products alone stay with the vendor's library. Where a flag is off, PyTorch computes what V1 does;
+A program is one of the thousands that a kernel's launch starts, each with its block of numbers.
+Read layer_norm_forward_kernel first, then attention_forward_kernel. What follows them is the same
+for each operation: the backward kernels, functions that launch them, an autograd Function.
+
+Plain GEMMs stay with the vendor's library. Where a flag is off, PyTorch computes what V1 does;
 query, key, value and gate stay one GEMM, as in V2. Every kernel has its backward pass: model,
 weights and loss are those of V1. Without a GPU the kernels run in Triton's interpreter, which shows
 that they are right, not how fast they are.
@@ -129,8 +133,8 @@ def without_effect(args: argparse.Namespace) -> dict[str, str]:
 def missing_kernels(args: argparse.Namespace) -> dict[str, str]:
     """Return the fusions that have no kernel for these widths on this GPU, and why.
 
-    What a kernel needs grows with the rows that it holds: bounds of what tools/compile_for_amd.py
-    finds for an H100 (sm_90) and an MI300 (gfx942).
+    Wider rows need more shared memory. `needed` bounds what tools/compile_for_amd.py finds for an
+    H100 (sm_90) and an MI300 (gfx942).
     """
     missing, dim, most, hip = {}, args.pair_dim, shared_memory(), BACKEND == "hip"
     dtype = getattr(torch, args.amp_dtype or "bfloat16") if args.use_amp else torch.float32
@@ -2686,7 +2690,7 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> P
 
 # --- core
 # Copied from common/core.py by tools/sync_common.py: edit it there.
-# In the order in which it runs: arguments, training step, turns, counts, report, main.
+# main, at the end, runs in order: arguments, training step, turns, counts, report.
 SCRIPT = Path(__file__).stem
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # like views, move no data
@@ -2982,7 +2986,7 @@ class Trainer:
         gc.collect()  # compiling leaves cycles that keep tensors
 
     def take(self, steps: int, label: str = "step") -> float:
-        """Take a turn of steps (Ctrl-C ends it, what is done counts); return mean milliseconds."""
+        """Take a turn of steps (Ctrl-C ends it, done ones count); return milliseconds of a step."""
         prepare(self.args)  # another run may have had a turn
         synchronize = torch.cuda.synchronize if self.gpu else int
         losses = torch.full((steps,), NOT_YET, pin_memory=self.gpu)
@@ -3231,11 +3235,12 @@ def compare(before: dict, after: dict) -> None:
             off, on = before[group][key], after[group][key]
             shown = f"{off / on:8.2f}x" if key != "final" else ""
             print(f"{label:24}{off:12.{digits}f}{on:12.{digits}f}{shown}")
-    low, high = min(ratios), max(ratios)
+    low, high, median = min(ratios), max(ratios), np.median(ratios)
     sizes = "" if high <= 1.25 * low else " on which is faster"
     said = "no difference seen" if low <= 1 <= high else f"all turns agree{sizes}"
     said = said if len(ratios) >= 5 else "too few turns to tell"
-    print(f"Batch time ratio in {len(ratios)} turns: {low:.2f}x to {high:.2f}x ({said})")
+    print(f"Batch time ratio in {len(ratios)} turns: {median:.2f}x", end=", ")
+    print(f"from {low:.2f}x to {high:.2f}x ({said})")
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

@@ -4,25 +4,29 @@
 Between V3's kernels, norms, residuals and sums of gradients still travel through memory. V4 takes
 them into the kernels beside them, and makes one graph of the whole step.
 
-triton-attention      V3's kernels. The norm before them moves into the kernel of their projections,
-                      the residual into that of the output projection. Their gradients move likewise
-triton-triangle       V3's kernels. The batched product of a short triangle is one kernel, and its
-                      two gradients are another
+triton-attention      V3's kernels. The norm before them joins the kernel of the first projections,
+                      the residual that of the output projection; and so do their gradients
+triton-triangle       V3's kernels. Where residues are few, the batched product in the middle is one
+                      kernel, too, and its two gradients are another
 triton-outer-product  V3's kernel forward, norm and residual inside; GEMMs of the library backward
-transition-fusion     a transition is one kernel. Its hidden layer never reaches memory: it is
-                      computed again in the backward pass. Wide rows keep it; bias and ReLU are in
-                      the GEMMs
+transition-fusion     narrow rows: a transition is one kernel; its hidden layer is not stored, but
+                      computed again in the backward pass. Wide rows: GEMMs that add bias and ReLU
 embedding-fusion      one product for each representation embeds the tokens
-loss-fusion           the loss of a head is one kernel, and its gradient another
+loss-fusion           the loss of a head (distogram, masked MSA) is one kernel, its gradient another
 fused-optimizer       AdamW is one kernel. It also writes the weights in the type of the next GEMMs
-overlap               gradients of weights and biases on a side stream, beside the backward pass
+overlap               gradients of weights and biases run on a second stream (a queue of launches
+                      beside the first one), while the backward pass goes on
 
-Each operation has two ways: these kernels, or PyTorch as in V1, which also takes the sizes that no
-kernel does. Weights that share an input lie side by side, so that one GEMM takes them all. A GEMM
-writes the gradient of a weight where the optimizer reads it: nothing is joined or cast in between.
+Read norm_project_kernel first, a norm inside a projection; then SideStreams, whose drawing shows
+what waits for what in a step.
 
-A graph keeps what depends on what, not the order of launches. That is what `overlap` needs; without
-a graph it does nothing. A compiler cannot see these launches: torch.compile is for V3.
+Each operation has two ways: these kernels, or PyTorch as in V1, also for sizes that no kernel
+takes. Weights that share an input lie side by side, so that one GEMM takes them all. A GEMM writes
+the gradient of a weight where the optimizer reads it: nothing is joined or cast in between.
+
+A graph keeps what depends on what, not the order of launches; only so can two streams overlap.
+Without a graph `overlap` does nothing. A compiler cannot see these launches: torch.compile is for
+V3.
 
 The Evoformer follows the supplementary information of Jumper et al. 2021 (AF2 SI below); names
 follow OpenFold.
@@ -105,9 +109,9 @@ class Fusions:
     triton_triangle: Annotated[bool, "a kernel before and one after a triangle product"] = True
     triton_outer_product: Annotated[bool, "outer products as the projection reads them"] = True
     fused_optimizer: Annotated[bool, "AdamW as one kernel, which also casts weights"] = True
-    transition_fusion: Annotated[bool, "a transition as one kernel, forward and backward"] = True
+    transition_fusion: Annotated[bool, "a transition of narrow rows as one kernel"] = True
     embedding_fusion: Annotated[bool, "one product embeds tokens for each representation"] = True
-    loss_fusion: Annotated[bool, "the loss of a head as one kernel, forward and backward"] = True
+    loss_fusion: Annotated[bool, "the loss of a head as one kernel, and its gradient"] = True
     overlap: Annotated[bool, "in a graph, gradients of parameters on a stream of their own"] = True
 
 
@@ -131,8 +135,8 @@ def without_effect(args: argparse.Namespace) -> dict[str, str]:
 def missing_kernels(args: argparse.Namespace) -> dict[str, str]:
     """Return the fusions that have no kernel for these widths on this GPU, and why.
 
-    What a kernel needs grows with the rows that it holds: bounds of what tools/compile_for_amd.py
-    finds for an H100 (sm_90) and an MI300 (gfx942).
+    Wider rows need more shared memory. `needed` bounds what tools/compile_for_amd.py finds for an
+    H100 (sm_90) and an MI300 (gfx942).
     """
     missing, dim, most, hip = {}, args.pair_dim, shared_memory(), BACKEND == "hip"
     dtype = getattr(torch, args.amp_dtype or "bfloat16") if args.use_amp else torch.float32
@@ -3673,7 +3677,7 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> P
 
 # --- core
 # Copied from common/core.py by tools/sync_common.py: edit it there.
-# In the order in which it runs: arguments, training step, turns, counts, report, main.
+# main, at the end, runs in order: arguments, training step, turns, counts, report.
 SCRIPT = Path(__file__).stem
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # like views, move no data
@@ -3969,7 +3973,7 @@ class Trainer:
         gc.collect()  # compiling leaves cycles that keep tensors
 
     def take(self, steps: int, label: str = "step") -> float:
-        """Take a turn of steps (Ctrl-C ends it, what is done counts); return mean milliseconds."""
+        """Take a turn of steps (Ctrl-C ends it, done ones count); return milliseconds of a step."""
         prepare(self.args)  # another run may have had a turn
         synchronize = torch.cuda.synchronize if self.gpu else int
         losses = torch.full((steps,), NOT_YET, pin_memory=self.gpu)
@@ -4218,11 +4222,12 @@ def compare(before: dict, after: dict) -> None:
             off, on = before[group][key], after[group][key]
             shown = f"{off / on:8.2f}x" if key != "final" else ""
             print(f"{label:24}{off:12.{digits}f}{on:12.{digits}f}{shown}")
-    low, high = min(ratios), max(ratios)
+    low, high, median = min(ratios), max(ratios), np.median(ratios)
     sizes = "" if high <= 1.25 * low else " on which is faster"
     said = "no difference seen" if low <= 1 <= high else f"all turns agree{sizes}"
     said = said if len(ratios) >= 5 else "too few turns to tell"
-    print(f"Batch time ratio in {len(ratios)} turns: {low:.2f}x to {high:.2f}x ({said})")
+    print(f"Batch time ratio in {len(ratios)} turns: {median:.2f}x", end=", ")
+    print(f"from {low:.2f}x to {high:.2f}x ({said})")
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
