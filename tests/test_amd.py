@@ -349,9 +349,11 @@ def test_spilled_registers_are_a_lanes_own():
 
 
 def test_lanes_read_lanes_that_are_at_work():
-    state = run("s_mov_b64 exec, 0xf", "ds_bpermute_b32 v2, v1, v3", "v_readfirstlane_b32 s3, v3",
-                v1=4 * (LANES + 2), v2=0, v3=100 + LANES)  # fmt: skip
+    state = run("s_mov_b64 exec, 0xf", "ds_bpermute_b32 v2, v1, v3",
+                "ds_bpermute_b32 v4, v1, v3 offset:4", "v_readfirstlane_b32 s3, v3",
+                v1=4 * (LANES + 2), v2=0, v3=100 + LANES, v4=0)  # fmt: skip
     assert vector(state, 2)[:5].tolist() == [102, 103, 0, 0, 0]
+    assert vector(state, 4)[:5].tolist() == [103, 0, 0, 0, 0]
     assert state.scalars[0, 3] == 100
 
 

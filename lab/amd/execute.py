@@ -172,7 +172,9 @@ def target_field(instruction: Instruction, kind: str) -> tuple[int, int, bool] |
 
 def of_table(instruction: Instruction, row: manual.Row) -> Run:
     operands, modifiers = list(instruction.operands), instruction.modifiers
-    if unknown := modifiers.keys() - KNOWN_MODIFIERS - DPP.keys():
+    offset = np.uint32(int(modifiers.get("offset", "0"), 0))  # of ds_bpermute_b32
+    known = KNOWN_MODIFIERS | DPP.keys() | ({"offset"} if "OFFSET" in row.reads else set())
+    if unknown := modifiers.keys() - known:
         raise Unknown(f"modifier {unknown.pop()}")
     targets = {name: operands.pop(0) for name in "DM" if name in row.results}
     if len(operands) != len([name for name in row.sources if name != "D"]):
@@ -191,7 +193,8 @@ def of_table(instruction: Instruction, row: manual.Row) -> Run:
         if number == 0 and instruction.encoding == "dpp":
             read, written = across_lanes(instruction, read)
         readers.append(read)
-    readers += [STATE[name] for name in row.reads]
+    states = STATE | {"OFFSET": lambda waves: offset}
+    readers += [states[name] for name in row.reads]
     writers = [
         WRITE[name] if name in WRITE else writer(instruction, targets[name], kind, written)
         for name, kind in row.results.items()

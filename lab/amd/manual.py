@@ -194,7 +194,7 @@ class Row(NamedTuple):
     meaning: str
     sources: dict[str, str]  # S0, S1, S2 and D where it is read, each with its type
     results: dict[str, str]  # D and M with their types, SCC and EXEC
-    reads: tuple[str, ...]  # of SCC, EXEC, VCC and ON
+    reads: tuple[str, ...]  # of SCC, EXEC, VCC, ON and OFFSET
     function: Callable  # (sources, reads) -> results
 
 
@@ -206,7 +206,7 @@ def row(name: str, meaning: str) -> Row:
     for statement in meaning.split("; "):
         targets, _, expression = statement.partition(" = ")
         right |= dict(re.findall(r"\b(S\d|D)\.(\w+)", expression))
-        reads |= dict.fromkeys(re.findall(r"\b(?:SCC|EXEC|VCC|ON)\b", expression))
+        reads |= dict.fromkeys(re.findall(r"\b(?:SCC|EXEC|VCC|ON|OFFSET)\b", expression))
         left |= {t.partition(".")[0]: t.partition(".")[2] for t in targets.split(", ")}
         body.append(re.sub(r"\b(S\d|D|M)\.\w+", r"\1", statement))
     left.pop("OLD", None)
