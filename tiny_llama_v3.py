@@ -1649,13 +1649,17 @@ class Trainer:
         """Count in extra steps; `off`: kernels with all off, if known."""
         args = self.args
         prepare(args)
-        progress(f"{self.title}counting kernels, memory and operations")
+        progress(f"{self.title}counting kernels")
         if self.gpu or not args.torch_compile:  # a loop compiled for a CPU is no operator
             self.kernels = count_kernels(self)
-        self.peak = self.peak or max(used for _, used in memory_of_a_step(self))
+        if not self.peak:
+            progress(f"{self.title}adding up the memory of a step")
+            self.peak = max(used for _, used in memory_of_a_step(self))
+        progress(f"{self.title}counting floating-point operations")
         self.flops = count_flops(args, self.batches.next_batch())
         self.model = self.forward = self.optimizer = self.average = self.graph = self.loss = None
         if self.kernels and args != all_off(args):
+            progress(f"{self.title}counting kernels with all off")
             torch.compiler.reset()  # lets go of its graphs
             gc.collect()
             with contextlib.suppress(torch.OutOfMemoryError):

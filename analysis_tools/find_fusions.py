@@ -18,7 +18,7 @@ measured as they are, named, and never fused.
 
 Without a GPU nothing is computed, unless the step asks for values: which operator does is said, and
 two steps are taken on the CPU. Operators, bytes and FLOPs are those of a CPU's operators, each
-counted as a kernel: attention, norms and dropout can be others on a GPU. There are times only with
+counted as a kernel; a GPU can have other ones for attention, norms and dropout. Times exist only with
 --rates DIR, such as results/h100: estimates for that GPU.
 
 --trace FILE[.gz] predicts from a trace of torch.profiler.profile(record_shapes=True), of NVIDIA or

@@ -108,7 +108,7 @@ message=$(check_arguments 2>&1) || fail $? "${message##*$'\n'}"
 read -ra arguments <<<"${message##*$'\n'}"
 if [[ ${arguments[*]} == "$cpu_sizes" ]]; then
     echo "No GPU is used, so the kernels run in Triton's interpreter, with sizes for that: $cpu_sizes"
-    [[ -z ${given[*]-} ]] || echo "What you gave comes after them, and counts: ${given[*]}"
+    [[ -z ${given[*]-} ]] || echo "Your own arguments come after them, and win: ${given[*]}"
 fi
 arguments+=(${given[@]+"${given[@]}"})
 own "$results"

@@ -37,7 +37,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """The stream x and an update [B, T, C] that it has not got yet -> the same, a block later."""
+    """Take the stream x and an update [B, T, C] still to be added; return both a block later."""
 
     def __init__(self, dim: int, heads: int):
         super().__init__()
