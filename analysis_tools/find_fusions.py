@@ -18,8 +18,8 @@ measured as they are, named, and never fused.
 
 Without a GPU nothing is computed, unless the step asks for values: which operator does is said, and
 two steps are taken on the CPU. Operators, bytes and FLOPs are those of a CPU's operators, each
-counted as a kernel; a GPU can have other ones for attention, norms and dropout. Times exist only with
---rates DIR, such as results/h100: estimates for that GPU.
+counted as a kernel; a GPU can have other ones for attention, norms and dropout. Times need --rates
+DIR, such as results/h100, and are estimates for that GPU.
 
 --trace FILE[.gz] predicts from a trace of torch.profiler.profile(record_shapes=True), of NVIDIA or
 AMD: times are its own. Where it has several processes, it is the one whose GPU was busy longest.

@@ -101,13 +101,14 @@ def test_times_of_known_steps():
 
 def test_progress_is_apart_from_the_report(plain: Run):
     """On stderr, with the loss of the step; what takes long is said before it begins."""
-    first, *between, last = plain.progress.splitlines()
+    first, *between = plain.progress.splitlines()
+    between, counting = between[:3], between[3:]
     shown = [re.match(r"step (\d)/6  loss (\S+)  \S+ samples/s", line).groups() for line in between]
     assert [int(step) for step, _ in shown] == [2, 4, 6]
     losses = [plain.summary["loss"]["curve"][i] for i in (3, 5, 7)]
     assert [float(loss) for _, loss in shown] == pytest.approx(losses, abs=6e-5)
     assert first == "taking the first step"
-    assert last == "counting kernels, memory and operations"
+    assert all(re.match("counting |adding up ", line) for line in counting) and counting
 
 
 def test_progress_on_a_terminal_is_one_line_that_is_rewritten(plain: Run, tmp_path: Path):
@@ -118,7 +119,7 @@ def test_progress_on_a_terminal_is_one_line_that_is_rewritten(plain: Run, tmp_pa
     *shown, stays = rewritten.split("\033[K\r")
     begin, *_, counting, nothing = shown
     assert (begin, nothing) == ("taking the first step", "")
-    assert counting == "counting kernels, memory and operations"
+    assert counting.startswith("counting ")
     assert max(map(len, shown)) < 80, "a longer one would go on in the next line"
     labels = [line.partition(":")[0] for line in plain.stdout.split("\n")]
     assert [line.partition(":")[0] for line in [stays, *rest]] == labels[1:], "no rest of a line"
