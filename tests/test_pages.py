@@ -58,7 +58,7 @@ def test_the_page_shows_the_kernel_that_its_command_runs():
 @needs_compiler
 def test_add_relu_predicts_by_bytes_then_measures(monkeypatch):
     status, printed, errors = captured(add_relu.main, ["--n", "1000000", "--turns", "3"])
-    assert (status, errors) == (0, "")
+    assert status == 0, errors  # torch.compile may warn there
     assert "predicted by bytes: 1.67x" in printed
     assert "made 1 kernel, the results are equal" in printed
     assert "measured in 3 turns" in printed
