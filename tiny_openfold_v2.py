@@ -1086,7 +1086,7 @@ class Trainer:
         print(headline(args, self.facts), flush=True)
         progress(f"{self.title}{'compiling in' if args.torch_compile else 'taking'} the first step")
         if args.warmup_steps:
-            first, steps = self.take(1, "warm-up step"), args.warmup_steps - 1
+            first, steps = self.take(1, "first step"), args.warmup_steps - 1
             if self.gpu:
                 torch.cuda.reset_peak_memory_stats()  # after what the first step alone needs
             rest = self.take(steps - args.cuda_graph, "warm-up step") if steps else 0.0
@@ -1352,7 +1352,7 @@ def compare(before: dict, after: dict) -> None:
             off, on = before[group][key], after[group][key]
             shown = f"{off / on:8.2f}x" if key != "final" else ""
             print(f"{label:24}{off:12.{digits}f}{on:12.{digits}f}{shown}")
-    low, high, median = min(ratios), max(ratios), np.median(ratios)
+    low, high, median = np.round([min(ratios), max(ratios), np.median(ratios)], 2)
     sizes = "" if high <= 1.25 * low else " on which is faster"
     said = "no difference seen" if low <= 1 <= high else f"all turns agree{sizes}"
     said = said if len(ratios) >= 5 else "too few turns to tell"

@@ -241,7 +241,7 @@ def speedup(first: Mapping | None, second: Mapping | None) -> float | None:
 
 def verdict(ratios: Sequence[float]) -> str:
     """What ratios turn by turn show, in the words of --compare-fusion."""
-    low, high = min(ratios), max(ratios)
+    low, high = (round(limit, 2) for limit in (min(ratios), max(ratios)))  # as they are printed
     if len(ratios) < 5:
         return "too few turns to tell"
     if low <= 1 <= high:

@@ -343,7 +343,7 @@ OPTIMIZERS = [
     *(partial(torch.optim.AdamW, **{kind: True}) for kind in ("fused", "foreach")),
     partial(torch.optim.AdamW, foreach=False),
     partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    partial(torch.optim.Muon, lr=0.1),
+    *([partial(torch.optim.Muon, lr=0.1)] if hasattr(torch.optim, "Muon") else []),
     Lars,
 ]
 PARTS = [

@@ -179,7 +179,8 @@ def beside(stage: Stage, final: Stage) -> str:
     def look(name: str, own: float | None, right: float | None, digits: str) -> None:
         if own is None or right is None:
             return
-        if abs(own - right) > SAME * abs(right):
+        shown = f"{own:{digits}}" != f"{right:{digits}}"
+        if shown and abs(own - right) > SAME * abs(right):
             other.append(f"{name} {own:{digits}} ({right:{digits}})")
         else:
             same.append(name)

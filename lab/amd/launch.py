@@ -29,6 +29,8 @@ from lab.amd.record import Recorded, bytes_of
 from lab.amd.waves import Waves
 from lab.script import import_file
 
+if not hasattr(triton, "knobs"):
+    raise ImportError(name=f"Triton 3.4 or newer, as this is {triton.__version__}")
 triton.knobs.runtime.interpret = False  # also for files that ask for the interpreter
 TARGETS = ("gfx942", "gfx90a", "gfx950")
 AT_ONCE = 256  # waves that execute together: more cost no less
