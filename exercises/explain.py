@@ -87,7 +87,8 @@ MISTAKES = {
     ),
     "must be of type tl.constexpr": (
         "a block's size must be known when the kernel is compiled: write BLOCK: tl.constexpr among"
-        " the arguments, and add what is not, start + tl.arange(0, BLOCK)"
+        " the arguments, unless it is there. tl.arange(0, BLOCK) with a mask leaves out what lies"
+        " beyond; a number that is known later is added, start + tl.arange(0, BLOCK)"
     ),
     r"arange\(\) missing": "tl.arange needs both ends: tl.arange(0, BLOCK)",
     "'range' object": "range is for loops: tl.arange(0, BLOCK) is a block of numbers",
