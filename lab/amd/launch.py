@@ -27,10 +27,12 @@ from lab.amd.counters import Counts
 from lab.amd.memory import Fault, Memory, Part
 from lab.amd.record import Recorded, bytes_of
 from lab.amd.waves import Waves
+from lab.cli import say
 from lab.script import import_file
 
 if not hasattr(triton, "knobs"):
-    raise ImportError(name=f"Triton 3.4 or newer, as this is {triton.__version__}")
+    say(f"error: executing AMD's code needs Triton 3.4 or newer, this is {triton.__version__}")
+    sys.exit(4)
 triton.knobs.runtime.interpret = False  # also for files that ask for the interpreter
 TARGETS = ("gfx942", "gfx90a", "gfx950")
 AT_ONCE = 256  # waves that execute together: more cost no less
