@@ -224,12 +224,8 @@ SUITES: dict[str, Callable[[argparse.Namespace], Iterable[Part]]] = {
     "lengths": lengths,
     "scaling": scaling,
 }
-KEPT = (
-    "overview",
-    "trunk",
-    "lengths",
-    "scaling",
-)  # whose earlier rows stay, and are not measured again
+# whose earlier rows stay, and are not measured again
+KEPT = ("overview", "trunk", "lengths", "scaling")
 
 
 def build_parser() -> Parser:

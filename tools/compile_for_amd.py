@@ -40,7 +40,7 @@ from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from operator import itemgetter
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton: kernels are to be compiled
@@ -53,6 +53,7 @@ from torch._subclasses import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 
 from lab.amd import checksums
+from lab.amd.compiling import compile_for
 from lab.cli import Parser, ToolError, documented_parser, note, program, say
 from lab.files import ROOT, read_json
 from lab.profile.traffic import Launching
@@ -289,14 +290,8 @@ LAUNCHES: list[Launch] = []  # the workers are forked, so they find what is reco
 def compile_launch(index: int, target: str) -> Needs | str:
     """What a recorded launch needs, or why it does not compile. Runs in a worker."""
     launch, (gpu, kib) = LAUNCHES[index], TARGETS[target]
-    driver = SimpleNamespace(
-        get_current_target=lambda: gpu,
-        get_current_device=lambda: target,
-        get_current_stream=lambda device: 0,
-    )
-    triton.runtime.driver.set_active(driver)
     try:
-        return needs(launch.kernel.run(grid=(1,), warmup=True, **launch.arguments), kib)
+        return needs(compile_for(gpu, launch.kernel, launch.arguments), kib)
     except Exception as error:  # of many kinds, down to a failed pass of the compiler
         return (str(error).strip() or type(error).__name__).splitlines()[-1]
 

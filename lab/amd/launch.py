@@ -14,14 +14,13 @@ import struct
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import triton
 from triton.backends.compiler import GPUTarget
 
-from lab.amd import execute
+from lab.amd import compiling, execute
 from lab.amd.assembly import Program, Unknown, parse
 from lab.amd.counters import Counts
 from lab.amd.memory import Fault, Memory, Part
@@ -66,15 +65,8 @@ class Kernel:
 
 
 def compile_for(kernel: triton.JITFunction, target: str, arguments: Mapping) -> object:
-    """What Triton compiles for a launch with these arguments; kernel options are among them."""
-    gpu = GPUTarget("hip", target, 64)
-    driver = SimpleNamespace(
-        get_current_target=lambda: gpu,
-        get_current_device=lambda: target,
-        get_current_stream=lambda device: 0,
-    )
-    triton.runtime.driver.set_active(driver)
-    return kernel.run(grid=(1,), warmup=True, **arguments)
+    """What Triton compiles for a launch on this GPU of AMD's, such as "gfx942"."""
+    return compiling.compile_for(GPUTarget("hip", target, 64), kernel, arguments)
 
 
 def kernel_of(launch: Recorded) -> triton.JITFunction:
