@@ -149,13 +149,13 @@ def with_its_proteins(side: str) -> Iterator[None]:
 
 
 def lengths(args: argparse.Namespace) -> Iterator[Part]:
-    """TinyOpenFold's versions as graphs over lengths; V2 compiled and the other precisions at one
-    that is odd and the next multiple of 8, and so V4's trunk of 48 blocks."""
+    """TinyOpenFold's versions as graphs over lengths in bf16; V2 compiled, the other precisions and
+    V4's trunk of 48 blocks at one that is odd and the next multiple of 8."""
     for precision, length in product(PRECISIONS, LENGTHS):
         both = length in (173, 176)
         if both or precision == "bf16":
             argv = [*ODD.split(), "--seq-len", str(length), *PRECISIONS[precision]]
-            compiled = ("V2",) if both else ()
+            compiled = ("V2",) if both and precision == "bf16" else ()
             sides = beside_compiled("tiny_openfold", graph_of(argv), ("V4", "V3", "V2"), compiled)
             names = {"shape": f"37 x {length}", "precision": precision}
             yield names, partial(all_sides, sides, args.rounds)
