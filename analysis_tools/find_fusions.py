@@ -191,7 +191,7 @@ def report(result: dict, top: int) -> str:
         where = f"measured on {rates['device_name']}"
     elif now is not None:
         where += f", times are estimates with the rates of {rates['device_name']}"
-    counted = f"{result['operators']} operators, {result['flop'] / 1e9:.1f} GFLOP in products"
+    counted = f"{result['operators']} operators, {result['flop'] / 1e9:.4g} GFLOP in products"
     lines = [f"{result['name']}, {result['precision']}: {counted}; {where}"]
     if not result["measured"]:
         lines += [
