@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """TinyLlama V1: the baseline. A small, complete Llama trained with plain PyTorch operations.
 
-Nothing is fused here: query, key and value are three projections, the attention scores are
-a stored [batch, heads, seq, seq] tensor, gate and up are two GEMMs (matrix products). Every later
-version trains this same model to this same loss; what they change is how many kernels that takes
-and how many bytes those kernels move.
+Nothing is fused: each operation starts kernels (programs on the GPU) of its own. They read their
+input from memory and write their result there, as Attention writes its scores: [batch, heads, seq,
+seq]. Later versions train this same model to this same loss. They change how many kernels run, and
+how many bytes these move.
 
 Examples:
   python tiny_llama_v1.py                                        train on synthetic text
@@ -69,7 +69,7 @@ FUSIONS: tuple[tuple[str, str, str], ...] = ()  # flag, attribute, help
 
 
 def without_effect(args: argparse.Namespace) -> dict[str, str]:
-    """Return the fusions that have no effect with these arguments, and why."""
+    """Return the fusions without effect under these arguments, on or off, and why."""
     return {}
 
 
@@ -346,7 +346,6 @@ SETTINGS = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", 
 SETTINGS += ("use_amp", "amp_dtype", "matmul_precision")
 SETTINGS += ("torch_compile", "torch_compile_mode", "cuda_graph")
 NOT_YET = -1.0  # in place of a loss that is still on its way to the host
-AHEAD = 2000  # steps that the host is ahead at most: a GPU's queue has about a thousand launches
 
 
 def say(kind: str, message: str) -> None:
@@ -663,7 +662,7 @@ class Trainer:
         often = (earlier + steps) % self.args.log_interval == 0
         if not (now > self.shown + 0.1 if sys.stderr.isatty() else often):
             return
-        done = steps - int((losses[max(0, steps - AHEAD) : steps] == NOT_YET).sum())
+        done = int((losses[:steps] != NOT_YET).sum())
         if done:
             self.shown, pace = now, (now - began) / done
             goal = self.args.num_steps if label == "step" else len(losses)

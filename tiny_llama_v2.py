@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """TinyLlama V2: fusions that PyTorch itself offers, each on a flag of its own.
 
-qkv-fusion       query, key and value are one GEMM, and one rotary embedding rotates query and key
-flash-attention  scaled_dot_product_attention (SDPA): no scores in device memory, so that its use
-                 grows linearly with seq-len
+qkv-fusion       query, key, value: one matrix product (GEMM); query and key rotate together
+flash-attention  SDPA (scaled_dot_product_attention) stores no scores: memory grows with seq-len,
+                 not with its square
 swiglu-fusion    gate and up projection are one GEMM
 
-Fewer, larger kernels help where launching them or moving their intermediate results takes longer
-than the arithmetic. The model, its weights and its loss are those of V1:
-`diff tiny_llama_v1.py tiny_llama_v2.py` is the whole lesson.
+Fewer, larger kernels help where starting them or moving their data takes longer than the
+arithmetic. Model, weights and loss are V1's; keep_separate_names keeps the names of the weights.
+`diff tiny_llama_v1.py tiny_llama_v2.py` shows all of it.
 
 Examples:
   python tiny_llama_v2.py --compare-fusion                                 all off against all on
@@ -81,7 +81,7 @@ FUSIONS = tuple(  # flag, attribute, help
 
 
 def without_effect(args: argparse.Namespace) -> dict[str, str]:
-    """Return the fusions that have no effect with these arguments, and why."""
+    """Return the fusions without effect under these arguments, on or off, and why."""
     return {}
 
 
@@ -402,7 +402,6 @@ SETTINGS = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", 
 SETTINGS += ("use_amp", "amp_dtype", "matmul_precision")
 SETTINGS += ("torch_compile", "torch_compile_mode", "cuda_graph")
 NOT_YET = -1.0  # in place of a loss that is still on its way to the host
-AHEAD = 2000  # steps that the host is ahead at most: a GPU's queue has about a thousand launches
 
 
 def say(kind: str, message: str) -> None:
@@ -719,7 +718,7 @@ class Trainer:
         often = (earlier + steps) % self.args.log_interval == 0
         if not (now > self.shown + 0.1 if sys.stderr.isatty() else often):
             return
-        done = steps - int((losses[max(0, steps - AHEAD) : steps] == NOT_YET).sum())
+        done = int((losses[:steps] != NOT_YET).sum())
         if done:
             self.shown, pace = now, (now - began) / done
             goal = self.args.num_steps if label == "step" else len(losses)

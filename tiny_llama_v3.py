@@ -1,20 +1,22 @@
 #!/usr/bin/env python3
 """TinyLlama V3: Triton kernels where memory or launches are the limit, each on its own flag.
 
-triton-rms-norm       residual addition and norm in one pass, in the type that the next GEMM takes
-triton-rotary         query and key heads rotated in one pass over the packed result of the QKV GEMM
-triton-attention      causal flash attention that reads the packed heads; keys are not repeated
+A kernel runs as thousands of programs on the GPU, each with its own block of numbers. A kernel of
+ours does several operations at once, so that less is read and written: triton-rms-norm makes four
+trips to memory where PyTorch makes ten.
+
+triton-rms-norm       residual addition and norm in one pass
+triton-rotary         query and key heads rotated in one pass, as the QKV GEMM (product) wrote them
+triton-attention      causal flash attention on that same tensor; keys are not repeated
 triton-swiglu         silu(gate) * up in one pass; the backward pass computes it again
 triton-cross-entropy  the loss from the logits as the GEMM wrote them, without a copy in float32
 
-A kernel says what one program does with its block of numbers; the GPU runs thousands of programs.
-Read rms_norm_forward_kernel first: it makes four trips to memory where PyTorch makes ten. What
-follows it is the same for each operation: the backward kernel, two functions that launch them, and
-an autograd Function.
+Read rms_norm_forward_kernel first, and count its loads and stores of rows. Each operation has the
+same parts: kernels, functions that launch (start) them, an autograd Function.
 
-Matrix products (GEMMs) stay with the vendor's library. V2's fusions stay: turn a kernel off to see
-what PyTorch does instead. Weights and loss are those of V1 and V2. Without a GPU the kernels run in
-Triton's interpreter, which shows that they are right, not how fast they are.
+GEMMs stay with the vendor's library, and V2's fusions stay: turn a kernel off to see what PyTorch
+does. Weights and loss are those of V1. Without a GPU, Triton's interpreter runs the kernels: this
+shows that they are right, not how fast they are.
 
 Examples:
   python tiny_llama_v3.py --compare-fusion                                   all off against all on
@@ -106,7 +108,7 @@ TRITON_FUSIONS = tuple(name for _, name, _ in FUSIONS if name.startswith("triton
 
 
 def without_effect(args: argparse.Namespace) -> dict[str, str]:
-    """Return the fusions that have no effect with these arguments, and why."""
+    """Return the fusions without effect under these arguments, on or off, and why."""
     return {"flash_attention": "triton-attention takes its place"} if args.triton_attention else {}
 
 
@@ -1320,7 +1322,6 @@ SETTINGS = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", 
 SETTINGS += ("use_amp", "amp_dtype", "matmul_precision")
 SETTINGS += ("torch_compile", "torch_compile_mode", "cuda_graph")
 NOT_YET = -1.0  # in place of a loss that is still on its way to the host
-AHEAD = 2000  # steps that the host is ahead at most: a GPU's queue has about a thousand launches
 
 
 def say(kind: str, message: str) -> None:
@@ -1637,7 +1638,7 @@ class Trainer:
         often = (earlier + steps) % self.args.log_interval == 0
         if not (now > self.shown + 0.1 if sys.stderr.isatty() else often):
             return
-        done = steps - int((losses[max(0, steps - AHEAD) : steps] == NOT_YET).sum())
+        done = int((losses[:steps] != NOT_YET).sum())
         if done:
             self.shown, pace = now, (now - began) / done
             goal = self.args.num_steps if label == "step" else len(losses)

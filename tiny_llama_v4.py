@@ -1,21 +1,22 @@
 #!/usr/bin/env python3
 """TinyLlama V4: what is left to take away when the kernels of V3 are fast.
 
-direct-gradients   weight gradients go from their GEMM to the optimizer, and nothing casts them
-fused-optimizer    AdamW as one kernel, which also writes the weights that the next GEMMs take, and
-                   reads gradients where the backward pass writes them
-norm-from-output   a norm's backward pass reads its output, which the next GEMM keeps anyway
-overlap            weight gradients and updates on side streams, during the backward pass
+V3's kernels stay, and matrix products (GEMMs) stay with the library. What is left is between them:
+casts (changes of type), passes over memory, and waiting.
 
-V3's kernels stay, and matrix products (GEMMs) stay with the vendor's library. What is left is
-between them: casts, passes over memory, and waiting. Read Projection first: its backward pass
-writes a weight's gradient where FusedAdamW reads it. Then SideStreams: its drawing shows what
-waits for what in a step.
+direct-gradients   with AMP, a weight's gradient needs no cast between its GEMM and the optimizer
+fused-optimizer    AdamW as one kernel, which also writes the weights that the next GEMMs take
+norm-from-output   a norm's backward pass reads its output, which the next GEMM keeps anyway: its
+                   input need not be kept
+overlap            weight gradients and updates on side streams, beside the backward pass
 
-A step is one CUDA or HIP graph by default. A graph stores what depends on what, not an order.
-`overlap` relies on that, so it has no effect without a graph. torch.compile does not see what V4
-launches: compile V3 instead. An operation whose kernel is off is plain PyTorch.
-exercises/tiny_llama_v4/one_launch.py has a whole transformer layer as one launch.
+A stream is a queue of kernels. Read Projection first: its backward pass writes a gradient where
+FusedAdamW reads it. Then read the drawing in SideStreams.
+
+By default a step is one graph: recorded once, then started as a whole. A graph keeps which kernel
+waits for which, not their order, so streams can overlap; without it `overlap` does nothing.
+torch.compile does not see what V4 launches: compile V3. A kernel that is off is plain PyTorch.
+exercises/tiny_llama_v4/one_launch.py has a whole layer as one launch.
 
 Examples:
   python tiny_llama_v4.py --use-amp --compare-fusion                   all off against all on
@@ -111,7 +112,7 @@ TRITON_FUSIONS += ("fused_optimizer",)
 
 
 def without_effect(args: argparse.Namespace) -> dict[str, str]:
-    """Return the fusions that have no effect with these arguments, and why."""
+    """Return the fusions without effect under these arguments, on or off, and why."""
     idle = {}
     if not args.triton_rms_norm:
         idle["norm_from_output"] = "it changes triton-rms-norm, which is off"
@@ -1850,7 +1851,6 @@ SETTINGS = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", 
 SETTINGS += ("use_amp", "amp_dtype", "matmul_precision")
 SETTINGS += ("torch_compile", "torch_compile_mode", "cuda_graph")
 NOT_YET = -1.0  # in place of a loss that is still on its way to the host
-AHEAD = 2000  # steps that the host is ahead at most: a GPU's queue has about a thousand launches
 
 
 def say(kind: str, message: str) -> None:
@@ -2167,7 +2167,7 @@ class Trainer:
         often = (earlier + steps) % self.args.log_interval == 0
         if not (now > self.shown + 0.1 if sys.stderr.isatty() else often):
             return
-        done = steps - int((losses[max(0, steps - AHEAD) : steps] == NOT_YET).sum())
+        done = int((losses[:steps] != NOT_YET).sum())
         if done:
             self.shown, pace = now, (now - began) / done
             goal = self.args.num_steps if label == "step" else len(losses)

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """TinyOpenFold V1: the baseline, a small AlphaFold 2 Evoformer stack in plain PyTorch operations.
 
-Nothing is fused here: every projection is a GEMM of its own, attention scores and their pair bias
-are materialised, and the triangle multiplication computes its four projections and gates one by
-one. Every later version trains this same model to this same loss; what they change is how many
-kernels that takes and how many bytes those kernels move.
+The input is an alignment of related proteins (MSA); beside it, the pair representation has a vector
+for each two residues. Nothing is fused: each projection is a matrix product (GEMM) of its own, and
+attention stores its scores. Later versions train this same model to this same loss. They change how
+many kernels (programs on the GPU) run, and how many bytes these move.
 
 The Evoformer follows the supplementary information of Jumper et al. 2021 (AF2 SI below); names
 follow OpenFold.
@@ -74,7 +74,7 @@ FUSIONS: tuple[tuple[str, str, str], ...] = ()  # flag, attribute, help
 
 
 def without_effect(args: argparse.Namespace) -> dict[str, str]:
-    """Return the fusions that have no effect with these arguments, and why."""
+    """Return the fusions without effect under these arguments, on or off, and why."""
     return {}
 
 
@@ -683,7 +683,6 @@ SETTINGS = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", 
 SETTINGS += ("use_amp", "amp_dtype", "matmul_precision")
 SETTINGS += ("torch_compile", "torch_compile_mode", "cuda_graph")
 NOT_YET = -1.0  # in place of a loss that is still on its way to the host
-AHEAD = 2000  # steps that the host is ahead at most: a GPU's queue has about a thousand launches
 
 
 def say(kind: str, message: str) -> None:
@@ -1000,7 +999,7 @@ class Trainer:
         often = (earlier + steps) % self.args.log_interval == 0
         if not (now > self.shown + 0.1 if sys.stderr.isatty() else often):
             return
-        done = steps - int((losses[max(0, steps - AHEAD) : steps] == NOT_YET).sum())
+        done = int((losses[:steps] != NOT_YET).sum())
         if done:
             self.shown, pace = now, (now - began) / done
             goal = self.args.num_steps if label == "step" else len(losses)

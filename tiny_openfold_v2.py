@@ -1,16 +1,15 @@
 #!/usr/bin/env python3
 """TinyOpenFold V2: fusions that PyTorch itself offers, each on a flag of its own.
 
-qkv-fusion-msa       query, key, value and gate of the two MSA attentions are one GEMM
+qkv-fusion-msa       query, key, value and gate of MSA attention: one matrix product (GEMM)
 qkv-fusion-triangle  the same for the two triangle attentions
-flash-attention      scaled_dot_product_attention with the pair bias as additive mask: scores never
-                     reach device memory
-triangle-fusion      the four projections and gates of a triangle multiplication are one GEMM and
-                     one GLU
+flash-attention      scaled_dot_product_attention, pair bias as its mask: no scores are stored
+triangle-fusion      four projections of a triangle multiplication: one GEMM; their gates: one GLU,
+                     a * sigmoid(b)
 
-Fewer, larger kernels help where launching them or moving their intermediate results takes longer
-than the arithmetic. The model, its weights and its loss are those of V1:
-`diff tiny_openfold_v1.py tiny_openfold_v2.py` is the whole lesson.
+Fewer, larger kernels help where starting them or moving their data takes longer than the
+arithmetic. Model, weights and loss are V1's; keep_separate_names keeps the names of the weights.
+`diff tiny_openfold_v1.py tiny_openfold_v2.py` shows all of it.
 
 The Evoformer follows the supplementary information of Jumper et al. 2021 (AF2 SI below); names
 follow OpenFold.
@@ -813,7 +812,6 @@ SETTINGS = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", 
 SETTINGS += ("use_amp", "amp_dtype", "matmul_precision")
 SETTINGS += ("torch_compile", "torch_compile_mode", "cuda_graph")
 NOT_YET = -1.0  # in place of a loss that is still on its way to the host
-AHEAD = 2000  # steps that the host is ahead at most: a GPU's queue has about a thousand launches
 
 
 def say(kind: str, message: str) -> None:
@@ -1130,7 +1128,7 @@ class Trainer:
         often = (earlier + steps) % self.args.log_interval == 0
         if not (now > self.shown + 0.1 if sys.stderr.isatty() else often):
             return
-        done = steps - int((losses[max(0, steps - AHEAD) : steps] == NOT_YET).sum())
+        done = int((losses[:steps] != NOT_YET).sum())
         if done:
             self.shown, pace = now, (now - began) / done
             goal = self.args.num_steps if label == "step" else len(losses)

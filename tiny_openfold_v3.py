@@ -2,29 +2,26 @@
 """TinyOpenFold V3: Triton kernels where memory or launches are the limit, each on its own flag.
 
 Most operations of an Evoformer wait for memory, not for arithmetic. A kernel that does several of
-them reads its input once, and writes only what the next GEMM (matrix product) takes.
+them reads its input once, and writes only what the next GEMM (matrix product) takes. It runs as
+thousands of programs on the GPU, each with its own block of numbers.
 
-triton-layer-norm     a norm in one pass, written in the next GEMM's dtype; the pair bias, too
-triton-attention      attention with pair bias and gate in one pass: no scores in memory, nothing
-                      transposed. The gradient of the bias is a sum over rows: a program adds up
-                      one tile of it, so no two programs add to the same number
-triton-triangle       a triangle multiplication has a batched product in its middle; norm,
-                      projections and gates are one kernel before it and one after it
-triton-outer-product  the outer product is written in the order in which its projection reads it;
-                      the backward pass computes it again
+triton-layer-norm     a norm in one pass, written in the next GEMM's type; the pair bias as well
+triton-attention      attention with pair bias and gate in one pass: no scores are stored, nothing
+                      is transposed
+triton-triangle       a triangle multiplication: one kernel before its batched product (norm,
+                      projections, gates), and one after it
+triton-outer-product  the product is written as its projection reads it, and computed again in the
+                      backward pass
 triton-transition     bias and ReLU in one pass, forward and backward
-triton-bias-gradient  a bias's gradient is a sum over all rows: many programs share it, where
-                      PyTorch's sum has a few, slow ones
+triton-bias-gradient  a sum over all rows, shared by many programs; PyTorch's has a few, slow ones
 cast-fusion           with AMP, PyTorch casts all weights of a block in one launch
 
-A program is one of the thousands that a kernel's launch starts, each with its block of numbers.
-Read layer_norm_forward_kernel first, then attention_forward_kernel. What follows them is the same
-for each operation: the backward kernels, functions that launch them, an autograd Function.
+Read layer_norm_forward_kernel first, then attention_forward_kernel. Each operation has the same
+parts: kernels, functions that launch (start) them, an autograd Function.
 
-Plain GEMMs stay with the vendor's library. Where a flag is off, PyTorch computes what V1 does;
-query, key, value and gate stay one GEMM, as in V2. Every kernel has its backward pass: model,
-weights and loss are those of V1. Without a GPU the kernels run in Triton's interpreter, which shows
-that they are right, not how fast they are.
+Plain GEMMs stay with the vendor's library. Turn a flag off, and PyTorch computes what V1 does.
+Model, weights and loss are those of V1. Without a GPU, Triton's interpreter runs the kernels: this
+shows that they are right, not how fast they are.
 
 The Evoformer follows the supplementary information of Jumper et al. 2021 (AF2 SI below); names
 follow OpenFold.
@@ -117,8 +114,6 @@ FUSIONS = tuple(  # flag, attribute, help
     (name.replace("_", "-"), name, hint.__metadata__[0])
     for name, hint in get_type_hints(Fusions, include_extras=True).items()
 )
-# Those whose kernels the first step compiles.
-TRITON_FUSIONS = tuple(name for _, name, _ in FUSIONS if name.startswith("triton"))
 
 
 def without_effect(args: argparse.Namespace) -> dict[str, str]:
@@ -2700,7 +2695,6 @@ SETTINGS = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", 
 SETTINGS += ("use_amp", "amp_dtype", "matmul_precision")
 SETTINGS += ("torch_compile", "torch_compile_mode", "cuda_graph")
 NOT_YET = -1.0  # in place of a loss that is still on its way to the host
-AHEAD = 2000  # steps that the host is ahead at most: a GPU's queue has about a thousand launches
 
 
 def say(kind: str, message: str) -> None:
@@ -3017,7 +3011,7 @@ class Trainer:
         often = (earlier + steps) % self.args.log_interval == 0
         if not (now > self.shown + 0.1 if sys.stderr.isatty() else often):
             return
-        done = steps - int((losses[max(0, steps - AHEAD) : steps] == NOT_YET).sum())
+        done = int((losses[:steps] != NOT_YET).sum())
         if done:
             self.shown, pace = now, (now - began) / done
             goal = self.args.num_steps if label == "step" else len(losses)

@@ -2,31 +2,25 @@
 """TinyOpenFold V4: what is left to take away when the kernels of V3 are fast.
 
 Between V3's kernels, norms, residuals and sums of gradients still travel through memory. V4 takes
-them into the kernels beside them, and makes one graph of the whole step.
+them into the kernels beside them. A GEMM is a matrix product.
 
-triton-attention      V3's kernels. The norm before them joins the kernel of the first projections,
-                      the residual that of the output projection; and so do their gradients
-triton-triangle       V3's kernels. Where residues are few, the batched product in the middle is one
-                      kernel, too, and its two gradients are another
-triton-outer-product  V3's kernel forward, norm and residual inside; GEMMs of the library backward
-transition-fusion     narrow rows: a transition is one kernel; its hidden layer is not stored, but
-                      computed again in the backward pass. Wide rows: GEMMs that add bias and ReLU
+triton-attention      V3's kernels; the norm joins the first projections, the residual the last one
+triton-triangle       V3's kernels; with few residues, the batched product is a kernel of ours, too
+triton-outer-product  V3's kernel forward, with norm and residual; the library's GEMMs backward
+transition-fusion     narrow rows: one kernel, which does not store the hidden layer. Wide rows:
+                      GEMMs that add bias and ReLU
 embedding-fusion      one product for each representation embeds the tokens
 loss-fusion           the loss of a head (distogram, masked MSA) is one kernel, its gradient another
 fused-optimizer       AdamW is one kernel. It also writes the weights in the type of the next GEMMs
-overlap               gradients of weights and biases run on a second stream (a queue of launches
-                      beside the first one), while the backward pass goes on
+overlap               gradients of weights and biases run on a second stream (a queue of kernels),
+                      while the backward pass goes on
 
-Read norm_project_kernel first, a norm inside a projection; then SideStreams, whose drawing shows
-what waits for what in a step.
+Read norm_project_kernel first: a norm inside a projection. Then read the drawing in SideStreams.
+Where a flag is off, or no kernel takes a size, PyTorch computes what V1 does.
 
-Each operation has two ways: these kernels, or PyTorch as in V1, also for sizes that no kernel
-takes. Weights that share an input lie side by side, so that one GEMM takes them all. A GEMM writes
-the gradient of a weight where the optimizer reads it: nothing is joined or cast in between.
-
-A graph keeps what depends on what, not the order of launches; only so can two streams overlap.
-Without a graph `overlap` does nothing. A compiler cannot see these launches: torch.compile is for
-V3.
+A step is one graph: recorded once, then started as a whole. A graph keeps which kernel waits for
+which, not their order, so streams can overlap; without it `overlap` does nothing. A GEMM writes a
+weight's gradient where the optimizer reads it. torch.compile cannot see these launches: use V3.
 
 The Evoformer follows the supplementary information of Jumper et al. 2021 (AF2 SI below); names
 follow OpenFold.
@@ -119,8 +113,6 @@ FUSIONS = tuple(  # flag, attribute, help
     (name.replace("_", "-"), name, hint.__metadata__[0])
     for name, hint in get_type_hints(Fusions, include_extras=True).items()
 )
-# Those whose kernels the first step compiles.
-TRITON_FUSIONS = tuple(name for _, name, _ in FUSIONS)
 
 
 def without_effect(args: argparse.Namespace) -> dict[str, str]:
@@ -3687,7 +3679,6 @@ SETTINGS = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", 
 SETTINGS += ("use_amp", "amp_dtype", "matmul_precision")
 SETTINGS += ("torch_compile", "torch_compile_mode", "cuda_graph")
 NOT_YET = -1.0  # in place of a loss that is still on its way to the host
-AHEAD = 2000  # steps that the host is ahead at most: a GPU's queue has about a thousand launches
 
 
 def say(kind: str, message: str) -> None:
@@ -4004,7 +3995,7 @@ class Trainer:
         often = (earlier + steps) % self.args.log_interval == 0
         if not (now > self.shown + 0.1 if sys.stderr.isatty() else often):
             return
-        done = steps - int((losses[max(0, steps - AHEAD) : steps] == NOT_YET).sum())
+        done = int((losses[:steps] != NOT_YET).sum())
         if done:
             self.shown, pace = now, (now - began) / done
             goal = self.args.num_steps if label == "step" else len(losses)

@@ -9,7 +9,6 @@ SETTINGS = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", 
 SETTINGS += ("use_amp", "amp_dtype", "matmul_precision")
 SETTINGS += ("torch_compile", "torch_compile_mode", "cuda_graph")
 NOT_YET = -1.0  # in place of a loss that is still on its way to the host
-AHEAD = 2000  # steps that the host is ahead at most: a GPU's queue has about a thousand launches
 
 
 def say(kind: str, message: str) -> None:
@@ -326,7 +325,7 @@ class Trainer:
         often = (earlier + steps) % self.args.log_interval == 0
         if not (now > self.shown + 0.1 if sys.stderr.isatty() else often):
             return
-        done = steps - int((losses[max(0, steps - AHEAD) : steps] == NOT_YET).sum())
+        done = int((losses[:steps] != NOT_YET).sum())
         if done:
             self.shown, pace = now, (now - began) / done
             goal = self.args.num_steps if label == "step" else len(losses)
