@@ -34,18 +34,17 @@ Examples:
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-
 import argparse
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import _path
 
 from lab.cli import Parser, ToolError, documented_parser, program
 from lab.files import write_text

@@ -21,26 +21,22 @@ Examples:
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-
 import argparse
 import math
 import statistics
+import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 
-from lab.cli import Parser, documented_parser, needed, program
-
-with needed():
-    import torch
+import _path
+import torch
 
 from bench.models_for_find_fusions import IN_FP32, MODELS, problems
 from bench.sizes import SHAPES
+from lab.cli import Parser, documented_parser, program
 from lab.fusions import step as steps
 from lab.fusions.groups import Finding
 from lab.fusions.rates import CONSTANTS, Rates, measure_rates

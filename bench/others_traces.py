@@ -14,24 +14,21 @@ The traces behind results/mi300x_traces/ are in a repository of AMD's, see the f
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-
 import argparse
 import json
 import statistics
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
+from pathlib import Path
 
-from lab.cli import Parser, ToolError, documented_parser, needed, note, program
+import _path
+
+from lab.cli import Parser, ToolError, documented_parser, note, program
 from lab.files import read_json, write_text
+from lab.fusions.trace import processes_of
+from lab.profile.laws import FEW, LARGE, Streaming, law_of
 from lab.show import Column, render
-
-with needed():
-    from lab.fusions.trace import processes_of
-    from lab.profile.laws import FEW, LARGE, Streaming, law_of
 
 SOURCE = {
     "repository": "https://github.com/AMD-AGI/TraceLens",

@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 inputs: set[str] = set()  # the files that the program that runs has read; see files.py
@@ -46,17 +46,6 @@ class Parser(argparse.ArgumentParser):
         help = f"{help} (default: {default})".strip() if default else help
         more = {"required": True} if required else {}
         self.add_argument(name, type=Path, default=default, metavar=metavar, help=help, **more)
-
-
-@contextlib.contextmanager
-def needed() -> Iterator[None]:
-    """End with one line and status 4 where an import in this block lacks a package: a program
-    cannot be read then."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        say(f"error: {missing(error)}")
-        sys.exit(4)
 
 
 def say_what_is_missing(kind: type, error: BaseException, trace: object) -> None:

@@ -38,21 +38,17 @@ from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton: kernels are to be compiled
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # without it Triton 3.9 prints a warning
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 
-from lab.cli import needed
-from lab.files import ROOT
+import _path
+import torch
+from torch import Tensor
 
-with needed():
-    import torch
-    from torch import Tensor
-
-    from lab.amd import checksums
-    from lab.cli import Parser, ToolError, documented_parser, note, program, say
-    from lab.files import read_json, write_text
-    from lab.profile.dispatches import EXECUTED
-    from lab.script import load_script
-    from lab.show import Column, render, write_csv
+from lab.amd import checksums
+from lab.cli import Parser, ToolError, documented_parser, note, program, say
+from lab.files import ROOT, read_json, write_text
+from lab.profile.dispatches import EXECUTED
+from lab.script import load_script
+from lab.show import Column, render, write_csv
 
 RESULT = ROOT / "results/amd/executed.json"
 SCRIPTS = sorted((path.name for path in ROOT.glob("tiny_*_v[34].py")), reverse=True)

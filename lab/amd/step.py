@@ -27,20 +27,17 @@ from pathlib import Path
 os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton: the kernel is compiled
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # without it Triton 3.9 prints a warning
 
-from lab.cli import needed
+import _path
+import numpy as np
 
-with needed():
-    import numpy as np
-
-    from lab.amd.assembly import ACCUMULATORS, Instruction, Unknown
-    from lab.amd.execute import ROWS
-    from lab.amd.launch import TARGETS, Fault, Kernel, Loaded, compiled_launch, explained, run_grid
-    from lab.amd.record import Recorded, launches_of
-    from lab.amd.waves import EXEC, UNSET, VCC, Waves
-    from lab.cli import Parser, ToolError, documented_parser, program, several
-    from lab.files import reads, write_text
-    from lab.show import Column, render
-
+from lab.amd.assembly import ACCUMULATORS, Instruction, Unknown
+from lab.amd.execute import ROWS
+from lab.amd.launch import TARGETS, Fault, Kernel, Loaded, compiled_launch, explained, run_grid
+from lab.amd.record import Recorded, launches_of
+from lab.amd.waves import EXEC, UNSET, VCC, Waves
+from lab.cli import Parser, ToolError, documented_parser, program, several
+from lab.files import reads, write_text
+from lab.show import Column, render
 
 MOVES = {  # what the table does not have, by how its names begin
     "buffer_load": "D = S1's tensor at byte S0, beyond its size 0",
