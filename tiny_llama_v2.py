@@ -80,15 +80,6 @@ FUSIONS = tuple(  # flag, attribute, help
 )
 
 
-def without_effect(args: argparse.Namespace) -> dict[str, str]:
-    """Return the fusions without effect under these arguments, on or off, and why."""
-    return {}
-
-
-def use_settings(args: argparse.Namespace) -> None:
-    """Apply this version's process-wide settings of a run: there are none."""
-
-
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that only this model has."""
     sizes, add = ModelConfig(), parser.add_argument_group("model").add_argument
@@ -106,22 +97,6 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         add(f"--{flag}", type=at_least(low), default=default, metavar=letter, help=text)
     add = parser.add_argument_group("data").add_argument
     add("--text-file", type=Path, metavar="FILE", help="train on the bytes of a real text")
-
-
-def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Fill in defaults that depend on other arguments; refuse sizes that do not fit together."""
-    args.num_kv_heads = args.num_kv_heads or max(1, args.num_heads // 2)
-    args.intermediate_dim = args.intermediate_dim or 4 * args.hidden_dim
-    must = "must be divisible by"
-    if args.hidden_dim % (2 * args.num_heads):  # pairs of channels are rotated
-        parser.error(f"--hidden-dim {args.hidden_dim} {must} 2 x --num-heads {args.num_heads}")
-    if args.num_heads % args.num_kv_heads:
-        parser.error(f"--num-heads {args.num_heads} {must} --num-kv-heads {args.num_kv_heads}")
-    if args.text_file and args.vocab_size not in (None, 256):
-        parser.error(f"--vocab-size {args.vocab_size} does not fit the bytes of --text-file")
-    args.vocab_size = args.vocab_size or (256 if args.text_file else ModelConfig.vocab_size)
-    if args.text_file:
-        read_text(args.text_file, args.seq_len)
 
 
 # --- model
@@ -389,6 +364,34 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> T
 
 
 # --- end of data
+
+# --- checks of the model's arguments
+
+
+def without_effect(args: argparse.Namespace) -> dict[str, str]:
+    """Return the fusions without effect under these arguments, on or off, and why."""
+    return {}
+
+
+def use_settings(args: argparse.Namespace) -> None:
+    """Apply this version's process-wide settings of a run: there are none."""
+
+
+def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Fill in defaults that depend on other arguments; refuse sizes that do not fit together."""
+    args.num_kv_heads = args.num_kv_heads or max(1, args.num_heads // 2)
+    args.intermediate_dim = args.intermediate_dim or 4 * args.hidden_dim
+    must = "must be divisible by"
+    if args.hidden_dim % (2 * args.num_heads):  # pairs of channels are rotated
+        parser.error(f"--hidden-dim {args.hidden_dim} {must} 2 x --num-heads {args.num_heads}")
+    if args.num_heads % args.num_kv_heads:
+        parser.error(f"--num-heads {args.num_heads} {must} --num-kv-heads {args.num_kv_heads}")
+    if args.text_file and args.vocab_size not in (None, 256):
+        parser.error(f"--vocab-size {args.vocab_size} does not fit the bytes of --text-file")
+    args.vocab_size = args.vocab_size or (256 if args.text_file else ModelConfig.vocab_size)
+    if args.text_file:
+        read_text(args.text_file, args.seq_len)
+
 
 # --- core
 # Copied from common/core.py by tools/sync_common.py: edit it there.

@@ -111,20 +111,6 @@ TRITON_FUSIONS = tuple(name for _, name, _ in FUSIONS if name.startswith("triton
 TRITON_FUSIONS += ("fused_optimizer",)
 
 
-def without_effect(args: argparse.Namespace) -> dict[str, str]:
-    """Return the fusions without effect under these arguments, on or off, and why."""
-    idle = {}
-    if not args.triton_rms_norm:
-        idle["norm_from_output"] = "it changes triton-rms-norm, which is off"
-    if not args.use_amp:
-        idle["direct_gradients"] = "without --use-amp no gradient is cast"
-    if not args.fused_optimizer:
-        idle["overlap"] = "it needs fused-optimizer, which takes gradients from other streams"
-    elif not args.cuda_graph:
-        idle["overlap"] = "it needs a graph, and this run has none"
-    return idle
-
-
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that only this model has."""
     sizes, add = ModelConfig(), parser.add_argument_group("model").add_argument
@@ -146,42 +132,6 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     text = "other block sizes or warps, powers of two; a wrong name lists all; can be repeated"
     form = "KERNEL:NAME=NUMBER,..."
     add("--blocks", type=read_blocks, action="append", metavar=form, help=text)
-
-
-@cache
-def note_interpreter() -> None:
-    """Say once per process, which may train many times, that kernels are interpreted."""
-    text = "the kernels run on the CPU in Triton's interpreter, right but slow: use small sizes"
-    say("note", text)
-
-
-def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Fill in defaults that depend on other arguments; refuse sizes that do not fit together."""
-    args.num_kv_heads = args.num_kv_heads or max(1, args.num_heads // 2)
-    args.intermediate_dim = args.intermediate_dim or 4 * args.hidden_dim
-    must = "must be divisible by"
-    if args.hidden_dim % (2 * args.num_heads):  # pairs of channels are rotated
-        parser.error(f"--hidden-dim {args.hidden_dim} {must} 2 x --num-heads {args.num_heads}")
-    if args.num_heads % args.num_kv_heads:
-        parser.error(f"--num-heads {args.num_heads} {must} --num-kv-heads {args.num_kv_heads}")
-    if args.text_file and args.vocab_size not in (None, 256):
-        parser.error(f"--vocab-size {args.vocab_size} does not fit the bytes of --text-file")
-    args.vocab_size = args.vocab_size or (256 if args.text_file else ModelConfig.vocab_size)
-    if args.text_file:
-        read_text(args.text_file, args.seq_len)
-    if (channels := args.hidden_dim // args.num_heads) not in (16, 32, 64, 128):
-        reason = f"its kernels take 16, 32, 64 or 128 channels per head, not {channels}"
-        leave_to_pytorch(args, {"triton_attention": reason})
-    if args.torch_compile:
-        why = "a compiler does not see what V4 launches"
-        parser.error(f"--enable-torch-compile: {why}; tiny_llama_v3.py can be compiled")
-    args.blocks = " ".join(args.blocks or ()) or ModelConfig.blocks
-    if any(getattr(args, name) for name in TRITON_FUSIONS):
-        if INTERPRETED:
-            note_interpreter()
-        elif args.device == "cpu" or not torch.cuda.is_available():
-            remedy = "set TRITON_INTERPRET=1, or --disable-all-fusion"
-            fail(f"on a CPU the kernels need Triton's interpreter: {remedy}", 4)
 
 
 # --- kernels
@@ -1838,6 +1788,59 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> T
 
 
 # --- end of data
+
+# --- checks of the model's arguments
+
+
+def without_effect(args: argparse.Namespace) -> dict[str, str]:
+    """Return the fusions without effect under these arguments, on or off, and why."""
+    idle = {}
+    if not args.triton_rms_norm:
+        idle["norm_from_output"] = "it changes triton-rms-norm, which is off"
+    if not args.use_amp:
+        idle["direct_gradients"] = "without --use-amp no gradient is cast"
+    if not args.fused_optimizer:
+        idle["overlap"] = "it needs fused-optimizer, which takes gradients from other streams"
+    elif not args.cuda_graph:
+        idle["overlap"] = "it needs a graph, and this run has none"
+    return idle
+
+
+@cache
+def note_interpreter() -> None:
+    """Say once per process, which may train many times, that kernels are interpreted."""
+    text = "the kernels run on the CPU in Triton's interpreter, right but slow: use small sizes"
+    say("note", text)
+
+
+def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Fill in defaults that depend on other arguments; refuse sizes that do not fit together."""
+    args.num_kv_heads = args.num_kv_heads or max(1, args.num_heads // 2)
+    args.intermediate_dim = args.intermediate_dim or 4 * args.hidden_dim
+    must = "must be divisible by"
+    if args.hidden_dim % (2 * args.num_heads):  # pairs of channels are rotated
+        parser.error(f"--hidden-dim {args.hidden_dim} {must} 2 x --num-heads {args.num_heads}")
+    if args.num_heads % args.num_kv_heads:
+        parser.error(f"--num-heads {args.num_heads} {must} --num-kv-heads {args.num_kv_heads}")
+    if args.text_file and args.vocab_size not in (None, 256):
+        parser.error(f"--vocab-size {args.vocab_size} does not fit the bytes of --text-file")
+    args.vocab_size = args.vocab_size or (256 if args.text_file else ModelConfig.vocab_size)
+    if args.text_file:
+        read_text(args.text_file, args.seq_len)
+    if (channels := args.hidden_dim // args.num_heads) not in (16, 32, 64, 128):
+        reason = f"its kernels take 16, 32, 64 or 128 channels per head, not {channels}"
+        leave_to_pytorch(args, {"triton_attention": reason})
+    if args.torch_compile:
+        why = "a compiler does not see what V4 launches"
+        parser.error(f"--enable-torch-compile: {why}; tiny_llama_v3.py can be compiled")
+    args.blocks = " ".join(args.blocks or ()) or ModelConfig.blocks
+    if any(getattr(args, name) for name in TRITON_FUSIONS):
+        if INTERPRETED:
+            note_interpreter()
+        elif args.device == "cpu" or not torch.cuda.is_available():
+            remedy = "set TRITON_INTERPRET=1, or --disable-all-fusion"
+            fail(f"on a CPU the kernels need Triton's interpreter: {remedy}", 4)
+
 
 # --- core
 # Copied from common/core.py by tools/sync_common.py: edit it there.

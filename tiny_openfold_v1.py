@@ -73,15 +73,6 @@ class Fusions:
 FUSIONS: tuple[tuple[str, str, str], ...] = ()  # flag, attribute, help
 
 
-def without_effect(args: argparse.Namespace) -> dict[str, str]:
-    """Return the fusions without effect under these arguments, on or off, and why."""
-    return {}
-
-
-def use_settings(args: argparse.Namespace) -> None:
-    """Apply this version's process-wide settings of a run: there are none."""
-
-
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that only this model has."""
     sizes, add = ModelConfig(), parser.add_argument_group("model").add_argument
@@ -102,26 +93,6 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     text = "real alignments, query first (with --structure), or prepared .npz; or folders of them"
     add("--msa", type=Path, action="append", metavar="FILE.a3m", help=text)
     add("--structure", type=Path, action="append", metavar="FILE", help="the PDB or mmCIF of each")
-
-
-def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Refuse sizes and inputs that do not fit together; lower what a real protein has less of."""
-    for name in ("msa", "pair"):
-        dim, heads = getattr(args, f"{name}_dim"), getattr(args, f"num_heads_{name}")
-        if dim % heads:
-            parser.error(f"--{name}-dim {dim} must be divisible by --num-heads-{name} {heads}")
-    if args.structure and not args.msa:
-        parser.error("--structure FILE needs its alignment: --msa FILE.a3m")
-    if args.msa:
-        proteins = read_proteins(args)
-        for note in filter(None, (protein.note for protein in proteins)):
-            say("note", note)
-        sizes = zip(*(protein.tokens.shape for protein in proteins), strict=True)
-        for name, most in zip(("num_seqs", "seq_len"), map(max, sizes), strict=True):
-            if (size := getattr(args, name)) > most:
-                flag = f"--{name.replace('_', '-')}"
-                say("note", f"{flag} {size} lowered to {most}: no protein of --msa has more")
-                setattr(args, name, most)
 
 
 # --- model
@@ -670,6 +641,38 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> P
 
 
 # --- end of data
+
+# --- checks of the model's arguments
+
+
+def without_effect(args: argparse.Namespace) -> dict[str, str]:
+    """Return the fusions without effect under these arguments, on or off, and why."""
+    return {}
+
+
+def use_settings(args: argparse.Namespace) -> None:
+    """Apply this version's process-wide settings of a run: there are none."""
+
+
+def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuse sizes and inputs that do not fit together; lower what a real protein has less of."""
+    for name in ("msa", "pair"):
+        dim, heads = getattr(args, f"{name}_dim"), getattr(args, f"num_heads_{name}")
+        if dim % heads:
+            parser.error(f"--{name}-dim {dim} must be divisible by --num-heads-{name} {heads}")
+    if args.structure and not args.msa:
+        parser.error("--structure FILE needs its alignment: --msa FILE.a3m")
+    if args.msa:
+        proteins = read_proteins(args)
+        for note in filter(None, (protein.note for protein in proteins)):
+            say("note", note)
+        sizes = zip(*(protein.tokens.shape for protein in proteins), strict=True)
+        for name, most in zip(("num_seqs", "seq_len"), map(max, sizes), strict=True):
+            if (size := getattr(args, name)) > most:
+                flag = f"--{name.replace('_', '-')}"
+                say("note", f"{flag} {size} lowered to {most}: no protein of --msa has more")
+                setattr(args, name, most)
+
 
 # --- core
 # Copied from common/core.py by tools/sync_common.py: edit it there.

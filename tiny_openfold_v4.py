@@ -115,62 +115,6 @@ FUSIONS = tuple(  # flag, attribute, help
 )
 
 
-def without_effect(args: argparse.Namespace) -> dict[str, str]:
-    """Return the fusions without effect under these arguments, on or off, and why."""
-    if not args.cuda_graph:
-        return {"overlap": "it needs a graph, and this run has none"}
-    if not args.fused_optimizer:
-        return {"overlap": "it needs fused-optimizer, which knows where gradients are written"}
-    return {}
-
-
-def missing_kernels(args: argparse.Namespace) -> dict[str, str]:
-    """Return the fusions that have no kernel for these widths on this GPU, and why.
-
-    Wider rows need more shared memory. `needed` bounds what tools/compile_for_amd.py finds for an
-    H100 (sm_90) and an MI300 (gfx942).
-    """
-    missing, dim, most, hip = {}, args.pair_dim, shared_memory(), BACKEND == "hip"
-    dtype = getattr(torch, args.amp_dtype or "bfloat16") if args.use_amp else torch.float32
-    channels = max(args.msa_dim // args.num_heads_msa, dim // args.num_heads_pair)
-    needed = 0 if hip else triton.next_power_of_2(channels) * (1024 + 516 * dtype.itemsize)
-    if channels > 64:
-        missing["triton_attention"] = f"its kernels take up to 64 channels per head, not {channels}"
-    elif needed > most:
-        missing["triton_attention"] = too_wide(f"a head of {channels} channels", needed, most)
-    needed = (max(dim, 128) if hip else 384) * dim * dtype.itemsize
-    if dim < 16 or dim.bit_count() != 1:
-        missing["triton_triangle"] = f"--pair-dim {dim} is no power of two from 16"
-    elif needed > most:
-        missing["triton_triangle"] = too_wide(f"--pair-dim {dim}", needed, most)
-    held = 512 // dtype.itemsize  # channels of a row that a program holds whole
-    for name, rows, width_most in (
-        ("triton_attention", "msa pair", 1024),
-        ("triton_outer_product", "msa", 1024),
-        ("triton_outer_product", "pair", held),
-        ("transition_fusion", "msa pair", 1024),
-    ):
-        for row in rows.split():
-            width = getattr(args, f"{row}_dim")
-            if not 16 <= width <= width_most or width.bit_count() != 1:
-                wrong = f"--{row}-dim {width} is no power of two from 16 to {width_most}"
-                missing[name] = wrong
-    return missing
-
-
-def shared_memory() -> int:
-    """Return the bytes of shared memory, AMD's LDS, that a program can have on this GPU."""
-    if INTERPRETED or not torch.cuda.device_count():
-        return 2**31
-    utils, device = triton.runtime.driver.active.utils, torch.cuda.current_device()
-    return utils.get_device_properties(device)["max_shared_mem"]  # as Triton asks at a launch
-
-
-def too_wide(width: str, needed: int, most: int) -> str:
-    """Say that a kernel needs more than the GPU has for a width, in bytes of shared memory."""
-    return f"{width} needs {needed // 1024} KiB of shared memory, this GPU has {most // 1024}"
-
-
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that only this model has."""
     sizes, add = ModelConfig(), parser.add_argument_group("model").add_argument
@@ -195,44 +139,6 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     text = "other block sizes or warps, powers of two; a wrong name lists all; can be repeated"
     form = "KERNEL:NAME=NUMBER,..."
     add("--blocks", type=read_blocks, action="append", metavar=form, help=text)
-
-
-@cache
-def note_interpreter() -> None:
-    """Say it once, however many runs a study has."""
-    text = "the kernels run on the CPU in Triton's interpreter, right but slow: use small sizes"
-    say("note", text)
-
-
-def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Refuse sizes and inputs that do not fit together; lower what a real protein has less of."""
-    if args.torch_compile:
-        why = "a compiler does not see what V4 launches"
-        parser.error(f"--enable-torch-compile: {why}; tiny_openfold_v3.py can be compiled")
-    for name in ("msa", "pair"):
-        dim, heads = getattr(args, f"{name}_dim"), getattr(args, f"num_heads_{name}")
-        if dim % heads:
-            parser.error(f"--{name}-dim {dim} must be divisible by --num-heads-{name} {heads}")
-    if args.structure and not args.msa:
-        parser.error("--structure FILE needs its alignment: --msa FILE.a3m")
-    if args.msa:
-        proteins = read_proteins(args)
-        for note in filter(None, (protein.note for protein in proteins)):
-            say("note", note)
-        sizes = zip(*(protein.tokens.shape for protein in proteins), strict=True)
-        for name, most in zip(("num_seqs", "seq_len"), map(max, sizes), strict=True):
-            if (size := getattr(args, name)) > most:
-                flag = f"--{name.replace('_', '-')}"
-                say("note", f"{flag} {size} lowered to {most}: no protein of --msa has more")
-                setattr(args, name, most)
-    leave_to_pytorch(args, missing_kernels(args))
-    args.blocks = " ".join(args.blocks or ()) or ModelConfig.blocks
-    if any(getattr(args, name) for _, name, _ in FUSIONS if name != "overlap"):
-        if INTERPRETED:
-            note_interpreter()
-        elif args.device == "cpu" or not torch.cuda.is_available():
-            way_out = "set TRITON_INTERPRET=1, or --disable-all-fusion"
-            fail(f"on a CPU the kernels need Triton's interpreter: {way_out}", status=4)
 
 
 # --- kernels
@@ -3666,6 +3572,103 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> P
 
 
 # --- end of data
+
+# --- checks of the model's arguments
+
+
+def without_effect(args: argparse.Namespace) -> dict[str, str]:
+    """Return the fusions without effect under these arguments, on or off, and why."""
+    if not args.cuda_graph:
+        return {"overlap": "it needs a graph, and this run has none"}
+    if not args.fused_optimizer:
+        return {"overlap": "it needs fused-optimizer, which knows where gradients are written"}
+    return {}
+
+
+def missing_kernels(args: argparse.Namespace) -> dict[str, str]:
+    """Return the fusions that have no kernel for these widths on this GPU, and why.
+
+    Wider rows need more shared memory. `needed` bounds what tools/compile_for_amd.py finds for an
+    H100 (sm_90) and an MI300 (gfx942).
+    """
+    missing, dim, most, hip = {}, args.pair_dim, shared_memory(), BACKEND == "hip"
+    dtype = getattr(torch, args.amp_dtype or "bfloat16") if args.use_amp else torch.float32
+    channels = max(args.msa_dim // args.num_heads_msa, dim // args.num_heads_pair)
+    needed = 0 if hip else triton.next_power_of_2(channels) * (1024 + 516 * dtype.itemsize)
+    if channels > 64:
+        missing["triton_attention"] = f"its kernels take up to 64 channels per head, not {channels}"
+    elif needed > most:
+        missing["triton_attention"] = too_wide(f"a head of {channels} channels", needed, most)
+    needed = (max(dim, 128) if hip else 384) * dim * dtype.itemsize
+    if dim < 16 or dim.bit_count() != 1:
+        missing["triton_triangle"] = f"--pair-dim {dim} is no power of two from 16"
+    elif needed > most:
+        missing["triton_triangle"] = too_wide(f"--pair-dim {dim}", needed, most)
+    held = 512 // dtype.itemsize  # channels of a row that a program holds whole
+    for name, rows, width_most in (
+        ("triton_attention", "msa pair", 1024),
+        ("triton_outer_product", "msa", 1024),
+        ("triton_outer_product", "pair", held),
+        ("transition_fusion", "msa pair", 1024),
+    ):
+        for row in rows.split():
+            width = getattr(args, f"{row}_dim")
+            if not 16 <= width <= width_most or width.bit_count() != 1:
+                wrong = f"--{row}-dim {width} is no power of two from 16 to {width_most}"
+                missing[name] = wrong
+    return missing
+
+
+def shared_memory() -> int:
+    """Return the bytes of shared memory, AMD's LDS, that a program can have on this GPU."""
+    if INTERPRETED or not torch.cuda.device_count():
+        return 2**31
+    utils, device = triton.runtime.driver.active.utils, torch.cuda.current_device()
+    return utils.get_device_properties(device)["max_shared_mem"]  # as Triton asks at a launch
+
+
+def too_wide(width: str, needed: int, most: int) -> str:
+    """Say that a kernel needs more than the GPU has for a width, in bytes of shared memory."""
+    return f"{width} needs {needed // 1024} KiB of shared memory, this GPU has {most // 1024}"
+
+
+@cache
+def note_interpreter() -> None:
+    """Say it once, however many runs a study has."""
+    text = "the kernels run on the CPU in Triton's interpreter, right but slow: use small sizes"
+    say("note", text)
+
+
+def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuse sizes and inputs that do not fit together; lower what a real protein has less of."""
+    if args.torch_compile:
+        why = "a compiler does not see what V4 launches"
+        parser.error(f"--enable-torch-compile: {why}; tiny_openfold_v3.py can be compiled")
+    for name in ("msa", "pair"):
+        dim, heads = getattr(args, f"{name}_dim"), getattr(args, f"num_heads_{name}")
+        if dim % heads:
+            parser.error(f"--{name}-dim {dim} must be divisible by --num-heads-{name} {heads}")
+    if args.structure and not args.msa:
+        parser.error("--structure FILE needs its alignment: --msa FILE.a3m")
+    if args.msa:
+        proteins = read_proteins(args)
+        for note in filter(None, (protein.note for protein in proteins)):
+            say("note", note)
+        sizes = zip(*(protein.tokens.shape for protein in proteins), strict=True)
+        for name, most in zip(("num_seqs", "seq_len"), map(max, sizes), strict=True):
+            if (size := getattr(args, name)) > most:
+                flag = f"--{name.replace('_', '-')}"
+                say("note", f"{flag} {size} lowered to {most}: no protein of --msa has more")
+                setattr(args, name, most)
+    leave_to_pytorch(args, missing_kernels(args))
+    args.blocks = " ".join(args.blocks or ()) or ModelConfig.blocks
+    if any(getattr(args, name) for _, name, _ in FUSIONS if name != "overlap"):
+        if INTERPRETED:
+            note_interpreter()
+        elif args.device == "cpu" or not torch.cuda.is_available():
+            way_out = "set TRITON_INTERPRET=1, or --disable-all-fusion"
+            fail(f"on a CPU the kernels need Triton's interpreter: {way_out}", status=4)
+
 
 # --- core
 # Copied from common/core.py by tools/sync_common.py: edit it there.
