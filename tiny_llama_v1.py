@@ -499,7 +499,7 @@ def choose_devices(args: argparse.Namespace) -> None:
 
 
 def all_off(args: argparse.Namespace, **changes) -> argparse.Namespace:
-    """Return these arguments with everything off, and changes."""
+    """Return these arguments with all fusions and the compiler off, and changes."""
     off = dict.fromkeys((name for _, name, _ in FUSIONS), False)
     off |= {"torch_compile": False, "torch_compile_mode": None, "without_effect": {}}
     return argparse.Namespace(**{**vars(args), **off, **changes})
@@ -636,7 +636,7 @@ class Trainer:
     def take(self, steps: int, label: str = "step") -> float:
         """Take a turn of steps (Ctrl-C ends it, done ones count); return milliseconds of a step."""
         prepare(self.args)  # another run may have had a turn
-        synchronize = torch.cuda.synchronize if self.gpu else int
+        synchronize = torch.cuda.synchronize if self.gpu else lambda: None
         losses = torch.full((steps,), NOT_YET, pin_memory=self.gpu)
         synchronize()
         self.marks, began = [], time.perf_counter()
@@ -713,9 +713,9 @@ class Trainer:
             }
             if args.torch_compile and "warmup_ms" in timing:
                 timing["compilation_overhead_ms"] = timing["warmup_ms"] - args.warmup_steps * ms
-        if self.flops:
-            gflop = self.flops / 1e9
-            flops = {"per_step": self.flops, "gflop": gflop, "achieved_tflops": gflop / ms}
+            if self.flops:
+                gflop = self.flops / 1e9
+                flops = {"per_step": self.flops, "gflop": gflop, "achieved_tflops": gflop / ms}
         loss = {"initial": losses[0], "final": losses[-1]} if losses else {}
         return {
             "schema_version": 1,
@@ -759,7 +759,7 @@ class OperatorCounter(torch.utils._python_dispatch.TorchDispatchMode):
 
 def trace_of_a_step(trainer: Trainer, **options: bool) -> list[dict]:
     """Return the events of one more step, as PyTorch's profiler writes them."""
-    trainer.step()  # the first one after a capture does more
+    trainer.step()  # the first one of a new Trainer does more
     gc.collect()  # what is freed in the step was allocated in it
     with torch.profiler.profile(acc_events=True, **options) as profile:
         trainer.step()
