@@ -671,8 +671,9 @@ def baseline_in_turns(run: Run, runs: Iterable[Run]) -> Run | None:
 
 
 def baseline_of(run: Run, runs: Sequence[Run]) -> Run:
-    """The one that it was measured in turns with if that is there, otherwise the first."""
-    return baseline_in_turns(run, runs) or runs[0]
+    """The one that it was measured in turns with, otherwise the first; that of others is its own."""
+    own = run if any(baseline_in_turns(other, [run]) for other in runs) else runs[0]
+    return baseline_in_turns(run, runs) or own
 
 
 def beside(run: Run, baseline: Run) -> dict:
