@@ -671,7 +671,7 @@ def baseline_in_turns(run: Run, runs: Iterable[Run]) -> Run | None:
 
 
 def baseline_of(run: Run, runs: Sequence[Run]) -> Run:
-    """The one that it was measured in turns with, otherwise the first; that of others is its own."""
+    """The one that it was measured in turns with, otherwise the first; a baseline is its own."""
     own = run if any(baseline_in_turns(other, [run]) for other in runs) else runs[0]
     return baseline_in_turns(run, runs) or own
 
