@@ -194,7 +194,7 @@ def capture(monkeypatch):
         ("--msa-dim 64 --pair-dim 64", True),  # projections by kernels
         ("--msa-dim 256 --num-heads-msa 4 --pair-dim 64", True),  # by the library
         # without kernels no gradient is computed on a side stream
-        ("--msa-dim 96 --num-heads-msa 4 --pair-dim 96 --num-heads-pair 3", False),
+        ("--disable-all-fusion --enable-fused-optimizer --enable-overlap", False),
     ],
 )
 def test_work_on_side_streams_belongs_to_the_graph_and_loses_no_input(
