@@ -58,8 +58,8 @@ class Kernel:
             if kind != "constexpr" and (names.index(name),) not in compiled.src.constants
         }
         start = self.program.descriptor
-        if start["system_vgpr_workitem_id"]:
-            raise Unknown(f"{self.program.name}: work-items of more than one dimension")
+        if start["private_segment_fixed_size"] and start.get("user_sgpr_private_segment_buffer"):
+            raise Unknown(f"{self.program.name}: gfx90a finds spilled registers by a descriptor")
         if start["float_denorm_mode_32"] != 3:
             raise Unknown(f"{self.program.name}: denormal numbers that become 0")
 
@@ -124,6 +124,7 @@ class Loaded:
         lanes = np.arange(64 * waves.count, dtype=np.uint64).reshape(-1, 64)
         waves.scratch = self.scratch + self.spilled * lanes
         wave = np.arange(waves.count)[:, None]
+        # the work-item's number; in higher bits those of other dimensions, which are 0
         waves.vectors[0] = wave % kernel.waves * 64 + np.arange(64)
         place = sum(n * described.get(f"user_sgpr_{name}", 0) for name, n in BEFORE.items())
         waves.scalars[:, place] = self.address & 0xFFFFFFFF
