@@ -25,8 +25,6 @@ def sized(model: str, argv: str = "") -> Shape:
 
 
 MEDIUM = "--hidden-dim 1024 --num-layers 12 --num-heads 16 --seq-len 512 --batch-size 16"
-GPT_2 = "--hidden-dim 768 --num-layers 12 --num-heads 12 --num-kv-heads 12"  # GPT-2 small's sizes
-GPT_2 += " --seq-len 1024 --batch-size 8 --vocab-size 50304"
 CROP = "--batch-size 1 --num-blocks 1 --num-seqs 128 --seq-len 256 --msa-dim 256 --num-heads-msa 8"
 ODD = "--num-blocks 2 --batch-size 2 --num-seqs 37 --seq-len 173 --msa-dim 128"
 TRUNK = CROP.replace("--num-blocks 1", "--num-blocks 48")

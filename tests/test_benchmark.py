@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, load, relative_difference, words
+from conftest import TINY, load, relative_difference, words
 
-from bench import before_after, whole_steps
 from bench import operations as kernels
 from bench import versions as benchmark
+from bench import whole_steps
 from bench.sizes import Shape
 from lab import turns
 from lab.profile.ceilings import Ceilings
@@ -83,48 +83,6 @@ def test_the_trunk_has_a_row_for_each_side_with_and_without_checkpoints(tmp_path
     assert found["V1", True]["argv"].count("--checkpoint-blocks") == 1
     ms = f"{found['V1', True]['batch_ms']:.0f}"
     assert re.search(rf"\| small, V1 +\| +out of memory \| +{ms} \|", benchmark.table(tmp_path))
-
-
-# bench/before_after.py
-
-
-@pytest.mark.parametrize(
-    ("after", "again", "memory", "beyond"),
-    [
-        (10.1, [10.0, 10.0], 102.0, "nothing"),
-        (10.3, [10.0, 10.0], 102.0, "time"),
-        (10.3, [9.8, 10.2], 102.0, "nothing"),  # no more than the spread before
-        (10.0, [10.0, 10.0], 104.0, "memory"),
-    ],
-)
-def test_what_a_step_may_take_more_than_before(after, again, memory, beyond):
-    before = {"turns_ms": [10.0, 10.0], "peak_mb": 100.0, "first_losses": [2.0, 1.0]}
-    sides = {"before": before, "again": before | {"turns_ms": again}}
-    sides["after"] = {"turns_ms": 2 * [after], "peak_mb": memory, "first_losses": [2.0, 1.1]}
-    found = before_after.judged(sides)
-    assert (found[before_after.BEYOND], found["losses differ by"]) == (beyond, "1e-01")
-
-
-def test_a_script_is_compared_with_an_earlier_one(tmp_path, monkeypatch, capsys):
-    """Here with one that draws other weights."""
-    for script in ("tiny_llama_v3", "tiny_llama_v4"):
-        text = (ROOT / f"{script}.py").read_text()
-        assert "manual_seed(args.seed)" in text
-        changed = text.replace("manual_seed(args.seed)", "manual_seed(args.seed + 1)")
-        (tmp_path / f"{script}.py").write_text(changed)
-    shape = Shape("tiny_llama", [*SMALL, "--disable-all-fusion"])
-    monkeypatch.setattr(before_after, "SIZES", {"tiny_llama, small": shape})
-    argv = [str(tmp_path), *words("--only V4 bf16 --rounds 2 --output"), str(tmp_path / "s.json")]
-    assert before_after.main(argv) in (0, 1)  # these turns are short
-    sides = sides_in(tmp_path / "s.json")
-    losses = {side: row["first_losses"] for side, row in sides.items()}
-    assert losses["before"] == losses["again"] != losses["after"]
-    assert {row["script"] for row in sides.values()} == {"tiny_llama_v4"}
-    printed = capsys.readouterr().out
-    assert before_after.main(["--table", str(tmp_path / "s.json")]) == 0
-    assert capsys.readouterr().out == printed
-    assert before_after.main(["no_revision"]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 # bench/operations.py
