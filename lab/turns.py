@@ -174,13 +174,14 @@ def in_turns(
     rounds: int,
     counted: bool = True,
     building: Callable[[str], AbstractContextManager] = nullcontext,
+    finishing: Callable[[object], dict] = lambda trainer: {},
 ) -> dict[str, dict]:
     """What steps of each side (script, arguments) take, in turns of about 0.3 s or two steps.
 
     Milliseconds per step are the median of the turns, peak memory is that of the side alone,
     kernels are counted after the last turn unless `counted` is False. A side is built and warmed up
-    inside of what `building` makes of its name. One that runs out of memory, or fails, has a
-    `status` and an `error` instead.
+    inside of what `building` makes of its name. What `finishing` makes of its Trainer is in its
+    row, too. One that runs out of memory, or fails, has a `status` and an `error` instead.
     """
     modules = {name: importlib.import_module(script) for name, (script, _) in sides.items()}
     parsed = {name: parse_quiet(modules[name], argv) for name, (_, argv) in sides.items()}
@@ -200,7 +201,7 @@ def in_turns(
         if not trainer.gpu:
             peak = max(used for _, used in module.memory_of_a_step(trainer)) / 1e6
         row = {"peak_mb": peak, "batch_ms": statistics.median(times), "turns_ms": times}
-        return row | counts
+        return row | counts | finishing(trainer)
 
     found = scheduled(sides, rounds, start, take, finish)
     return {name: named(*sides[name], parsed[name]) | row for name, row in found.items()}
