@@ -116,7 +116,7 @@ def in_turns(versions: Sequence[str], argv: Sequence[str], rounds: int) -> list[
         nonlocal passes, shown
         if time.monotonic() > shown + PATIENCE:
             shown = time.monotonic()
-            say(f"{name} after {passes} passes of {', '.join(versions)}")
+            say(f"pass {passes + 1}, of {name}")
         passes += 1
         return forward()
 
