@@ -103,6 +103,12 @@ run_stage() { # NAME SCRIPT: train, check, profile; sets `log` to what has the o
     fi
 }
 
+alive() { # NAME: a line every 8 s, until it is killed or this program has ended
+    [[ -z ${lock-} ]] || exec {lock}<&-
+    exec {never}<> <(:) # read waits, and unlike sleep leaves no process behind
+    while ! read -rt 8 -u "$never" && kill -0 $$ 2>/dev/null; do echo "$1: still running" >&2; done
+}
+
 need_python
 message=$(check_arguments 2>&1) || fail $? "${message##*$'\n'}"
 read -ra arguments <<<"${message##*$'\n'}"
@@ -119,7 +125,11 @@ failed=()
 for ((i = 0; i < ${#stages[@]}; i += 2)); do
     name=${stages[i]} script=${stages[i + 1]} status=0
     echo "$name: $(basename "$script"), its output goes to ${results#"$PWD"/}/${name}_output.log"
+    alive "$name" &
+    ticker=$!
+    disown "$ticker"
     run_stage "$name" "$script" || status=$?
+    kill "$ticker" 2>/dev/null || true
     if ((status)); then
         failed+=("$name")
         echo "$name: status $status: $(tail -n 1 "$log")" >&2

@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -32,7 +33,7 @@ import torch
 from torch import Tensor
 
 from bench.graph_turns import DEVICE, steps_in_turns
-from lab.cli import Parser, program, several
+from lab.cli import Parser, program, say, several
 from lab.records import read_study
 from lab.script import load_script, parser_around, precision_of
 from lab.show import Column, render, side_columns
@@ -48,6 +49,7 @@ from lab.turns import graph_of, named, parse_quiet, ratios, spread
 
 PROG = Path(__file__).name
 SCRIPTS = {f"V{n}": f"tiny_openfold_v{n}.py" for n in (1, 2, 3, 4)}
+PATIENCE = 5.0  # seconds from one sign of life to the next
 
 
 def residues_and_sequences(text: str) -> tuple[int, int]:
@@ -108,9 +110,19 @@ def peak_mb_on_a_cpu(forward: Callable[[], object]) -> float:
 
 def in_turns(versions: Sequence[str], argv: Sequence[str], rounds: int) -> list[dict]:
     """A row for each version."""
-    rows, steps = {}, {}
+    rows, steps, passes, shown = {}, {}, 0, time.monotonic()
+
+    def counted(name: str, forward: Callable[[], object]) -> object:
+        nonlocal passes, shown
+        if time.monotonic() > shown + PATIENCE:
+            shown = time.monotonic()
+            say(f"pass {passes + 1}, of {name}")
+        passes += 1
+        return forward()
+
     for name in versions:
-        rows[name], steps[name] = prediction(name, argv)
+        rows[name], forward = prediction(name, argv)
+        steps[name] = partial(counted, name, forward)
     for name, found in steps_in_turns(steps, rounds).items():
         rows[name] |= {key: value for key, value in found.items() if key != "held_mb"}
         if DEVICE.type == "cpu" and "error" not in found:

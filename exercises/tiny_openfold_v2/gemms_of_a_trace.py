@@ -72,12 +72,12 @@ def shape_of(call: dict) -> Shape:
 
 def products(events: Sequence[dict]) -> Iterable[tuple[Shape, float, dict]]:
     """Shape, microseconds, and what the profiler says of the longest kernel of each product."""
-    kernels = defaultdict(list)
+    kernels, gpu = defaultdict(list), has_gpu(events)
     for kernel in complete(events, "kernel"):
         kernels[kernel["args"].get("External id")].append(kernel)
     for call in complete(events, "cpu_op"):
         if call["name"] in PRODUCTS:
-            own = kernels[call["args"].get("External id")] if has_gpu(events) else [call]
+            own = kernels[call["args"].get("External id")] if gpu else [call]
             if own:
                 longest = max(own, key=lambda event: event["dur"])
                 yield shape_of(call), sum(event["dur"] for event in own), longest["args"]

@@ -25,10 +25,11 @@ from exercises.performance_debugging.benchmarks.common import (
     seconds_of,
     synchronize,
 )
-from lab.cli import ToolError
+from lab.cli import ToolError, say
 from lab.script import import_file
 
 TRIES = 9
+PATIENCE = 5.0  # seconds from one sign of life to the next
 EMPTY = (2**28, 2**30)  # bytes to be written until the cache has nothing else, on a CPU, on a GPU
 
 
@@ -159,7 +160,10 @@ def in_a_process(function: Callable[[Path], object], path: Path) -> object:
     process = multiprocessing.get_context("fork").Process(target=work)  # PyTorch is imported
     process.start()
     sender.close()
+    begin = time.perf_counter()
     try:
+        while not receiver.poll(PATIENCE):
+            say(f"{path.stem}: still running, {time.perf_counter() - begin:.0f} s")
         result = receiver.recv()
     except EOFError:
         result = ToolError(f"{path.name}: its process died", status=1)

@@ -45,7 +45,7 @@ def all_work(claim: Claim, calls: Calls, values: Values) -> str:
     """Does a call that is waited for take about as long as the benchmark says?"""
     if calls.warm > 3 * claim.measured.seconds:
         return (
-            f"a call takes {1e6 * calls.warm:.4g} us, not {1e6 * claim.measured.seconds:.4g}: "
+            f"a call takes {1e6 * calls.warm:.1f} us, not {1e6 * claim.measured.seconds:.1f}: "
             "the loop does not do all of it"
         )
     return ""
@@ -55,7 +55,7 @@ def cache(claim: Claim, calls: Calls, values: Values) -> str:
     """Would a call in the midst of other work be as fast?"""
     if calls.cold > 1.2 * calls.warm:
         return (
-            f"{1e6 * calls.cold:.4g} us with an empty cache, {1e6 * calls.warm:.4g} us with a warm "
+            f"{1e6 * calls.cold:.1f} us with an empty cache, {1e6 * calls.warm:.1f} us with a warm "
             "one"
         )
     return ""
