@@ -49,8 +49,8 @@ def online_softmax(x: Tensor, out: Tensor, BLOCK: int = 4096) -> None:
 
 
 def inputs(dtype: torch.dtype, rows: int, C: int) -> dict[str, Tensor]:
-    """Rows about -150 as well as 150: exp of all is 0, or inf, where no maximum is subtracted."""
-    return {"x": 50 * normal(dtype, rows, C) + torch.linspace(-150, 150, rows)[:, None]}
+    """Rows about -300 as well as 300: exp of all is 0, or inf, where no maximum is subtracted."""
+    return {"x": 50 * normal(dtype, rows, C) + torch.linspace(-300, 300, rows)[:, None]}
 
 
 PUZZLE = Puzzle(
