@@ -375,6 +375,7 @@ def test_what_is_not_known_ends_with_its_name_and_line(line: str):
 
 KERNEL = """
 SCALE = 2
+FLAGS = [first for first, _ in ()]
 
 def half(x):
     return x / 2
@@ -382,7 +383,8 @@ def half(x):
 @triton.jit
 def kernel(X):
     \"\"\"Doubles.\"\"\"
-    half(X) * SCALE
+    first, _ = half(X), SCALE
+    first * SCALE
 
 @triton.jit
 def other(X):
@@ -398,6 +400,7 @@ def other(X):
         ("SCALE = 2", "SCALE = 3", {"kernel"}),
         ("x / 2", "x / 3", {"kernel"}),
         ("return X", "return -X", {"other"}),
+        ("in ()", "in SCALE", set()),  # a comprehension sets a name of the kernel
     ],
 )
 def test_a_kernel_has_changed_if_what_it_executes_has(

@@ -35,9 +35,9 @@ def definitions(path: Path) -> dict[str, ast.stmt]:
                 node.body = node.body[1:]
             found[node.name] = node
         elif isinstance(node, ast.Assign):
-            for each in ast.walk(node):
-                if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
-                    found[each.id] = node
+            for target in node.targets:  # not what a comprehension sets
+                names = (each.id for each in ast.walk(target) if isinstance(each, ast.Name))
+                found |= dict.fromkeys(names, node)
         elif isinstance(node, ast.ImportFrom):
             other = ROOT / f"{(node.module or '').replace('.', '/')}.py"
             if other.is_file() and other != path:
