@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""TinyLlama V2: fusions that PyTorch itself offers, each on a flag of its own.
+"""TinyLlama V2: fusions (several operations become one) in plain PyTorch, each on its own flag.
 
 qkv-fusion       query, key, value: one matrix product (GEMM); query and key rotate together
 flash-attention  SDPA (scaled_dot_product_attention) stores no scores: memory grows with seq-len,
                  not with its square
 swiglu-fusion    gate and up projection are one GEMM
 
-Fewer, larger kernels help where starting them or moving their data takes longer than the
-arithmetic. Model, weights and loss are V1's; keep_separate_names keeps the names of the weights.
+A fusion saves starts of kernels and trips to memory. It helps where these take longer than the
+arithmetic. Model, weights and loss are V1's. keep_separate_names only keeps the names of V1's
+weights: skip it at first.
 `diff tiny_llama_v1.py tiny_llama_v2.py` shows all of it.
 
 Examples:

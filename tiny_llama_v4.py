@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
-"""TinyLlama V4: what is left to take away when the kernels of V3 are fast.
+"""TinyLlama V4: V3's kernels are fast; what still costs time lies between them.
 
-V3's kernels stay, and matrix products (GEMMs) stay with the library. What is left is between them:
-casts (changes of type), passes over memory, and waiting.
+That is casts (changes of type), passes over memory, and waiting. V4 takes much of it away. V3's
+kernels stay, and matrix products (GEMMs) stay with the library.
 
 direct-gradients   with AMP, a weight's gradient needs no cast between its GEMM and the optimizer
 fused-optimizer    AdamW as one kernel, which also writes the weights that the next GEMMs take
-norm-from-output   a norm's backward pass reads its output, which the next GEMM keeps anyway: its
-                   input need not be kept
+norm-from-output   a norm's backward pass reads the norm's output, which the next GEMM keeps anyway.
+                   So the norm's input need not be kept
 overlap            weight gradients and updates on side streams, beside the backward pass
 
-A stream is a queue of kernels. Read Projection first: its backward pass writes a gradient where
-FusedAdamW reads it. Then read the drawing in SideStreams.
+A stream is a queue of kernels. Read Projection.backward first: `compute` fills `out`, the memory
+where FusedAdamW reads the gradient. Then read the drawing in SideStreams.
 
-By default a step is one graph: recorded once, then started as a whole. A graph keeps which kernel
-waits for which, not their order, so streams can overlap; without it `overlap` does nothing.
+On a GPU a step is one graph: recorded once, then started as a whole. In it, kernels of different
+streams overlap where none needs the other. `overlap` needs the graph, and fused-optimizer.
 torch.compile does not see what V4 launches: compile V3. A kernel that is off is plain PyTorch.
 exercises/tiny_llama_v4/one_launch.py has a whole layer as one launch.
 
@@ -988,7 +988,6 @@ class SideStreams:
 
         main (forward, backward)        gradients                 updates
         begin_step -------------------------------------------->  corrections of the moments
-        token ids -------------------->  run: sort them
         grad of layer L's output ----->  run: its weight gradient
         grad of its input
         weight no longer needed ------------- release (both) --->  AdamW, cast of this weight
@@ -997,6 +996,8 @@ class SideStreams:
         ... next layer                  ...                       ...
         grad of the embedding <--------  join: all of them
         end of optimizer.step <---------------------------------  all of them
+
+    Only TinyLlama releases weights early; TinyOpenFold's are one group, updated at the end.
 
     On several GPUs a third stream averages the gradients of a buffer over them: it waits as an
     update does here, and both the update and the main stream before optimizer.step wait for it.

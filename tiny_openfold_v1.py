@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """TinyOpenFold V1: the baseline, a small AlphaFold 2 Evoformer stack in plain PyTorch operations.
 
-The input is an alignment of related proteins (MSA); beside it, the pair representation has a vector
-for each two residues. Nothing is fused: each projection is a matrix product (GEMM) of its own, and
-attention stores its scores. Later versions train this same model to this same loss. They change how
-many kernels (programs on the GPU) run, and how many bytes these move.
+The input is an alignment of related proteins, one in each row (MSA). Each two residues (amino acids
+of the chain) have a vector, too: the pair representation, which predicts their distance. In the
+model nothing is fused: each operation starts kernels (programs on the GPU) of its own, each
+projection is a matrix product (GEMM), and attention stores its scores. Later versions train this
+same model to this same loss. They change how many kernels run, and how many bytes these move.
 
 The Evoformer follows the supplementary information of Jumper et al. 2021 (AF2 SI below); names
 follow OpenFold.

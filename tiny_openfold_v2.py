@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""TinyOpenFold V2: fusions that PyTorch itself offers, each on a flag of its own.
+"""TinyOpenFold V2: fusions (several operations become one) in plain PyTorch, each on its own flag.
 
 qkv-fusion-msa       query, key, value and gate of MSA attention: one matrix product (GEMM)
 qkv-fusion-triangle  the same for the two triangle attentions
 flash-attention      scaled_dot_product_attention, pair bias as its mask: no scores are stored
-triangle-fusion      four projections of a triangle multiplication: one GEMM; their gates: one GLU,
-                     a * sigmoid(b)
+triangle-fusion      two projections of a triangle multiplication and their two gates: one GEMM,
+                     then one GLU, a * sigmoid(b)
 
-Fewer, larger kernels help where starting them or moving their data takes longer than the
-arithmetic. Model, weights and loss are V1's; keep_separate_names keeps the names of the weights.
+A fusion saves starts of kernels and trips to memory. It helps where these take longer than the
+arithmetic. Model, weights and loss are V1's. keep_separate_names only keeps the names of V1's
+weights: skip it at first.
 `diff tiny_openfold_v1.py tiny_openfold_v2.py` shows all of it.
 
 The Evoformer follows the supplementary information of Jumper et al. 2021 (AF2 SI below); names

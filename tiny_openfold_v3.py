@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
 """TinyOpenFold V3: Triton kernels where memory or launches are the limit, each on its own flag.
 
-Most operations of an Evoformer wait for memory, not for arithmetic. A kernel that does several of
-them reads its input once, and writes only what the next GEMM (matrix product) takes. It runs as
-thousands of programs on the GPU, each with its own block of numbers.
+Most operations of an Evoformer wait for memory, not for arithmetic. A kernel of ours does several
+of them at once: what passes between them stays on the chip. It runs as thousands of programs on the
+GPU, each with its own block of numbers. A GEMM is a matrix product.
 
-triton-layer-norm     a norm in one pass, written in the next GEMM's type; the pair bias as well
+triton-layer-norm     a norm in one pass; also the pair bias, which attention adds to its scores
 triton-attention      attention with pair bias and gate in one pass: no scores are stored, nothing
                       is transposed
 triton-triangle       a triangle multiplication: one kernel before its batched product (norm,
                       projections, gates), and one after it
-triton-outer-product  the product is written as its projection reads it, and computed again in the
-                      backward pass
+triton-outer-product  the product is stored in the order in which the next projection reads it. It
+                      is not kept: the backward pass computes it again
 triton-transition     bias and ReLU in one pass, forward and backward
-triton-bias-gradient  a sum over all rows, shared by many programs; PyTorch's has a few, slow ones
+triton-bias-gradient  a bias's gradient is a sum over all rows: many programs share it, not a few
 cast-fusion           with AMP, PyTorch casts all weights of a block in one launch
 
 Read layer_norm_forward_kernel first, then attention_forward_kernel. Each operation has the same

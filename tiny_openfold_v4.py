@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""TinyOpenFold V4: what is left to take away when the kernels of V3 are fast.
+"""TinyOpenFold V4: V3's kernels also do the small work that was left between them.
 
-Between V3's kernels, norms, residuals and sums of gradients still travel through memory. V4 takes
-them into the kernels beside them. A GEMM is a matrix product.
+In V3, norms, residuals (x + update) and sums of gradients still go to memory and back. Here they
+run inside the kernel next to them, often inside a GEMM (a matrix product).
 
 triton-attention      V3's kernels; the norm joins the first projections, the residual the last one
 triton-triangle       V3's kernels; with few residues, the batched product is a kernel of ours, too
@@ -15,12 +15,13 @@ fused-optimizer       AdamW is one kernel. It also writes the weights in the typ
 overlap               gradients of weights and biases run on a second stream (a queue of kernels),
                       while the backward pass goes on
 
-Read norm_project_kernel first: a norm inside a projection. Then read the drawing in SideStreams.
-Where a flag is off, or no kernel takes a size, PyTorch computes what V1 does.
+Read norm_project_kernel first, with H = 0: it loads x, norms it, and multiplies by the weight. Then
+read the drawing in SideStreams. Where a flag is off, or no kernel takes a size, PyTorch computes
+what V1 does.
 
-A step is one graph: recorded once, then started as a whole. A graph keeps which kernel waits for
-which, not their order, so streams can overlap; without it `overlap` does nothing. A GEMM writes a
-weight's gradient where the optimizer reads it. torch.compile cannot see these launches: use V3.
+On a GPU a step is one graph: recorded once, then started as a whole. In it, kernels of different
+streams overlap where none needs the other. `overlap` needs the graph, and fused-optimizer. A GEMM
+writes a weight's gradient where AdamW reads it. torch.compile cannot see these launches: use V3.
 
 The Evoformer follows the supplementary information of Jumper et al. 2021 (AF2 SI below); names
 follow OpenFold.
@@ -453,7 +454,6 @@ class SideStreams:
 
         main (forward, backward)        gradients                 updates
         begin_step -------------------------------------------->  corrections of the moments
-        token ids -------------------->  run: sort them
         grad of layer L's output ----->  run: its weight gradient
         grad of its input
         weight no longer needed ------------- release (both) --->  AdamW, cast of this weight
@@ -462,6 +462,8 @@ class SideStreams:
         ... next layer                  ...                       ...
         grad of the embedding <--------  join: all of them
         end of optimizer.step <---------------------------------  all of them
+
+    Only TinyLlama releases weights early; TinyOpenFold's are one group, updated at the end.
 
     On several GPUs a third stream averages the gradients of a buffer over them: it waits as an
     update does here, and both the update and the main stream before optimizer.step wait for it.

@@ -49,7 +49,6 @@ class SideStreams:
 
         main (forward, backward)        gradients                 updates
         begin_step -------------------------------------------->  corrections of the moments
-        token ids -------------------->  run: sort them
         grad of layer L's output ----->  run: its weight gradient
         grad of its input
         weight no longer needed ------------- release (both) --->  AdamW, cast of this weight
@@ -58,6 +57,8 @@ class SideStreams:
         ... next layer                  ...                       ...
         grad of the embedding <--------  join: all of them
         end of optimizer.step <---------------------------------  all of them
+
+    Only TinyLlama releases weights early; TinyOpenFold's are one group, updated at the end.
 
     On several GPUs a third stream averages the gradients of a buffer over them: it waits as an
     update does here, and both the update and the main stream before optimizer.step wait for it.
