@@ -165,7 +165,7 @@ def table(stages: Sequence[Stage]) -> str:
         Column("ms per step", number("timing", "batch_ms"), ".2f"),
         Column("kernel ms per step", "kernel_ms", ".2f"),
         Column("TFLOP/s", number("flops", "achieved_tflops"), ".3g"),
-        Column("peak MB", number("memory", "peak_mb"), ".1f"),
+        Column("peak MB", number("memory", "peak_mb"), ".2f"),
         Column(f"{unit} per step", number("kernels", "per_step"), ".10g"),
         Column("parameters with gradient", "gradient_percent", ".1f", " %"),
     ]

@@ -139,7 +139,7 @@ def measured(found: list[Ways]) -> Iterator[dict]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = documented_parser(PROG, __doc__)
-    length, dim = (256, 128) if measure.GPU else (12, 16)
+    length, dim = (256, 128) if measure.GPU else (64, 16)
     parser.add_argument(
         "--length", type=at_least(1), default=length, metavar="N", help="(default: %(default)s)"
     )
