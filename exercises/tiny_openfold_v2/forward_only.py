@@ -14,15 +14,14 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 
 import _path
 
@@ -99,11 +98,8 @@ def prediction(name: str, argv: Sequence[str]) -> tuple[dict, Callable[[], tuple
 
 def peak_mb_on_a_cpu(forward: Callable[[], object]) -> float:
     """MB that a pass takes at its peak, from the profiler's memory events."""
-    with torch.profiler.profile(acc_events=True, profile_memory=True) as profile:
-        forward()
-    with tempfile.TemporaryDirectory() as folder:
-        profile.export_chrome_trace(f"{folder}/trace.json")
-        events = json.loads(Path(folder, "trace.json").read_bytes())["traceEvents"]
+    one_pass = SimpleNamespace(step=forward, gpu=False)
+    events = load_script(SCRIPTS["V1"]).trace_of_a_step(one_pass, profile_memory=True)
     changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
     return max(accumulate(change for _, change in changes)) / 1e6
 
