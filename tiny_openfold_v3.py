@@ -620,10 +620,10 @@ class LayerNormFunction(torch.autograd.Function):
 
 @triton.jit
 def column_sums_kernel(
-    X, SUMS, rows,
+    X, FACTORS, SUMS, rows, rows_of_factor,
     C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Add up rows: sums_pc = sum of x_rc over the rows r of program p.
+    """Add up rows: sums_pc = sum of x_rc over the rows r of program p, times FACTORS.
 
     X is [rows, C], SUMS [PROGRAMS, C]. A program owns every PROGRAMS-th block of ROWS rows.
     """
@@ -634,16 +634,21 @@ def column_sums_kernel(
         row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (channel < C)[None, :]
         at = X + row[:, None] * C + channel[None, :]
-        total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        if FACTORS is not None:
+            factor = tl.load(FACTORS + row // rows_of_factor, mask=row < rows, other=0.0)
+            x *= factor[:, None]
+        total += x
     tl.store(SUMS + program * C + channel, tl.sum(total, 0), mask=channel < C)
 
 
 @operator
-def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add up all rows: x [..., C] -> [C], in `dtype`."""
+def column_sums(x: Tensor, dtype: torch.dtype, factors: Tensor | None = None) -> Tensor:
+    """Add up all rows: x [..., C] -> [C], in `dtype`, times factors [samples]."""
     rows, programs, options = row_launch("column_sums", x)
+    options |= {"rows": rows, "rows_of_factor": rows if factors is None else rows // len(factors)}
     sums = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
-    wrap_triton(column_sums_kernel)[(programs,)](x, sums, rows=rows, **options)
+    wrap_triton(column_sums_kernel)[(programs,)](x, factors, sums, **options)
     return sum_parts(sums, dtype)
 
 
@@ -1641,10 +1646,10 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
 
 @triton.jit
 def outer_product_forward_kernel(
-    A, B, OUT, S, N, factor: tl.constexpr, H: tl.constexpr,
+    A, B, FACTORS, OUT, S, N, H: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute OUT_ijcd = factor * sum_s A_sic * B_sjd for each sample.
+    """Compute OUT_ijcd = factor * sum_s A_sic * B_sjd for each sample, with its factor.
 
     A and B are [samples, S, N, H], OUT is [samples, N, N, H x H]. A program owns BLOCK_M of the
     N x H pairs (i, c) and BLOCK_N of (j, d), and goes over the sequences BLOCK_S at a time.
@@ -1653,6 +1658,7 @@ def outer_product_forward_kernel(
     left = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # (i, c)
     right = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)  # (j, d)
     sample = tl.program_id(2).to(tl.int64)
+    factor = tl.load(FACTORS + tl.program_id(2))
     product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, S, BLOCK_S):
         s = start + tl.arange(0, BLOCK_S)
@@ -1670,7 +1676,7 @@ def outer_product_forward_kernel(
 
 @triton.jit
 def outer_product_backward_kernel(
-    GRAD, OTHER, GRAD_ONE, S, N, factor: tl.constexpr, OF_A: tl.constexpr, H: tl.constexpr,
+    GRAD, OTHER, FACTORS, GRAD_ONE, S, N, OF_A: tl.constexpr, H: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of one of a and b from the other: dA_sic = factor * sum_jd G_ijcd B_sjd.
@@ -1683,6 +1689,7 @@ def outer_product_backward_kernel(
     one = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     s = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
     sample = tl.program_id(2).to(tl.int64)
+    factor = tl.load(FACTORS + tl.program_id(2))
     GRAD += sample * width * width
     row = ((sample * S + s) * width)[:, None]
     grad_one = tl.zeros([BLOCK_S, BLOCK_M], tl.float32)
@@ -1703,66 +1710,77 @@ def outer_product_backward_kernel(
     tl.store(GRAD_ONE + row + one[None, :], grad_one * factor, mask=inside)
 
 
-def outer_product_options(kernel: str, a: Tensor, factor: float) -> dict[str, int | float | str]:
+def outer_product_options(kernel: str, a: Tensor) -> dict[str, int | str]:
     """Return what a kernel of the outer product is told."""
     chosen, (_, depth, length, dim) = blocks(kernel, a.dtype), a.shape
     chosen["BLOCK_S"] = min(chosen["BLOCK_S"], max(16, triton.next_power_of_2(depth)))
-    chosen |= {"S": depth, "N": length, "H": dim, "factor": factor}
-    return {**chosen, "PRECISION": dot_precision(a.dtype)}
+    return {**chosen, "S": depth, "N": length, "H": dim, "PRECISION": dot_precision(a.dtype)}
 
 
 @operator
-def outer_product_forward(a: Tensor, b: Tensor, factor: float) -> Tensor:
+def outer_product_forward(a: Tensor, b: Tensor, factors: Tensor) -> Tensor:
     """Multiply a and b [B, S, N, H] -> factor * sum over S of outer products [B, N, N, H x H]."""
     samples, _, length, dim = a.shape
-    options = outer_product_options("outer_product_forward", a, factor)
+    options = outer_product_options("outer_product_forward", a)
     out = a.new_empty(samples, length, length, dim * dim)
     left, right = (triton.cdiv(length * dim, options[size]) for size in ("BLOCK_M", "BLOCK_N"))
-    wrap_triton(outer_product_forward_kernel)[(left, right, samples)](a, b, out, **options)
+    launch = wrap_triton(outer_product_forward_kernel)[(left, right, samples)]
+    launch(a, b, factors, out, **options)
     return out
 
 
 @operator
 def outer_product_backward(
-    grad: Tensor, a: Tensor, b: Tensor, factor: float
+    grad: Tensor, a: Tensor, b: Tensor, factors: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients of a and b from that of the result, grad [B, N, N, H x H]."""
     samples, depth, length, dim = a.shape
     grad_a, grad_b = torch.empty_like(a), torch.empty_like(b)
-    options = outer_product_options("outer_product_backward", a, factor)
+    options = outer_product_options("outer_product_backward", a)
     tiles = triton.cdiv(length * dim, options["BLOCK_M"])
     grid = (tiles, triton.cdiv(depth, options["BLOCK_S"]), samples)
-    wrap_triton(outer_product_backward_kernel)[grid](grad, b, grad_a, OF_A=True, **options)
-    wrap_triton(outer_product_backward_kernel)[grid](grad, a, grad_b, OF_A=False, **options)
+    launch = wrap_triton(outer_product_backward_kernel)[grid]
+    launch(grad, b, factors, grad_a, OF_A=True, **options)
+    launch(grad, a, factors, grad_b, OF_A=False, **options)
     return grad_a, grad_b
 
 
 class OuterProductMeanFunction(torch.autograd.Function):
     """Compute factor * (sum over S of a (x) b, as [B, N, N, H x H], times weight^T, plus bias).
 
-    a and b are [B, S, N, H], the result is [B, N, N, C].
+    a and b are [B, S, N, H], the result is [B, N, N, C]. sequences [B, S] are False for padding,
+    whose a and b become 0; factor is 1 / (number of others + 1e-3).
     """
 
     @staticmethod
-    def forward(ctx, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, factor: float) -> Tensor:
+    def forward(
+        ctx, a: Tensor, b: Tensor, sequences: Tensor | None, weight: Tensor, bias: Tensor
+    ) -> Tensor:
         a, b, low = a.contiguous(), b.contiguous(), weight.to(a.dtype)
-        ctx.save_for_backward(a, b, low)
-        ctx.factor, ctx.parameter_dtype = factor, weight.dtype
-        outer = outer_product_forward(a, b, factor)
-        return F.linear(outer, low, (factor * bias).to(a.dtype))
+        if sequences is None:
+            factors = a.new_full(a.shape[:1], 1 / (a.shape[1] + 1e-3), dtype=torch.float32)
+        else:
+            a, b = a * sequences[..., None, None], b * sequences[..., None, None]
+            factors = sequences.sum(1, dtype=torch.float32).add_(1e-3).reciprocal_()
+        ctx.save_for_backward(a, b, low, factors)
+        ctx.parameter_dtype = weight.dtype
+        outer = outer_product_forward(a, b, factors)
+        if sequences is None:
+            return F.linear(outer, low, (factors[0] * bias).to(a.dtype))
+        return F.linear(outer, low).add_(factors[:, None, None, None] * bias)
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        a, b, weight = ctx.saved_tensors
+        a, b, weight, factors = ctx.saved_tensors
         grad_a = grad_b = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[2]:
-            outer = outer_product_forward(a, b, ctx.factor).flatten(0, 2)
-            grad_weight = (grad_out.flatten(0, 2).mT @ outer).to(ctx.parameter_dtype)
         if ctx.needs_input_grad[3]:
-            grad_bias = ctx.factor * column_sums(grad_out.contiguous(), ctx.parameter_dtype)
+            outer = outer_product_forward(a, b, factors).flatten(0, 2)
+            grad_weight = (grad_out.flatten(0, 2).mT @ outer).to(ctx.parameter_dtype)
+        if ctx.needs_input_grad[4]:
+            grad_bias = column_sums(grad_out.contiguous(), ctx.parameter_dtype, factors)
         if any(ctx.needs_input_grad[:2]):
-            grad_a, grad_b = outer_product_backward(grad_out @ weight, a, b, ctx.factor)
-        return grad_a, grad_b, grad_weight, grad_bias, None
+            grad_a, grad_b = outer_product_backward(grad_out @ weight, a, b, factors)
+        return grad_a, grad_b, None, grad_weight, grad_bias
 
 
 # Bias and ReLU between the two projections of a transition.
@@ -1966,6 +1984,16 @@ def keep_separate_names(
     parent.register_load_state_dict_pre_hook(merge)
 
 
+def hide_padding(present: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Make a bias [B, 1, 1, N] that hides keys: 0 where a key is present [B, N], -1e4 elsewhere.
+
+    A hidden key gets a weight of 0, and where all are hidden no NaN arises, in float16 either.
+    """
+    if present is None:
+        return None
+    return torch.where(present, 0.0, -1e4).to(dtype)[:, None, None]
+
+
 class QKVGLinear(nn.Module):
     """Query, key, value and gate projection as one GEMM; only the gate has a bias."""
 
@@ -1997,19 +2025,17 @@ class GatedAttention(nn.Module):
         self,
         x: Tensor,
         bias: Tensor | None = None,
-        present: Tensor | None = None,
+        hidden: Tensor | None = None,
         columns: bool = False,
     ) -> Tensor:
         """Let each of the R rows of x [B, R, N, C] attend to itself.
 
-        bias [B, H, N, N] is the same for all rows, and so is present [B, N], which is False for
-        padding, that nobody attends to. With `columns` each of the N columns attends to itself, and
-        the bias is [B, H, R, R], present [B, R].
+        bias [B, H, N, N] is the same for all rows, and so is hidden [B, 1, 1, N], by hide_padding.
+        With `columns` each of the N columns attends to itself, and the bias is [B, H, R, R],
+        hidden [B, 1, 1, R].
         """
-        if present is not None:
-            bias = x.new_zeros(1) if bias is None else bias
-            # a weight of 0, and no NaN where all keys are padding, in float16 either
-            bias = bias.masked_fill(~present[:, None, None], -1e4)
+        if hidden is not None:
+            bias = hidden if bias is None else bias + hidden
         if self.fused:
             qkvg = F.linear(x, self.linear_qkvg.weight).unflatten(-1, (self.heads, 4, -1))
             if bias is not None:
@@ -2039,10 +2065,10 @@ class MSARowAttentionWithPairBias(GatedAttention):
         self.layer_norm_z = LayerNorm(config.pair_dim, fusions)
         self.linear_z = nn.Linear(config.pair_dim, config.num_heads_msa, bias=False)
 
-    def forward(self, msa: Tensor, pair: Tensor, residues: Tensor | None = None) -> Tensor:
-        """Compute the update of msa [B, S, N, c_m] by pair [B, N, N, c_z] and residues [B, N]."""
+    def forward(self, msa: Tensor, pair: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Compute the update of msa [B, S, N, c_m] by pair [B, N, N, c_z], hidden [B, 1, 1, N]."""
         _, bias = self.layer_norm_z(pair, self.linear_z)
-        return self.attend(self.layer_norm_m(msa), bias, residues)
+        return self.attend(self.layer_norm_m(msa), bias, hidden)
 
 
 class MSAColumnAttention(GatedAttention):
@@ -2052,9 +2078,9 @@ class MSAColumnAttention(GatedAttention):
         super().__init__(config.msa_dim, config.num_heads_msa, fusions)
         self.layer_norm_m = LayerNorm(config.msa_dim, fusions)
 
-    def forward(self, msa: Tensor, sequences: Tensor | None = None) -> Tensor:
-        """Compute the update of msa [B, S, N, c_m]; sequences [B, S] are False for padding."""
-        return self.attend(self.layer_norm_m(msa), present=sequences, columns=True)
+    def forward(self, msa: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Compute the update of msa [B, S, N, c_m], with hidden sequences [B, 1, 1, S]."""
+        return self.attend(self.layer_norm_m(msa), hidden=hidden, columns=True)
 
 
 class Transition(nn.Module):
@@ -2099,21 +2125,14 @@ class OuterProductMean(nn.Module):
     def forward(self, msa: Tensor, sequences: Tensor | None = None) -> Tensor:
         """Compute the update of pair [B, N, N, c_z] from msa [B, S, N, c_m], sequences [B, S]."""
         msa, depth = self.layer_norm(msa), msa.shape[1]
-        if sequences is not None:
-            dtype = torch.promote_types(msa.dtype, torch.float32)
-            depth = sequences.sum(1, dtype=dtype)[:, None, None, None]
-        if self.triton:
-            a, b, out = self.linear_1(msa), self.linear_2(msa), self.linear_out
-            factor = 1 / (depth + 1e-3)
-            if sequences is None:
-                return OuterProductMeanFunction.apply(a, b, out.weight, out.bias, factor)
-            a = (a * sequences[:, :, None, None] * factor).to(a.dtype)
-            zero = torch.zeros_like(out.bias)
-            update = OuterProductMeanFunction.apply(a, b, out.weight, zero, 1.0)
-            return update + (factor * out.bias).to(update.dtype)  # the pairs stay in 16 bits
         a, b = self.linear_1(msa), self.linear_2(msa)
+        if self.triton:
+            out = self.linear_out
+            return OuterProductMeanFunction.apply(a, b, sequences, out.weight, out.bias)
         if sequences is not None:
             a = a * sequences[:, :, None, None]
+            dtype = torch.promote_types(msa.dtype, torch.float32)
+            depth = sequences.sum(1, dtype=dtype)[:, None, None, None]
         outer = torch.einsum("bsic,bsjd->bijcd", a, b).flatten(3)
         # The bias is divided, too, as AlphaFold's code does.
         return self.linear_out(outer) / (depth + 1e-3)
@@ -2184,19 +2203,19 @@ class TriangleAttentionStartingNode(GatedAttention):
         self.layer_norm = LayerNorm(config.pair_dim, fusions)
         self.linear = nn.Linear(config.pair_dim, config.num_heads_pair, bias=False)
 
-    def forward(self, pair: Tensor, residues: Tensor | None = None) -> Tensor:
-        """Compute the update of pair [B, N, N, c_z]; residues [B, N] are False for padding."""
+    def forward(self, pair: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Compute the update of pair [B, N, N, c_z], with hidden residues [B, 1, 1, N]."""
         pair, bias = self.layer_norm(pair, self.linear)
-        return self.attend(pair, bias, residues)
+        return self.attend(pair, bias, hidden)
 
 
 class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
     """Let edges ij and kj attend to each other, biased by edge ki (AF2 SI, algorithm 14)."""
 
-    def forward(self, pair: Tensor, residues: Tensor | None = None) -> Tensor:
-        """Compute the update of pair [B, N, N, c_z]; residues [B, N] are False for padding."""
+    def forward(self, pair: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Compute the update of pair [B, N, N, c_z], with hidden residues [B, 1, 1, N]."""
         pair, bias = self.layer_norm(pair, self.linear, ending=True)
-        return self.attend(pair, bias, residues, columns=True)
+        return self.attend(pair, bias, hidden, columns=True)
 
 
 class CastFunction(torch.autograd.Function):
@@ -2287,14 +2306,16 @@ class EvoformerBlock(nn.Module):
         check_shape("pair", pair, samples, length, length, pair_dim)
         check_shape("sequences", sequences, samples, depth)
         check_shape("residues", residues, samples, length)
-        msa = msa + self.msa_att_row(msa, pair, residues)
-        msa = msa + self.msa_att_col(msa, sequences)
+        dtype = gemm_dtype(msa)
+        hidden = hide_padding(residues, dtype)  # once for three attentions
+        msa = msa + self.msa_att_row(msa, pair, hidden)
+        msa = msa + self.msa_att_col(msa, hide_padding(sequences, dtype))
         msa = msa + self.msa_transition(msa)
         pair = pair + self.outer_product_mean(msa, sequences)
         pair = self.tri_mul_out(pair, residues, residual=True)
         pair = self.tri_mul_in(pair, residues, residual=True)
-        pair = pair + self.tri_att_start(pair, residues)
-        pair = pair + self.tri_att_end(pair, residues)
+        pair = pair + self.tri_att_start(pair, hidden)
+        pair = pair + self.tri_att_end(pair, hidden)
         pair = pair + self.pair_transition(pair)
         return msa, pair
 

@@ -120,10 +120,7 @@ CHANGED = {  # of V3's kernels in V4
         *("attention_backward_keys_kernel", "cross_entropy_forward_kernel"),
         "cross_entropy_backward_kernel",
     },
-    "openfold": {
-        *("column_sums_kernel", "outer_product_forward_kernel"),
-        *("triangle_output_kernel", "triangle_project_backward_kernel"),
-    },
+    "openfold": {"triangle_output_kernel", "triangle_project_backward_kernel"},
 }
 REPLACED = {"llama": (), "openfold": ("layer_norm", "bias_relu", "outer_product_backward")}
 

@@ -59,7 +59,7 @@ OPERATIONS = {  # and the shapes of their inputs
         [(1, 5, 5, 16), *4 * [(16,)], (96, 16), (96,)],
     ),
     "outer product": (
-        lambda *inputs: v3.OuterProductMeanFunction.apply(*inputs, 0.5),
+        lambda a, b, *p: v3.OuterProductMeanFunction.apply(a, b, None, *p),
         [(1, 3, 4, 8), (1, 3, 4, 8), (6, 64), (6,)],
     ),
     "transition": (v3.BiasReLU.apply, [(9, 12), (12,)]),
