@@ -7,9 +7,9 @@ flash-attention  SDPA (scaled_dot_product_attention) stores no scores: memory gr
 swiglu-fusion    gate and up projection are one GEMM
 
 A fusion saves starts of kernels and trips to memory. It helps where these take longer than the
-arithmetic. Model, weights and loss are V1's. keep_separate_names only keeps the names of V1's
-weights: skip it at first.
-`diff tiny_llama_v1.py tiny_llama_v2.py` shows all of it.
+arithmetic. Model, weights and loss are V1's: read V1 first, then what is new in Attention.
+`diff tiny_llama_v1.py tiny_llama_v2.py` shows all of it. At first, skip keep_separate_names:
+it only keeps the names of V1's weights.
 
 Examples:
   python tiny_llama_v2.py --compare-fusion                                 all off against all on

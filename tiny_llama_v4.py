@@ -2,21 +2,21 @@
 """TinyLlama V4: V3's kernels are fast; what still costs time lies between them.
 
 That is casts (changes of type), passes over memory, and waiting. V4 takes much of it away. V3's
-kernels stay, and matrix products (GEMMs) stay with the library.
+kernels stay (triton-attention rotates, too), and matrix products (GEMMs) stay with the library.
 
 direct-gradients   with AMP, a weight's gradient needs no cast between its GEMM and the optimizer
 fused-optimizer    AdamW as one kernel, which also writes the weights that the next GEMMs take
 norm-from-output   a norm's backward pass reads the norm's output, which the next GEMM keeps anyway.
                    So the norm's input need not be kept
-overlap            weight gradients and updates on side streams, beside the backward pass
+overlap            weight gradients and updates on streams (kernel queues) beside the backward pass
 
-A stream is a queue of kernels. Read Projection.backward first: `compute` fills `out`, the memory
-where FusedAdamW reads the gradient. Then read the drawing in SideStreams.
+Read Projection.backward first: `compute` fills `out`, the memory where FusedAdamW reads the
+gradient. Then read the drawing in SideStreams. Model, weights and loss are V1's.
 
 On a GPU a step is one graph: recorded once, then started as a whole. In it, kernels of different
 streams overlap where none needs the other. `overlap` needs the graph, and fused-optimizer.
-torch.compile does not see what V4 launches: compile V3. A kernel that is off is plain PyTorch.
-exercises/tiny_llama_v4/one_launch.py has a whole layer as one launch.
+torch.compile does not see what V4 launches: compile V3. Where a flag is off, or a size fits no
+kernel, PyTorch runs. exercises/tiny_llama_v4/one_launch.py is inference with a layer as one launch.
 
 Examples:
   python tiny_llama_v4.py --use-amp --compare-fusion                   all off against all on

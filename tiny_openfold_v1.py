@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """TinyOpenFold V1: the baseline, a small AlphaFold 2 Evoformer stack in plain PyTorch operations.
 
-The input is an alignment of related proteins, one in each row (MSA). Each two residues (amino acids
-of the chain) have a vector, too: the pair representation, which predicts their distance. In the
-model nothing is fused: each operation starts kernels (programs on the GPU) of its own, each
-projection is a matrix product (GEMM), and attention stores its scores. Later versions train this
-same model to this same loss. They change how many kernels run, and how many bytes these move.
+The input is an alignment (MSA): related proteins are rows, residues (amino acids) are columns. MSA
+representation: a vector for each place. Pair representation: one for each pair of residues, to
+predict their distance. In the model nothing is fused: each operation starts kernels (functions on
+the GPU) of its own. Read GatedAttention.attend first: its scores go to memory. Later versions train
+this same model to this same loss. They change how many kernels run, and how many bytes these move.
 
 The Evoformer follows the supplementary information of Jumper et al. 2021 (AF2 SI below); names
 follow OpenFold.

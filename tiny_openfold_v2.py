@@ -3,14 +3,14 @@
 
 qkv-fusion-msa       query, key, value and gate of MSA attention: one matrix product (GEMM)
 qkv-fusion-triangle  the same for the two triangle attentions
-flash-attention      scaled_dot_product_attention, pair bias as its mask: no scores are stored
+flash-attention      scaled_dot_product_attention, pair bias as its mask: a GPU stores no scores
 triangle-fusion      two projections of a triangle multiplication and their two gates: one GEMM,
                      then one GLU, a * sigmoid(b)
 
 A fusion saves starts of kernels and trips to memory. It helps where these take longer than the
-arithmetic. Model, weights and loss are V1's. keep_separate_names only keeps the names of V1's
-weights: skip it at first.
-`diff tiny_openfold_v1.py tiny_openfold_v2.py` shows all of it.
+arithmetic. Model, weights and loss are V1's: read V1 first, then what is new in GatedAttention.
+`diff tiny_openfold_v1.py tiny_openfold_v2.py` shows all of it. At first, skip keep_separate_names:
+it only keeps the names of V1's weights.
 
 The Evoformer follows the supplementary information of Jumper et al. 2021 (AF2 SI below); names
 follow OpenFold.

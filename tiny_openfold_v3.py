@@ -5,7 +5,7 @@ Most operations of an Evoformer wait for memory, not for arithmetic. A kernel of
 of them at once: what passes between them stays on the chip. It runs as thousands of programs on the
 GPU, each with its own block of numbers. A GEMM is a matrix product.
 
-triton-layer-norm     a norm in one pass; also the pair bias, which attention adds to its scores
+triton-layer-norm     a norm in one pass, and from it the pair bias, which attention adds to scores
 triton-attention      attention with pair bias and gate in one pass: no scores are stored, nothing
                       is transposed
 triton-triangle       a triangle multiplication: one kernel before its batched product (norm,
@@ -13,15 +13,15 @@ triton-triangle       a triangle multiplication: one kernel before its batched p
 triton-outer-product  the product is stored in the order in which the next projection reads it. It
                       is not kept: the backward pass computes it again
 triton-transition     bias and ReLU in one pass, forward and backward
-triton-bias-gradient  a bias's gradient is a sum over all rows: many programs share it, not a few
-cast-fusion           with AMP, PyTorch casts all weights of a block in one launch
+triton-bias-gradient  a bias's gradient, a sum over all rows: many programs share it, not just a few
+cast-fusion           with AMP, PyTorch casts most weights of a block in one launch
 
 Read layer_norm_forward_kernel first, then attention_forward_kernel. Each operation has the same
 parts: kernels, functions that launch (start) them, an autograd Function.
 
 Plain GEMMs stay with the vendor's library. Turn a flag off, and PyTorch computes what V1 does.
-Model, weights and loss are those of V1. Without a GPU, Triton's interpreter runs the kernels: this
-shows that they are right, not how fast they are.
+Model, weights and loss are V1's. Without a GPU, Triton's interpreter runs the kernels: this shows
+that they are right, not how fast they are.
 
 The Evoformer follows the supplementary information of Jumper et al. 2021 (AF2 SI below); names
 follow OpenFold.

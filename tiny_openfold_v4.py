@@ -1,27 +1,27 @@
 #!/usr/bin/env python3
 """TinyOpenFold V4: V3's kernels also do the small work that was left between them.
 
-In V3, norms, residuals (x + update) and sums of gradients still go to memory and back. Here they
-run inside the kernel next to them, often inside a GEMM (a matrix product).
+In V3, most norms, residuals (x + update) and sums of gradients go to memory and back. Here they run
+inside the kernel next to them, in 16 bits often inside a GEMM (a matrix product).
 
-triton-attention      V3's kernels; the norm joins the first projections, the residual the last one
+triton-attention      V3's kernels; in 16 bits, norms join the first projections, residuals the last
 triton-triangle       V3's kernels; with few residues, the batched product is a kernel of ours, too
-triton-outer-product  V3's kernel forward, with norm and residual; the library's GEMMs backward
-transition-fusion     narrow rows: one kernel, which does not store the hidden layer. Wide rows:
-                      GEMMs that add bias and ReLU
-embedding-fusion      one product for each representation embeds the tokens
+triton-outer-product  V3's kernel forward, with norm and residual; a new one and two GEMMs backward
+transition-fusion     narrow rows: one kernel forward, the hidden layer is never stored. Wide rows:
+                      the first GEMM adds bias and ReLU
+embedding-fusion      tokens are embedded by one GEMM for the MSA, and one for the pairs
 loss-fusion           the loss of a head (distogram, masked MSA) is one kernel, its gradient another
 fused-optimizer       AdamW is one kernel. It also writes the weights in the type of the next GEMMs
 overlap               gradients of weights and biases run on a second stream (a queue of kernels),
                       while the backward pass goes on
 
-Read norm_project_kernel first, with H = 0: it loads x, norms it, and multiplies by the weight. Then
-read the drawing in SideStreams. Where a flag is off, or no kernel takes a size, PyTorch computes
-what V1 does.
+Read norm_project_kernel first, with H = 0 (no pair bias): it loads x, norms it, and multiplies by
+the weight. Then read the drawing in SideStreams. Where a flag is off, or a size fits no kernel,
+PyTorch computes what V1 does. Model, weights and loss are V1's.
 
 On a GPU a step is one graph: recorded once, then started as a whole. In it, kernels of different
 streams overlap where none needs the other. `overlap` needs the graph, and fused-optimizer. A GEMM
-writes a weight's gradient where AdamW reads it. torch.compile cannot see these launches: use V3.
+writes a weight's gradient where AdamW reads it. torch.compile does not see these: compile V3.
 
 The Evoformer follows the supplementary information of Jumper et al. 2021 (AF2 SI below); names
 follow OpenFold.
