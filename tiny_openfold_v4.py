@@ -2804,7 +2804,8 @@ def one_hot(tokens: Tensor, classes: int) -> Tensor:
 def gemm_dtype(x: Tensor) -> torch.dtype:
     """Return the type in which a matrix product takes x here."""
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    cast = not x.is_meta and torch.is_autocast_enabled(kind)  # on "meta" FLOPs are counted
+    return torch.get_autocast_dtype(kind) if cast else x.dtype
 
 
 class InputEmbedder(nn.Module):

@@ -59,7 +59,7 @@ SAME = 0.05  # relative difference of numbers that are called equal
 QUANTITIES = (  # words, group and key in a result, format
     ("first loss", "loss", "initial", ".4f"),
     ("final loss", "loss", "final", ".4f"),
-    ("peak MB", "memory", "peak_mb", ".1f"),
+    ("peak MB", "memory", "peak_mb", ".2f"),
     ("per step", "kernels", "per_step", ".10g"),
 )
 Turns = {"rows": [{"stage": TEXT, "turns_ms": [NUMBER], "claimed_ms": NUMBER}]}  # stage_turns.py
