@@ -136,7 +136,7 @@ def test_observations_name_what_differs_in_these_runs_and_compare_no_times_witho
     assert [*said] == [*(f"stage{n}" for n in (1, 2, 3, 4, 6)), "times"]
     differ = {name: text.partition("equal within 5 %")[0] for name, text in said.items()}
     assert differ["stage1"] == "first loss 473.3457 (7.0168), final loss 10.2802 (3.9651); "
-    assert differ["stage2"] == "peak MB 856.3 (793.4), kernels per step 597 (293); "
+    assert differ["stage2"] == "peak MB 856.31 (793.40), kernels per step 597 (293); "
     assert differ["stage3"] == differ["stage4"] == ""
     assert differ["stage6"].endswith("% with gradient 1.6 (100.0); ")
     assert [name for name, text in said.items() if "ms" in text] == ["stage3"]
