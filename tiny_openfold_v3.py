@@ -1639,9 +1639,10 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
         return grad_x, *5 * [None], *grads, grad_weight, grad_bias
 
 
-# Outer product mean: out_ij = (1 / S) sum_s a_si (x) b_sj. Of matrices [S, N x H] the products of
+# Outer product mean: out_ij = factor * sum_s a_si (x) b_sj. Of matrices [S, N x H] the products of
 # all channels are one GEMM, but its result [N, H, N, H] is not what the projection takes: these
-# kernels write and read it as [N, N, H, H]. The backward pass makes it again.
+# kernels write and read it as [N, N, H, H]. The backward pass makes it again. FACTORS [samples] are
+# 1 / (number of sequences + 1e-3).
 
 
 @triton.jit

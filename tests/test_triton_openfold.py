@@ -99,10 +99,10 @@ def test_what_does_not_fit_a_block_is_refused_before_a_kernel_reads_beyond_it(
 @pytest.mark.parametrize("script", ["tiny_openfold_v3", "tiny_openfold_v4"])
 def test_any_residue_and_any_sequence_can_be_padding(script: str):
     """Those in the middle, too, at an odd length: outputs and gradients are V1's in float64."""
-    sequences, residues = randn(2, 3) < 9, randn(2, 5) < 9
-    sequences[0, 1] = sequences[1, 2] = False
+    sequences, residues = randn(2, 4) < 9, randn(2, 5) < 9
+    sequences[0, 1] = sequences[1, 0] = sequences[1, 2] = False  # two proteins, two depths
     residues[0, 2] = residues[0, 4] = residues[1, 1] = False
-    msa, pair = randn(2, 3, 5, 16), randn(2, 5, 5, 16)
+    msa, pair = randn(2, 4, 5, 16), randn(2, 5, 5, 16)
     weights, sides = (randn(*msa.shape), randn(*pair.shape)), []
     for module, dtype in ((load("tiny_openfold_v1"), torch.float64), (load(script), torch.float32)):
         config = module.ModelConfig(msa_dim=16, pair_dim=16, num_heads_msa=1, num_heads_pair=1)
