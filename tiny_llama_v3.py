@@ -103,7 +103,7 @@ FUSIONS = tuple(  # flag, attribute, help
     (name.replace("_", "-"), name, hint.__metadata__[0])
     for name, hint in get_type_hints(Fusions, include_extras=True).items()
 )
-# Those whose kernels the first step compiles.
+# Fusions with kernels that the first step compiles.
 TRITON_FUSIONS = tuple(name for _, name, _ in FUSIONS if name.startswith("triton"))
 
 
@@ -142,8 +142,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
 # Block sizes, warps (4 if not here) and stages of each kernel, which --blocks replaces. The first
 # line of a kernel is for 16 bits on NVIDIA's GPUs; others say what differs in float32 or on AMD's
-# GPUs. TILE: elements of a block of rows. PROGRAMS share the rows; more do if each had over 16
-# blocks.
+# GPUs. TILE: elements of a block of rows. PROGRAMS share the rows, more of them where each would
+# have more than 16 blocks.
 BLOCKS: dict[str, dict[str, int]] = {
     "sum_parts": {"TILE": 4096, "ROWS": 512, "num_warps": 8},
     "rms_norm_forward": {"TILE": 4096},

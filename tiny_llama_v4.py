@@ -106,7 +106,7 @@ FUSIONS = tuple(  # flag, attribute, help
     (name.replace("_", "-"), name, hint.__metadata__[0])
     for name, hint in get_type_hints(Fusions, include_extras=True).items()
 )
-# Those whose kernels the first step compiles.
+# Fusions with kernels that the first step compiles.
 TRITON_FUSIONS = tuple(name for _, name, _ in FUSIONS if name.startswith("triton"))
 TRITON_FUSIONS += ("fused_optimizer",)
 
@@ -145,8 +145,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
 # Block sizes, warps (4 if not here) and stages of each kernel, which --blocks replaces. The first
 # line of a kernel is for 16 bits on NVIDIA's GPUs; others say what differs in float32 or on AMD's
-# GPUs. TILE: elements of a block of rows. PROGRAMS share the rows; more do if each had over 16
-# blocks.
+# GPUs. TILE: elements of a block of rows. PROGRAMS share the rows, more of them where each would
+# have more than 16 blocks.
 BLOCKS: dict[str, dict[str, int]] = {
     "sum_parts": {"TILE": 4096, "ROWS": 512, "num_warps": 8},
     "rms_norm_forward": {"TILE": 2048, "num_warps": 2},
@@ -984,13 +984,13 @@ class SideStreams:
 
     For a step that is captured as a graph: that stores what depends on what, not the order of
     launches, so work on a side stream runs as soon as there is room for it. One step; time goes
-    down, an arrow is a wait:
+    down, and a stream waits where an arrow ends:
 
         main (forward, backward)        gradients                 updates
         begin_step -------------------------------------------->  corrections of the moments
         grad of layer L's output ----->  run: its weight gradient
         grad of its input
-        weight no longer needed ------------- release (both) --->  AdamW, cast of this weight
+        weight no longer needed --- release: waits for both ---->  AdamW, cast of this weight
         DEPTH pieces of work later,
         or BYTES of inputs <------------  done: its inputs may be freed
         ... next layer                  ...                       ...

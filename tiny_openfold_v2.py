@@ -200,7 +200,7 @@ class QKVGLinear(nn.Module):
 def without_padding(bias: Tensor, present: Tensor) -> Tensor:
     """Set a bias [B or 1, H or 1, N or 1, N] where no key is present [B, N].
 
-    Its weight is then 0, and where all keys are padding no NaN arises, in float16 either.
+    Its weight is then 0, and where all keys are padding no NaN arises, nor in float16.
     """
     return bias.masked_fill(~present[:, None, None], -1e4)
 

@@ -1989,7 +1989,7 @@ def keep_separate_names(
 def hide_padding(present: Tensor | None, x: Tensor) -> Tensor | None:
     """Make a bias [B, 1, 1, N] that hides keys: 0 where a key is present [B, N], -1e4 elsewhere.
 
-    A hidden key gets a weight of 0, and where all are hidden no NaN arises, in float16 either.
+    A hidden key gets a weight of 0, and where all are hidden no NaN arises, nor in float16.
     """
     if present is None:
         return None

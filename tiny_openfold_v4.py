@@ -450,13 +450,13 @@ class SideStreams:
 
     For a step that is captured as a graph: that stores what depends on what, not the order of
     launches, so work on a side stream runs as soon as there is room for it. One step; time goes
-    down, an arrow is a wait:
+    down, and a stream waits where an arrow ends:
 
         main (forward, backward)        gradients                 updates
         begin_step -------------------------------------------->  corrections of the moments
         grad of layer L's output ----->  run: its weight gradient
         grad of its input
-        weight no longer needed ------------- release (both) --->  AdamW, cast of this weight
+        weight no longer needed --- release: waits for both ---->  AdamW, cast of this weight
         DEPTH pieces of work later,
         or BYTES of inputs <------------  done: its inputs may be freed
         ... next layer                  ...                       ...
@@ -2965,7 +2965,7 @@ class GatedAttention(nn.Module):
         """
         if present is not None:
             bias = x.new_zeros(1) if bias is None else bias
-            # a weight of 0, and no NaN where all keys are padding, in float16 either
+            # a weight of 0, and no NaN where all keys are padding, nor in float16
             bias = bias.masked_fill(~present[:, None, None], -1e4)
         if columns:
             return self.attend(x.transpose(1, 2), bias).transpose(1, 2)

@@ -45,13 +45,13 @@ class SideStreams:
 
     For a step that is captured as a graph: that stores what depends on what, not the order of
     launches, so work on a side stream runs as soon as there is room for it. One step; time goes
-    down, an arrow is a wait:
+    down, and a stream waits where an arrow ends:
 
         main (forward, backward)        gradients                 updates
         begin_step -------------------------------------------->  corrections of the moments
         grad of layer L's output ----->  run: its weight gradient
         grad of its input
-        weight no longer needed ------------- release (both) --->  AdamW, cast of this weight
+        weight no longer needed --- release: waits for both ---->  AdamW, cast of this weight
         DEPTH pieces of work later,
         or BYTES of inputs <------------  done: its inputs may be freed
         ... next layer                  ...                       ...
