@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """TinyLlama V1: the baseline. A small, complete Llama trained with plain PyTorch operations.
 
-In the model nothing is fused: each operation starts kernels (functions on the GPU) of its own. They
-read their input from memory and write their result there. Read Attention.forward first: the scores,
-a number for each pair of tokens, go to memory, too. Later versions train this same model to this
-same loss. They change how many kernels run, and how many bytes these move.
+Nothing in the model is fused: each operation starts its own kernels (functions on the GPU). They
+read from memory, and write to it. Attention scores, one for each pair of tokens, go there, too:
+read Attention.forward first. Later versions train this same model to this same loss, with fewer
+kernels that move fewer bytes.
 
 Examples:
   python tiny_llama_v1.py                                        train on synthetic text

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 """TinyLlama V2: fusions (several operations become one) in plain PyTorch, each on its own flag.
 
-qkv-fusion       query, key, value: one matrix product (GEMM); query and key rotate together
-flash-attention  SDPA (scaled_dot_product_attention) stores no scores: memory grows with seq-len,
-                 not with its square
-swiglu-fusion    gate and up projection are one GEMM
+Read V1 first: model, weights and loss stay the same. A fusion starts fewer kernels, and these move
+fewer bytes. It helps where that takes longer than the arithmetic. A GEMM is a matrix product.
 
-A fusion saves starts of kernels and trips to memory. It helps where these take longer than the
-arithmetic. Model, weights and loss are V1's: read V1 first, then what is new in Attention.
-`diff tiny_llama_v1.py tiny_llama_v2.py` shows all of it. At first, skip keep_separate_names:
-it only keeps the names of V1's weights.
+qkv-fusion       one GEMM makes query, key, value; query and key get their rotary embedding together
+flash-attention  PyTorch's scaled_dot_product_attention (SDPA) does not store the attention scores
+swiglu-fusion    one GEMM makes both inputs of SwiGLU, gate and up
+
+Begin with Attention. `diff tiny_llama_v1.py tiny_llama_v2.py` shows all that is new. At first, skip
+keep_separate_names: it only keeps the names of V1's weights.
 
 Examples:
   python tiny_llama_v2.py --compare-fusion                                 all off against all on

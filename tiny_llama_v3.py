@@ -1,22 +1,22 @@
 #!/usr/bin/env python3
-"""TinyLlama V3: Triton kernels where memory or launches are the limit, each on its own flag.
+"""TinyLlama V3: kernels of our own, written in Triton (Python for GPUs), each on its own flag.
 
-A kernel runs as thousands of programs on the GPU, each with its own block of numbers. A kernel of
-ours does several operations at once: what passes between them stays on the chip. triton-rms-norm
-makes four trips to memory (a tensor read or written), PyTorch's addition and norm ten in float32.
+Read V1 and V2 first: model, weights and loss stay the same. A kernel of ours does several
+operations at once: what passes between them stays on the chip, and fewer kernels start. A kernel
+runs as many programs on the GPU, each with its own block of numbers. A GEMM is a matrix product.
 
 triton-rms-norm       residual addition and norm in one pass
-triton-rotary         query and key heads rotated in one pass, as the QKV GEMM (product) wrote them
+triton-rotary         query and key heads rotated in one pass, side by side as the GEMM wrote them
 triton-attention      causal flash attention on what triton-rotary wrote; keys are not repeated
 triton-swiglu         silu(gate) * up in one pass; the backward pass computes silu again
 triton-cross-entropy  the loss from the logits as the GEMM wrote them, without a copy in float32
 
-Read rms_norm_forward_kernel first, and count its loads and stores of rows. Each operation has the
-same parts: kernels, functions that launch (start) them, an autograd Function.
+Begin with rms_norm_forward_kernel: it loads two large tensors, and stores two. In float32,
+PyTorch's addition and norm load or store ten. Each operation has the same parts: kernels, functions
+that launch (start) them, an autograd Function.
 
-GEMMs stay with the vendor's library, and V2's fusions stay: turn a kernel off to see what PyTorch
-does. Model, weights and loss are V1's. Without a GPU, Triton's interpreter runs the kernels: this
-shows that they are right, not how fast they are.
+V2's fusions and the library's GEMMs stay. Turn a kernel off: PyTorch does it as in V2. Without a
+GPU, Triton's interpreter runs the kernels: this shows that they are right, not how fast they are.
 
 Examples:
   python tiny_llama_v3.py --compare-fusion                                   all off against all on

@@ -1,22 +1,22 @@
 #!/usr/bin/env python3
 """TinyLlama V4: V3's kernels are fast; what still costs time lies between them.
 
-That is casts (changes of type), passes over memory, and waiting. V4 takes much of it away. V3's
-kernels stay (triton-attention rotates, too), and matrix products (GEMMs) stay with the library.
+Read V1 to V3 first: model, weights and loss stay the same. V3's kernels stay (triton-attention
+rotates, too). V4 saves casts (changes of type) and memory, and runs kernels side by side.
 
-direct-gradients   with AMP, a weight's gradient needs no cast between its GEMM and the optimizer
-fused-optimizer    AdamW as one kernel, which also writes the weights that the next GEMMs take
-norm-from-output   a norm's backward pass reads the norm's output, which the next GEMM keeps anyway.
-                   So the norm's input need not be kept
+direct-gradients   AdamW takes a weight's gradient as its GEMM (matrix product) wrote it: no cast
+fused-optimizer    AdamW is one kernel. It also writes the weights in the type of the next GEMMs
+norm-from-output   a norm's backward pass reads its output, which a GEMM keeps anyway, not its input
 overlap            weight gradients and updates on streams (kernel queues) beside the backward pass
 
-Read Projection.backward first: `compute` fills `out`, the memory where FusedAdamW reads the
-gradient. Then read the drawing in SideStreams. Model, weights and loss are V1's.
+Begin with Projection.backward: `compute` writes a weight's gradient to `out`, where FusedAdamW
+reads it. Then read the drawing in SideStreams. exercises/tiny_llama_v4/one_launch.py is inference
+with a layer as one launch.
 
-On a GPU a step is one graph: recorded once, then started as a whole. In it, kernels of different
-streams overlap where none needs the other. `overlap` needs the graph, and fused-optimizer.
-torch.compile does not see what V4 launches: compile V3. Where a flag is off, or a size fits no
-kernel, PyTorch runs. exercises/tiny_llama_v4/one_launch.py is inference with a layer as one launch.
+By default, a step on a GPU is one graph: recorded once, then started as a whole. In it, kernels of
+different streams overlap where none needs the other. `overlap` needs the graph, and
+fused-optimizer. torch.compile does not see what V4 launches: compile V3. Where a triton flag is
+off, or a size fits no kernel, PyTorch runs.
 
 Examples:
   python tiny_llama_v4.py --use-amp --compare-fusion                   all off against all on

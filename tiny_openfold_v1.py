@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
 """TinyOpenFold V1: the baseline, a small AlphaFold 2 Evoformer stack in plain PyTorch operations.
 
-The input is an alignment (MSA): related proteins are rows, residues (amino acids) are columns. MSA
-representation: a vector for each place. Pair representation: one for each pair of residues, to
-predict their distance. In the model nothing is fused: each operation starts kernels (functions on
-the GPU) of its own. Read GatedAttention.attend first: its scores go to memory. Later versions train
-this same model to this same loss. They change how many kernels run, and how many bytes these move.
+The input is an alignment (MSA): rows are related proteins, columns are residues (amino acids). Each
+place and each pair of residues has a vector; pairs predict distances. A block updates the MSA by
+attention along rows, then columns. In rows, each score gets a number from its pair, the pair bias.
+It updates pair ij from MSA columns i and j (outer product), then by triangles, from pairs ik and
+jk (triangle multiplication, triangle attention). AF2 SI is the supplement of Jumper et al. 2021.
 
-The Evoformer follows the supplementary information of Jumper et al. 2021 (AF2 SI below); names
-follow OpenFold.
+Nothing in the model is fused: each operation starts its own kernels (functions on the GPU). They
+read from memory, and write to it. Attention scores go there, too: read GatedAttention.attend first.
+Later versions train this same model to this same loss, with fewer kernels that move fewer bytes.
 
 Examples:
   python tiny_openfold_v1.py                                       train on synthetic proteins
   python tiny_openfold_v1.py --msa FILE.a3m --structure FILE.cif   a real protein (needs gemmi)
-  python tiny_openfold_v1.py --use-amp --enable-torch-compile      bfloat16, compiled
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
 """TinyOpenFold V2: fusions (several operations become one) in plain PyTorch, each on its own flag.
 
-qkv-fusion-msa       query, key, value and gate of MSA attention: one matrix product (GEMM)
+Read V1 first: model, weights and loss stay the same. A fusion starts fewer kernels, and these move
+fewer bytes. It helps where that takes longer than the arithmetic. A GEMM is a matrix product.
+
+qkv-fusion-msa       one GEMM makes query, key, value and gate of an attention over the MSA
 qkv-fusion-triangle  the same for the two triangle attentions
 flash-attention      scaled_dot_product_attention, pair bias as its mask: a GPU stores no scores
-triangle-fusion      two projections of a triangle multiplication and their two gates: one GEMM,
-                     then one GLU, a * sigmoid(b)
+triangle-fusion      one GEMM makes both factors of a triangle multiplication, and a gate for each.
+                     Then one GLU gates both: factor * sigmoid(gate)
 
-A fusion saves starts of kernels and trips to memory. It helps where these take longer than the
-arithmetic. Model, weights and loss are V1's: read V1 first, then what is new in GatedAttention.
-`diff tiny_openfold_v1.py tiny_openfold_v2.py` shows all of it. At first, skip keep_separate_names:
-it only keeps the names of V1's weights.
+Begin with GatedAttention. `diff tiny_openfold_v1.py tiny_openfold_v2.py` shows all that is new. At
+first, skip keep_separate_names: it only keeps the names of V1's weights.
 
-The Evoformer follows the supplementary information of Jumper et al. 2021 (AF2 SI below); names
-follow OpenFold.
+AF2 SI is the supplement of Jumper et al. 2021. Names follow OpenFold.
 
 Examples:
   python tiny_openfold_v2.py --compare-fusion                                all off, all on

@@ -1,30 +1,30 @@
 #!/usr/bin/env python3
-"""TinyOpenFold V3: Triton kernels where memory or launches are the limit, each on its own flag.
+"""TinyOpenFold V3: kernels of our own, written in Triton (Python for GPUs), each on its own flag.
 
-Most operations of an Evoformer wait for memory, not for arithmetic. A kernel of ours does several
-of them at once: what passes between them stays on the chip. It runs as thousands of programs on the
-GPU, each with its own block of numbers. A GEMM is a matrix product.
+Read V1 and V2 first: model, weights and loss stay the same. A kernel of ours does several
+operations at once: what passes between them stays on the chip, and fewer kernels start. A kernel
+runs as many programs on the GPU, each with its own block of numbers. A GEMM is a matrix product.
+Most operations of an Evoformer wait for memory, not for arithmetic.
 
-triton-layer-norm     a norm in one pass, and from it the pair bias, which attention adds to scores
+triton-layer-norm     a norm in one pass, which also makes the pair bias where one is needed
 triton-attention      attention with pair bias and gate in one pass: no scores are stored, nothing
                       is transposed
-triton-triangle       a triangle multiplication: one kernel before its batched product (norm,
+triton-triangle       a triangle multiplication: one kernel before its batched GEMM (norm,
                       projections, gates), and one after it
 triton-outer-product  the product is stored in the order in which the next projection reads it. It
                       is not kept: the backward pass computes it again
-triton-transition     bias and ReLU in one pass, forward and backward
-triton-bias-gradient  a bias's gradient, a sum over all rows: many programs share it, not just a few
-cast-fusion           with AMP, PyTorch casts most weights of a block in one launch
+triton-transition     bias and ReLU of a transition (a two-layer perceptron) in one pass
+triton-bias-gradient  the gradient of any other bias, a sum over all rows: many programs share it
+cast-fusion           with AMP (16-bit GEMMs), PyTorch casts most weights of a block in one launch
 
-Read layer_norm_forward_kernel first, then attention_forward_kernel. Each operation has the same
-parts: kernels, functions that launch (start) them, an autograd Function.
+Begin with layer_norm_forward_kernel, then read attention_forward_kernel. Each operation has the
+same parts: kernels, functions that launch (start) them, an autograd Function.
 
-Plain GEMMs stay with the vendor's library. Turn a flag off, and PyTorch computes what V1 does.
-Model, weights and loss are V1's. Without a GPU, Triton's interpreter runs the kernels: this shows
-that they are right, not how fast they are.
+V2's fusions are now part of triton-attention and triton-triangle. Turn a flag off, and PyTorch
+computes what V1 does. Other GEMMs stay with the vendor's library. Without a GPU, Triton's
+interpreter runs the kernels: this shows that they are right, not how fast they are.
 
-The Evoformer follows the supplementary information of Jumper et al. 2021 (AF2 SI below); names
-follow OpenFold.
+AF2 SI is the supplement of Jumper et al. 2021. Names follow OpenFold.
 
 Examples:
   python tiny_openfold_v3.py --compare-fusion                            all off, all on

@@ -1,30 +1,30 @@
 #!/usr/bin/env python3
 """TinyOpenFold V4: V3's kernels also do the small work that was left between them.
 
-In V3, most norms, residuals (x + update) and sums of gradients go to memory and back. Here they run
-inside the kernel next to them, in 16 bits often inside a GEMM (a matrix product).
+Read V1 to V3 first: model, weights and loss stay the same. In V3, most norms, residuals (x +
+update) and sums of gradients are passes of their own over memory. Here a kernel next to them does
+them, too: in 16 bits often a GEMM (matrix product).
 
-triton-attention      V3's kernels; in 16 bits, norms join the first projections, residuals the last
-triton-triangle       V3's kernels; with few residues, the batched product is a kernel of ours, too
-triton-outer-product  V3's kernel forward, with norm and residual; a new one and two GEMMs backward
+triton-attention      V3's kernels; GEMMs around them do norm and residual (in 16 bits, small sizes)
+triton-triangle       V3's kernels; with few residues, the batched GEMM is a kernel of ours, too
+triton-outer-product  V3's kernel forward, norm and residual as above; a new kernel and two GEMMs
+                      make the gradients of its factors
 transition-fusion     narrow rows: one kernel forward, the hidden layer is never stored. Wide rows:
                       the first GEMM adds bias and ReLU
-embedding-fusion      tokens are embedded by one GEMM for the MSA, and one for the pairs
-loss-fusion           the loss of a head (distogram, masked MSA) is one kernel, its gradient another
+embedding-fusion      one GEMM embeds tokens for the MSA, and one for the pairs
+loss-fusion           a head's loss (distances, masked residues) is one kernel, its gradient another
 fused-optimizer       AdamW is one kernel. It also writes the weights in the type of the next GEMMs
-overlap               gradients of weights and biases run on a second stream (a queue of kernels),
-                      while the backward pass goes on
+overlap               gradients of parameters on a stream (kernel queue) beside the backward pass
 
-Read norm_project_kernel first, with H = 0 (no pair bias): it loads x, norms it, and multiplies by
-the weight. Then read the drawing in SideStreams. Where a flag is off, or a size fits no kernel,
-PyTorch computes what V1 does. Model, weights and loss are V1's.
+Begin with norm_project_kernel, with H = 0 (no pair bias): it loads x, norms it, and multiplies by
+the weight. Then read the drawing in SideStreams.
 
-On a GPU a step is one graph: recorded once, then started as a whole. In it, kernels of different
-streams overlap where none needs the other. `overlap` needs the graph, and fused-optimizer. A GEMM
-writes a weight's gradient where AdamW reads it. torch.compile does not see these: compile V3.
+By default, a step on a GPU is one graph: recorded once, then started as a whole. In it, kernels of
+different streams overlap where none needs the other. `overlap` needs the graph, and
+fused-optimizer. torch.compile does not see what V4 launches: compile V3. Where a flag is off, or a
+size fits no kernel, PyTorch computes what V1 does.
 
-The Evoformer follows the supplementary information of Jumper et al. 2021 (AF2 SI below); names
-follow OpenFold.
+AF2 SI is the supplement of Jumper et al. 2021. Names follow OpenFold.
 
 Examples:
   python tiny_openfold_v4.py --use-amp --compare-fusion              all off, all on
