@@ -5,15 +5,18 @@ The input is an alignment (MSA): rows are related proteins, columns are residues
 place and each pair of residues has a vector; pairs predict distances. A block updates the MSA by
 attention along rows, then columns. In rows, each score gets a number from its pair, the pair bias.
 It updates pair ij from MSA columns i and j (outer product), then by triangles, from pairs ik and
-jk (triangle multiplication, triangle attention). AF2 SI is the supplement of Jumper et al. 2021.
+jk (triangle multiplication, triangle attention).
 
 Nothing in the model is fused: each operation starts its own kernels (functions on the GPU). They
 read from memory, and write to it. Attention scores go there, too: read GatedAttention.attend first.
 Later versions train this same model to this same loss, with fewer kernels that move fewer bytes.
 
+AF2 SI is the supplement of Jumper et al. 2021. Names follow OpenFold.
+
 Examples:
   python tiny_openfold_v1.py                                       train on synthetic proteins
   python tiny_openfold_v1.py --msa FILE.a3m --structure FILE.cif   a real protein (needs gemmi)
+  python tiny_openfold_v1.py --use-amp --enable-torch-compile      bfloat16, compiled
 """
 
 from __future__ import annotations
