@@ -2,9 +2,9 @@
 """TinyLlama V1: the baseline. A small, complete Llama trained with plain PyTorch operations.
 
 Nothing in the model is fused: each operation starts its own kernels (functions on the GPU). They
-read from memory, and write to it. Attention scores, one for each pair of tokens, go there, too:
-read Attention.forward first. Later versions train this same model to this same loss, with fewer
-kernels that move fewer bytes.
+read from memory, and write to it. Even the attention scores, one for each pair of tokens, go
+through memory: begin with Attention.forward. Later versions train this same model to this same
+loss, with fewer kernels that move fewer bytes.
 
 Examples:
   python tiny_llama_v1.py                                        train on synthetic text

@@ -2,7 +2,7 @@
 """TinyLlama V2: fusions (several operations become one) in plain PyTorch, each on its own flag.
 
 Read V1 first: model, weights and loss stay the same. A fusion starts fewer kernels, and these move
-fewer bytes. It helps where that takes longer than the arithmetic. A GEMM is a matrix product.
+fewer bytes. It helps where starts and memory take longer than arithmetic. GEMM: matrix product.
 
 qkv-fusion       one GEMM makes query, key, value; query and key get their rotary embedding together
 flash-attention  PyTorch's scaled_dot_product_attention (SDPA) does not store the attention scores

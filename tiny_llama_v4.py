@@ -2,11 +2,11 @@
 """TinyLlama V4: V3's kernels are fast; what still costs time lies between them.
 
 Read V1 to V3 first: model, weights and loss stay the same. V3's kernels stay (triton-attention
-rotates, too). V4 saves casts (changes of type) and memory, and runs kernels side by side.
+includes triton-rotary). V4 saves casts (changes of type) and memory, and overlaps kernels.
 
 direct-gradients   AdamW takes a weight's gradient as its GEMM (matrix product) wrote it: no cast
-fused-optimizer    AdamW is one kernel. It also writes the weights in the type of the next GEMMs
-norm-from-output   a norm's backward pass reads its output, which a GEMM keeps anyway, not its input
+fused-optimizer    AdamW is a kernel. It also writes the weights in the type of the next GEMMs
+norm-from-output   a norm's backward pass reads its output (a GEMM keeps it): its input is not kept
 overlap            weight gradients and updates on streams (kernel queues) beside the backward pass
 
 Begin with Projection.backward: `compute` writes a weight's gradient to `out`, where FusedAdamW

@@ -3,9 +3,9 @@
 
 The input is an alignment (MSA): rows are related proteins, columns are residues (amino acids). Each
 place and each pair of residues has a vector; pairs predict distances. A block updates the MSA by
-attention along rows, then columns. In rows, each score gets a number from its pair, the pair bias.
-It updates pair ij from MSA columns i and j (outer product), then by triangles, from pairs ik and
-jk (triangle multiplication, triangle attention).
+attention along rows, then columns. In rows, a number made from a pair is added to the score of its
+two residues: the pair bias. It updates pair ij from MSA columns i and j (outer product), then by
+triangles, from pairs ik and jk (triangle multiplication, triangle attention).
 
 Nothing in the model is fused: each operation starts its own kernels (functions on the GPU). They
 read from memory, and write to it. Attention scores go there, too: read GatedAttention.attend first.

@@ -2,7 +2,7 @@
 """TinyOpenFold V2: fusions (several operations become one) in plain PyTorch, each on its own flag.
 
 Read V1 first: model, weights and loss stay the same. A fusion starts fewer kernels, and these move
-fewer bytes. It helps where that takes longer than the arithmetic. A GEMM is a matrix product.
+fewer bytes. It helps where starts and memory take longer than arithmetic. GEMM: matrix product.
 
 qkv-fusion-msa       one GEMM makes query, key, value and gate of an attention over the MSA
 qkv-fusion-triangle  the same for the two triangle attentions

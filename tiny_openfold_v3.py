@@ -7,14 +7,14 @@ runs as many programs on the GPU, each with its own block of numbers. A GEMM is 
 Most operations of an Evoformer wait for memory, not for arithmetic.
 
 triton-layer-norm     a norm in one pass, which also makes the pair bias where one is needed
-triton-attention      attention with pair bias and gate in one pass: no scores are stored, nothing
-                      is transposed
+triton-attention      attention with pair bias and gate in one pass: no scores are stored, and
+                      queries, keys and values are not transposed
 triton-triangle       a triangle multiplication: one kernel before its batched GEMM (norm,
                       projections, gates), and one after it
 triton-outer-product  the product is stored in the order in which the next projection reads it. It
                       is not kept: the backward pass computes it again
 triton-transition     bias and ReLU of a transition (a two-layer perceptron) in one pass
-triton-bias-gradient  the gradient of any other bias, a sum over all rows: many programs share it
+triton-bias-gradient  gradients of the other biases: sums over all rows, split among many programs
 cast-fusion           with AMP (16-bit GEMMs), PyTorch casts most weights of a block in one launch
 
 Begin with layer_norm_forward_kernel, then read attention_forward_kernel. Each operation has the

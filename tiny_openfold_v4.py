@@ -2,8 +2,8 @@
 """TinyOpenFold V4: V3's kernels also do the small work that was left between them.
 
 Read V1 to V3 first: model, weights and loss stay the same. In V3, most norms, residuals (x +
-update) and sums of gradients are passes of their own over memory. Here a kernel next to them does
-them, too: in 16 bits often a GEMM (matrix product).
+update) and sums of gradients are passes of their own over memory. Here a neighbouring kernel
+does them on its way: in 16 bits often a GEMM (matrix product).
 
 triton-attention      V3's kernels; GEMMs around them do norm and residual (in 16 bits, small sizes)
 triton-triangle       V3's kernels; with few residues, the batched GEMM is a kernel of ours, too
@@ -12,7 +12,7 @@ triton-outer-product  V3's kernel forward, norm and residual as above; a new ker
 transition-fusion     narrow rows: one kernel forward, the hidden layer is never stored. Wide rows:
                       the first GEMM adds bias and ReLU
 embedding-fusion      one GEMM embeds tokens for the MSA, and one for the pairs
-loss-fusion           a head's loss (distances, masked residues) is one kernel, its gradient another
+loss-fusion           a head's loss (distances, masked residues) is one kernel and two small sums
 fused-optimizer       AdamW is one kernel. It also writes the weights in the type of the next GEMMs
 overlap               gradients of parameters on a stream (kernel queue) beside the backward pass
 
