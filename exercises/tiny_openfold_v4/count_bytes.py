@@ -32,15 +32,8 @@ PROG = Path(__file__).name
 LARGEST = 8  # operators in a list
 
 
-class Loss(nn.Module):
-    """Names the script whose kernels are counted: V4, which still has V3's loss, too."""
-
-
-Loss.__module__ = v4.__name__
-
-
 def count(title: str, model: nn.Module, step: Callable[[], object], unit: Tensor) -> None:
-    """Print what a step moves, in the bytes of a tensor."""
+    """Print what a step of a script's model moves, in the bytes of a tensor."""
     unit.grad = None  # or the backward pass adds to it
     with Traffic(model, {}, v4.NO_WORK) as traffic:
         step()
@@ -53,8 +46,10 @@ def count(title: str, model: nn.Module, step: Callable[[], object], unit: Tensor
 def count_loss() -> None:
     logits = torch.randn(1, 1, 512, 64, dtype=torch.bfloat16, requires_grad=True)
     batch = logits, torch.randint(64, (1, 1, 512)), torch.ones(1, 1, 512)
-    count("V3's loss", Loss(), lambda: v4.head_loss(*batch).backward(), logits)
-    count("V4's loss", Loss(), lambda: v4.HeadLoss.apply(*batch, False, 1.0).backward(), logits)
+    head = v3.DistogramHead(v3.ModelConfig(), v3.Fusions())
+    count("V3's loss", head, lambda: v3.head_loss(*batch).backward(), logits)
+    fused = v4.DistogramHead(v4.ModelConfig())
+    count("V4's loss", fused, lambda: v4.HeadLoss.apply(*batch, False, 1.0).backward(), logits)
 
 
 def count_transition() -> None:
