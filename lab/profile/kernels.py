@@ -67,7 +67,7 @@ KERNELS = (
     # NCCL, RCCL, MSCCL, oneCCL; PyTorch's own, also of symmetric memory; NVSHMEM, rocSHMEM
     ("communication", r"[nrsexu]ccl|c10d|symm_mem|multimem_|shmem|_on_stream_kernel"),
     # those of inference engines, and experts on several GPUs
-    ("communication", r"cross_device|userbuffers|(deep|hybrid)_ep|mori::"),
+    ("communication", r"cross_device|(put|wait)_signal|userbuffers|(deep|hybrid)_ep|mori::"),
     ("communication", r"(^ep|a2a_?)(dispatch|combine)"),
     ("communication", r"all_?(reduce|gather(?!_copy)|to_?all)|reduce_?scatter"),
     ("communication", BACKEND.pattern),
