@@ -44,7 +44,7 @@ from bench import versions
 from exercises.performance_debugging import check_step, compare_stages
 from exercises.tiny_llama_v3 import add_relu, check_custom_kernel, measure
 from lab.cli import ToolError
-from lab.files import write_file, write_text
+from lab.files import printable, write_file, write_text
 from lab.script import MODES
 from lab.show import Column, render, write_csv
 
@@ -146,6 +146,39 @@ def test_a_table_is_markdown_or_csv_and_a_name_is_no_formula(tmp_path):
     found = read_rows(path)
     assert [row["name"] for row in found] == ["'=1+1", "'+x", "'-x", "'@x", "x=1", ""]
     assert {row["value"] for row in found} == {"-1.5"}
+
+
+@pytest.mark.parametrize("name", [b"lat\xe9n", b"a$b^$"], ids=["Latin-1", "mathematics"])
+def test_a_folder_may_have_any_name(name: bytes, tmp_path: Path):
+    """The wrappers get its bytes as they are."""
+    folder = tmp_path / os.fsdecode(name)
+    shutil.copytree(ROOT / "examples/rocm_format_samples/rocprof_compute", folder)
+    shutil.copy(RUN, folder / "tiny_llama_v2_summary.json")
+    named = f"{folder.name}={folder}"
+    picture, page = folder / "memory.png", folder / "page.html"
+    table, saved = folder / "table.csv", folder / "saved.json"
+    for tool, *argv in (
+        (plot_runs, "memory", named, "--output", picture),
+        (compare_runs, named, "--csv", table, "--save", saved),
+        (compare_runs, f"{saved}/{folder.name}"),
+        (performance_dashboard, folder, "--output", page),
+        (roofline_analysis, "--from-rocprof-compute", folder, "--output", folder),
+    ):
+        status, _, err = call(tool, *argv)
+        assert status == 0, err
+    assert read_rows(table)[0]["configuration"] == printable(folder.name)
+    (folder / "logs").mkdir()
+    (folder / "steps.tsv").write_text("flops\t1\t0\t1\n")
+    (folder / "logs/flops.log").write_bytes(name)
+    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    for status, program, *argv in (
+        (0, "files.py", "newest", folder),
+        (1, "summarise_profiles.py", folder, name),
+    ):
+        command = [sys.executable, ROOT / "lab/rocm" / program, *argv]
+        done = subprocess.run(command, capture_output=True, env=strict)
+        assert (done.returncode, done.stdout != b"") == (status, True), done.stderr
+        assert program != "files.py" or name in done.stdout
 
 
 def test_a_pipe_that_is_closed_is_no_error_and_a_full_device_is_one_line():

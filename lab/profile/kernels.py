@@ -209,7 +209,7 @@ def write_statistics(path: Path, rows: Sequence[KernelStatistics]) -> None:
     """Write rows in the format of rocprofv3's `*_kernel_stats.csv`."""
 
     def write(temporary: Path) -> None:
-        with temporary.open("w", newline="", encoding="utf-8") as file:
+        with temporary.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
             writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
             writer.writerow(HEADER)
             writer.writerows(astuple(row) for row in rows)
