@@ -43,7 +43,7 @@ from analysis_tools import (
 from bench import versions
 from exercises.performance_debugging import check_step, compare_stages
 from exercises.tiny_llama_v3 import add_relu, check_custom_kernel, measure
-from lab.cli import ToolError
+from lab.cli import ToolError, missing
 from lab.files import printable, write_file, write_text
 from lab.script import MODES
 from lab.show import Column, render, write_csv
@@ -207,6 +207,7 @@ analysis_tools/validate_numerical_accuracy.py --baseline tiny_llama_v1.py --opti
 bench/versions.py overview .
 exercises/performance_debugging/check_step.py {ROOT}/tiny_llama_v1.py
 exercises/tiny_llama_v3/add_relu.py
+slides/build.py
 tools/compile_for_amd.py --help""".splitlines()
 # Runs command lines, one after the other, where there is nothing but the standard library.
 RUNS = """
@@ -214,7 +215,7 @@ import contextlib, io, json, runpy, sys
 from pathlib import Path
 class Missing:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torch", "numpy", "triton", "matplotlib"):
+        if name.partition(".")[0] in ("torch", "numpy", "triton", "matplotlib", "pptx"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Missing())
 for argv in json.load(sys.stdin):
@@ -241,8 +242,15 @@ def test_a_package_that_is_missing_is_one_line(tmp_path):
     for program, status, out, err in map(json.loads, done.stdout.splitlines()):
         *notes, line = err.splitlines()
         assert (status, out, " error: " in line) == (4, "", True), (program, err)
-        assert any(package in line for package in ("torch", "numpy", "matplotlib"))
+        assert any(package in line for package in ("torch", "numpy", "matplotlib", "python-pptx"))
         assert all(": note: " in note for note in notes)
+
+
+@pytest.mark.parametrize("module", ["lab", "bench.peers", "yaml"])
+def test_no_package_of_a_stranger_is_advised(module: str):
+    """PyPI has a lab and a bench, and what is imported as yaml is called otherwise there."""
+    error = ModuleNotFoundError(f"No module named {module!r}", name=module)
+    assert missing(error) == f"No module named {module!r}"
 
 
 # --- odd arguments are one line, and nothing is written
