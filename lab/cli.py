@@ -16,7 +16,7 @@ running = [Path(sys.argv[0]).name]  # the program's name
 SETUP = "bash setup/environment_setup.sh"
 PACKAGES = {
     **dict.fromkeys(("torch", "triton", "numpy", "matplotlib"), SETUP),
-    **{name: f"pip install {name}" for name in ("gemmi", "transformers", "pytest")},
+    "gemmi": "pip install gemmi",
     "deepspeed": "pip install -r requirements-deepspeed.txt",
     "pptx": "pip install python-pptx",
     "resvg_py": "pip install resvg-py",
