@@ -172,7 +172,7 @@ def test_result_file_has_what_readers_look_for(plain: Run):
 
 
 # --under-profiler, and the variable of one of the profilers that the scripts know
-@pytest.mark.parametrize("variable", [None, "ROCP_TOOL_LIBRARIES"])
+@pytest.mark.parametrize("variable", [None, "NSYS_PROFILING_SESSION_ID"])
 def test_under_a_profiler_nothing_runs_but_training_steps(variable: str | None, run, monkeypatch):
     monkeypatch.setattr(torch.profiler, "profile", None)  # would be a traceback
     if variable:

@@ -57,12 +57,24 @@ def recorded_region(trainers: Sequence) -> Iterator[None]:
             try:
                 roctx = ctypes.CDLL("librocprofiler-sdk-roctx.so")
             except OSError as error:
-                raise ImportError(name="ROCm's librocprofiler-sdk-roctx.so") from error
+                needed = "needs ROCm's librocprofiler-sdk-roctx.so"
+                raise ImportError(f"--enable-rocm-profiling {needed}") from error
             roctx.roctxProfilerResume(0)
             at_end.callback(roctx.roctxProfilerPause, 0)
         for trainer in trainers:
             at_end.enter_context(ranges(trainer, torch.cuda.nvtx.range))
         yield
+
+
+@contextlib.contextmanager
+def profiled_region(script: ModuleType, trainers: Sequence) -> Iterator[None]:
+    """Run the measured steps of these inside; a profiler records them, and profiles are written
+    behind them, as the flags of the last one ask for it."""
+    args = trainers[-1].args
+    with recorded_region(trainers) if args.enable_rocm_profiling else contextlib.nullcontext():
+        yield
+    for trainer in trainers if not args.under_profiler else ():
+        write_profile(script, trainer)
 
 
 def profiled_steps(
