@@ -2715,10 +2715,6 @@ SCRIPT = Path(__file__).stem
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # like views, move no data
 PROFILES = ("enable_pytorch_profiler", "enable_memory_profiling", "enable_rocm_profiling")
-USE_LAB = ("verify_accuracy", *PROFILES)
-SETTINGS = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", "deterministic")
-SETTINGS += ("use_amp", "amp_dtype", "matmul_precision")
-SETTINGS += ("torch_compile", "torch_compile_mode", "cuda_graph")
 
 
 def measure(*sides: Trainer) -> list[dict]:
@@ -2819,11 +2815,7 @@ class Trainer:
                 done = step + 1
                 if measured and (earlier + done) % args.log_interval == 0:
                     wait()
-                    pace = (time.perf_counter() - began) / done
-                    left = (args.num_steps - earlier - done) * pace
-                    text = f"step {earlier + done}/{args.num_steps}  loss {losses[step]:.4f}"
-                    text += f"  {args.batch_size / pace:.1f} samples/s  {left:.0f} s left"
-                    progress(self.title + text)
+                    self.show(earlier + done, losses[step], (time.perf_counter() - began) / done)
         finally:
             wait()
             ms = 1e3 * (time.perf_counter() - began) / max(1, done)
@@ -2837,6 +2829,13 @@ class Trainer:
         if not all(map(math.isfinite, values)):
             raise FloatingPointError("the loss is no number any more; lower --learning-rate")
         return ms
+
+    def show(self, step: int, loss: Tensor, seconds: float) -> None:
+        """Show the loss of a step, and what the seconds of a step mean."""
+        steps = self.args.num_steps
+        speed = self.args.batch_size / seconds
+        pace = f"{speed:.1f} samples/s  {(steps - step) * seconds:.0f} s left"
+        progress(f"{self.title}step {step}/{steps}  loss {loss:.4f}  {pace}")
 
     def mark(self, phase: str) -> None:
         """Note the moment at which a phase ends, without a wait."""
@@ -2881,7 +2880,7 @@ class Trainer:
             self.capture()
             self.take(1, measured=False)  # the first replay does more
         if self.gpu:
-            self.peak = torch.cuda.max_memory_allocated() - before
+            self.peak = largest(torch.cuda.max_memory_allocated() - before)
         gc.collect()  # compiling leaves cycles that keep tensors
 
     def build(self) -> Trainer:
@@ -2923,14 +2922,12 @@ class Trainer:
         """Count in extra steps, then let go of the model; `all_off_kernels` may be known."""
         args = self.args
         prepare(args)
-        progress(f"{self.title}counting kernels")
-        if self.gpu or not args.torch_compile:  # a loop compiled for a CPU is no operator
-            self.groups["kernels"] = count_kernels(self)
+        progress(f"{self.title}counting kernels, memory and floating-point operations")
         kernels = self.groups["kernels"]
-        if not self.peak:
-            progress(f"{self.title}adding up the memory of a step")
-            self.peak = max(used for _, used in memory_of_a_step(self))
-        progress(f"{self.title}counting floating-point operations")
+        if self.gpu or not args.torch_compile:  # a loop compiled for a CPU is no operator
+            kernels |= count_kernels(self)
+        if not self.gpu:
+            self.peak = largest(max(used for _, used in memory_of_a_step(self)))
         self.groups["flops"]["per_step"] = count_flops(args, self.batches.next_batch())
         for name in vars(self).keys() - vars(Trainer(args)).keys():
             delattr(self, name)  # what was built; what was measured stays
@@ -2967,15 +2964,21 @@ class Trainer:
                 flops["gflop"] = flops["per_step"] / 1e9
                 flops["achieved_tflops"] = flops["gflop"] / ms
         status, error = self.end
-        name = {0: "ok", 3: "oom"}.get(status, "failed")
-        result = {"schema_version": 1, "script": SCRIPT, "status": name, "exit_status": status}
-        result |= {"error": error, "without_effect": args.without_effect}
-        result["fusions"] = {name: getattr(args, name) for _, name, _ in FUSIONS}
-        result["training"] = {name: getattr(args, name) for name in SETTINGS}
-        result["training"]["processes"] = WORLD_SIZE
-        result["environment"] = environment(torch.device(args.device))
-        result["memory"] = {"peak_mb": self.peak / 1e6} if self.peak else {}
-        return result | self.groups | {"loss": loss}
+        training = {n: v for n, v in vars(args).items() if isinstance(v, float | int | str | None)}
+        return {
+            "schema_version": 1,
+            "script": SCRIPT,
+            "status": {0: "ok", 3: "oom"}.get(status, "failed"),
+            "exit_status": status,
+            "error": error,
+            "fusions": {name: getattr(args, name) for _, name, _ in FUSIONS},
+            "without_effect": args.without_effect,
+            "training": training | {"processes": WORLD_SIZE},
+            "environment": environment(torch.device(args.device)),
+            "memory": {"peak_mb": self.peak / 1e6} if self.peak else {},
+            "loss": loss,
+            **self.groups,
+        }
 
     def write(self, end: tuple[int, str | None]) -> None:
         """Write <profile-dir>/<script>_summary.json, whole or not at all."""
@@ -3028,8 +3031,9 @@ def count_kernels(trainer: Trainer) -> dict:
     kernels = sum(event.get("cat") == "kernel" for event in events)
     calls = [e["name"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
     launches = sum("Launch" in name for name in calls)
-    counts = {"unit": "kernels", "per_step": kernels, "host_launches": launches}
-    return counts if kernels else {}  # a profiler without permission sees none
+    if not kernels:  # a profiler without permission sees none
+        return {}
+    return {"unit": "kernels", "per_step": kernels, "host_launches": launches}
 
 
 def memory_of_a_step(trainer: Trainer) -> list[tuple[float, float]]:
@@ -3037,8 +3041,7 @@ def memory_of_a_step(trainer: Trainer) -> list[tuple[float, float]]:
     tensors = [*trainer.model.parameters(), *trainer.model.buffers(), *trainer.inputs.values()]
     tensors += [t for state in trainer.optimizer.state.values() for t in state.values()]
     used = sum(tensor.nbytes for tensor in tensors)  # between two steps
-    events = trace_of_a_step(trainer, profile_memory=True)
-    events = [event for event in events if event["name"] == "[memory]"]
+    events = [e for e in trace_of_a_step(trainer, profile_memory=True) if e["name"] == "[memory]"]
     events = [e for e in events if e["args"]["Device Type"] == int(trainer.gpu)]
     events.sort(key=lambda event: event["ts"])
     return [(e["ts"] - events[0]["ts"], used := used + e["args"]["Bytes"]) for e in events]
@@ -3050,6 +3053,14 @@ def count_flops(args: argparse.Namespace, batch: dict[str, Tensor]) -> int:
     with FlopCounterMode(display=False) as counter:
         model(**{name: value.to("meta") for name, value in batch.items()}).backward()
     return counter.get_total_flops()
+
+
+def largest(value: int) -> int:
+    """Return the largest value of all processes."""
+    values = [value] * WORLD_SIZE
+    if WORLD_SIZE > 1:
+        dist.all_gather_object(values, value)
+    return max(values)
 
 
 LINES = """\
@@ -3178,8 +3189,9 @@ def explain(error: BaseException, args: argparse.Namespace) -> tuple[int, str]:
         return 2, f"cannot write {error.filename or 'output or --profile-dir'}: {error.strerror}"
     if isinstance(error, ImportError):
         if (error.name or "").partition(".")[0] == "lab":
-            flag = next(name for name in USE_LAB if getattr(args, name)).replace("_", "-")
-            return 4, f"--{flag} needs the folder lab of this repository beside this script"
+            name = next(name for name in ("verify_accuracy", *PROFILES) if getattr(args, name))
+            flag = f"--{name.replace('_', '-')}"
+            return 4, f"{flag} needs the folder lab of this repository beside this script"
         package = f"the package {error.name} is missing: install it"
         return 4, package if isinstance(error, ModuleNotFoundError) else line
     library = type(error).__module__.startswith(("torch.", "torch._", "triton"))
@@ -3256,9 +3268,25 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for name, on in flags.items():  # a flag of its own wins over all-fusion
         setattr(args, name, args.all_fusion is not False if on is None else on)
     check_model_arguments(args, parser)
-    choose_devices(args)
-    graph = args.cuda_graph
+    gpus = torch.cuda.device_count() if args.device != "cpu" else 0
+    listed = any(os.getenv(f"{kind}_VISIBLE_DEVICES") for kind in ("ROCR", "HIP", "CUDA"))
+    wanted = args.num_gpus or (gpus if listed else 1) or 1
+    launched = "RANK" in os.environ
+    processes = WORLD_SIZE if launched else wanted
+    if RANK >= WORLD_SIZE or args.num_gpus not in (None, processes):
+        fail(f"RANK {RANK}, WORLD_SIZE {WORLD_SIZE} and --num-gpus {args.num_gpus} do not fit")
+    needed = args.device == "cuda" or args.cuda_graph or (args.num_gpus and args.device != "cpu")
+    if needed and gpus < (1 if launched else wanted):
+        fail(f"{wanted} GPUs wanted, PyTorch finds {gpus}", 4)
+    args.device = "cuda" if gpus else "cpu"
+    args.num_gpus = processes
     mode = args.torch_compile_mode
+    if args.warmup_steps is None:
+        args.warmup_steps = 12 if processes > 1 else 5
+    if args.cuda_graph is None:
+        possible = args.warmup_steps > 1 and mode not in OWN_GRAPHS
+        args.cuda_graph = VERSION > 3 and gpus > 0 and possible
+    graph = args.cuda_graph
     least = 12 if args.num_gpus > 1 else 2  # DDP needs 11 before a capture
     for wrong, message in (
         (args.batch_size % args.num_gpus, f"--batch-size must divide by {args.num_gpus} GPUs"),
@@ -3284,27 +3312,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             switch = "enable" if flags[name] else "disable"
             say("note", f"--{switch}-{flag} has no effect: {args.without_effect[name]}")
     return args
-
-
-def choose_devices(args: argparse.Namespace) -> None:
-    """Settle device, number of processes, warm-up and graph where no flag does."""
-    gpus = torch.cuda.device_count() if args.device != "cpu" else 0
-    listed = any(os.getenv(f"{kind}_VISIBLE_DEVICES") for kind in ("ROCR", "HIP", "CUDA"))
-    wanted = args.num_gpus or (gpus if listed else 1) or 1
-    launched = "RANK" in os.environ
-    processes = WORLD_SIZE if launched else wanted
-    if RANK >= WORLD_SIZE or args.num_gpus not in (None, processes):
-        fail(f"RANK {RANK}, WORLD_SIZE {WORLD_SIZE} and --num-gpus {args.num_gpus} do not fit")
-    needed = args.device == "cuda" or args.cuda_graph or (args.num_gpus and args.device != "cpu")
-    if needed and gpus < (1 if launched else wanted):
-        fail(f"{wanted} GPUs wanted, PyTorch finds {gpus}", 4)
-    args.device = "cuda" if gpus else "cpu"
-    args.num_gpus = processes
-    if args.warmup_steps is None:
-        args.warmup_steps = 12 if processes > 1 else 5
-    if args.cuda_graph is None:
-        possible = args.warmup_steps > 1 and args.torch_compile_mode not in OWN_GRAPHS
-        args.cuda_graph = VERSION > 3 and gpus > 0 and possible
 
 
 def all_off(args: argparse.Namespace, **changes) -> argparse.Namespace:
