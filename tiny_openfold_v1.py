@@ -771,11 +771,11 @@ class Trainer:
         """Take a turn of steps (Ctrl-C ends it, done ones count); return milliseconds of a step."""
         args = self.args
         prepare(args)  # another side may have had a turn
-        wait = torch.cuda.synchronize if self.gpu else lambda: None
+        synchronize = torch.cuda.synchronize if self.gpu else lambda: None
         earlier = len(self.phases.get("data", ()))
         losses = torch.empty(steps, pin_memory=self.gpu)  # on the host, which does not wait
         done = 0
-        wait()
+        synchronize()
         began = time.perf_counter()
         self.marks = []
         self.mark("start")
@@ -784,10 +784,10 @@ class Trainer:
                 losses[step].copy_(self.step(), non_blocking=True)
                 done = step + 1
                 if measured and (earlier + done) % args.log_interval == 0:
-                    wait()
+                    synchronize()
                     self.show(earlier + done, losses[step], (time.perf_counter() - began) / done)
         finally:
-            wait()
+            synchronize()
             ms = 1e3 * (time.perf_counter() - began) / max(1, done)
             values = losses[:done].tolist()
             self.losses += filter(math.isfinite, values)
@@ -901,15 +901,18 @@ class Trainer:
         self.groups["flops"]["per_step"] = count_flops(args, self.batches.next_batch())
         for name in vars(self).keys() - vars(Trainer(args)).keys():
             delattr(self, name)  # what was built; what was measured stays
-        if kernels and (args.torch_compile or any(getattr(args, name) for _, name, _ in FUSIONS)):
+        fused = args.torch_compile or any(getattr(args, name) for _, name, _ in FUSIONS)
+        if not (kernels and fused):
+            return
+        if not all_off_kernels:
             progress(f"{self.title}counting kernels with all off")
             torch.compiler.reset()  # lets go of its graphs
             gc.collect()
-            kernels["all_off"] = None
             with contextlib.suppress(torch.OutOfMemoryError):
-                off = all_off_kernels or count_kernels(Trainer(all_off(args)).build())["per_step"]
-                kernels["all_off"] = off
-                kernels["reduction_percent"] = 100 * (1 - kernels["per_step"] / off)
+                all_off_kernels = count_kernels(Trainer(all_off(args)).build())["per_step"]
+        kernels["all_off"] = all_off_kernels
+        if all_off_kernels:
+            kernels["reduction_percent"] = 100 * (1 - kernels["per_step"] / all_off_kernels)
 
     def summary(self) -> dict:
         """Return what is known of the run, as its JSON file has it."""
@@ -993,7 +996,8 @@ def count_kernels(trainer: Trainer) -> dict:
     """Count the kernels of a step, on a CPU its operators; {} where none are seen."""
     if not trainer.gpu:  # of two samples: of a single one some copies are views
         batch = {n: torch.cat((t, t))[:2] for n, t in trainer.next_batch().items()}
-        trainer.compute(batch)  # the first one of a new Trainer does more
+        for _ in range(2):  # the first ones of a new Trainer do more
+            trainer.compute(batch)
         with OperatorCounter() as counter:
             trainer.compute(batch)
         return {"unit": "operator calls", "per_step": counter.calls}
