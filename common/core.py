@@ -682,7 +682,8 @@ def main(argv: list[str] | None = None) -> int:
             results = [side.summary() for side in sides]
             whole = all(result["timing"].get("steps") == args.num_steps for result in results)
             compared = args.compare_fusion and whole
-            print(comparison(*results) if compared else report(results[-1]))
+            lines = comparison(*results) if compared else report(results[-1])
+            print(lines, end="\n" if lines else "")
         status, message = sides[-1].end
     except (Exception, KeyboardInterrupt) as error:
         status, message = explain(error, args)
