@@ -1939,6 +1939,7 @@ class Trainer:
         synchronize = torch.cuda.synchronize if self.gpu else lambda: None
         earlier = len(self.phases.get("data", ()))
         losses = torch.empty(steps, pin_memory=self.gpu)  # on the host, which does not wait
+        lines = []  # of progress, not shown yet: steps of this turn, and the moment of their end
         done = 0
         synchronize()
         began = time.perf_counter()
@@ -1949,35 +1950,51 @@ class Trainer:
                 losses[step].copy_(self.step(), non_blocking=True)
                 done = step + 1
                 if measured and (earlier + done) % args.log_interval == 0:
-                    synchronize()
-                    self.show(earlier + done, losses[step], (time.perf_counter() - began) / done)
+                    lines.append((done, self.now()))
+                if len(lines) > self.gpu:  # a GPU's come one late: it goes on while the host waits
+                    self.show(losses, *lines.pop(0))
         finally:
             synchronize()
             ms = 1e3 * (time.perf_counter() - began) / max(1, done)
+            for line in lines:
+                self.show(losses, *line)
             values = losses[:done].tolist()
             self.losses += filter(math.isfinite, values)
             if measured and done:
                 self.turns_ms.append(ms)
                 for (_, start), (phase, end) in zip(self.marks, self.marks[1:], strict=False):
-                    gap = start.elapsed_time(end) if self.gpu else 1e3 * (end - start)
-                    self.phases.setdefault(phase, []).append(gap)
+                    self.phases.setdefault(phase, []).append(self.milliseconds(start, end))
         if not all(map(math.isfinite, values)):
             raise FloatingPointError("the loss is no number any more; lower --learning-rate")
         return ms
 
-    def show(self, step: int, loss: Tensor, seconds: float) -> None:
-        """Show the loss of a step, and what the seconds of a step mean."""
+    def show(self, losses: Tensor, done: int, end: object) -> None:
+        """Show the loss of this turn's last step before a moment, which the host waits for."""
+        if self.gpu:
+            end.synchronize()
+        seconds = self.milliseconds(self.marks[0][1], end) / done / 1e3
         steps = self.args.num_steps
-        speed = self.args.batch_size / seconds
-        pace = f"{speed:.1f} samples/s  {(steps - step) * seconds:.0f} s left"
-        progress(f"{self.title}step {step}/{steps}  loss {loss:.4f}  {pace}")
+        step = len(self.phases.get("data", ())) + done
+        pace = (
+            f"{self.args.batch_size / seconds:.1f} samples/s  {(steps - step) * seconds:.0f} s left"
+        )
+        progress(f"{self.title}step {step}/{steps}  loss {losses[done - 1]:.4f}  {pace}")
 
     def mark(self, phase: str) -> None:
         """Note the moment at which a phase ends, without a wait."""
-        now = torch.cuda.Event(enable_timing=True) if self.gpu else time.perf_counter()
-        if self.gpu:
-            now.record()
-        self.marks.append((phase, now))
+        self.marks.append((phase, self.now()))
+
+    def now(self) -> object:
+        """Return this moment of the device; on a CPU in seconds."""
+        if not self.gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def milliseconds(self, start: object, end: object) -> float:
+        """Return the time between two moments."""
+        return start.elapsed_time(end) if self.gpu else 1e3 * (end - start)
 
     def next_batch(self) -> dict[str, Tensor]:
         """Return this process's share of the batch, on the device."""
