@@ -26,6 +26,7 @@ BEYOND = "beyond every tensor of the launch"
 PRECEDENCE = "& is applied before <: write (a < b) & (c < d)"
 HELPER = "{} is a function of Python: @triton.jit above its `def` makes it one for kernels"
 MODULE = "PyTorch, numpy and math do not work on blocks: take the function from tl, as in tl.exp(x)"
+IN_16_BITS = "`{}` begins in 16 bits, and loses a digit at each step: add up in float32"
 PRINT = 'print in a kernel takes a fixed text and then the blocks: print("x", x)'
 GLOBAL = "`{}` is a global variable: pass it as an argument (a function needs @triton.jit)"
 RETURN = "a kernel returns nothing: tl.store(OUT + at, value) writes the result"
@@ -236,10 +237,22 @@ def visible_mistake(function: Callable) -> str:
     names = [node for node in ast.walk(definition) if isinstance(node, ast.Name)]
     own = {name.id for name in names if isinstance(name.ctx, ast.Store)}
     own |= {argument.arg for argument in definition.args.args}
+    loops = [node for node in ast.walk(definition) if isinstance(node, ast.For)]
+    in_loops = [name for loop in loops for name in ast.walk(loop) if isinstance(name, ast.Name)]
+    changed = {name.id for name in in_loops if isinstance(name.ctx, ast.Store)}
     for statement in definition.body:
         for node in ast.walk(statement):
-            if sentence := seen_in(node, function, own):
+            if sentence := seen_in(node, function, own) or seen_in_sum(node, changed):
                 return f"line {first + node.lineno - 1}: {sentence}"
+    return ""
+
+
+def seen_in_sum(node: ast.AST, changed: set[str]) -> str:
+    """What is wrong with the first value of a variable that a loop changes, or nothing."""
+    match node:
+        case ast.Assign([ast.Name(name)], value) if name in changed:
+            in_16_bits = re.search(r"tl\.(zeros|full)\(.*tl\.b?float16", ast.unparse(value))
+            return IN_16_BITS.format(name) if in_16_bits else ""
     return ""
 
 

@@ -98,14 +98,12 @@ def pattern(found: Tensor, right: Tensor, wrong: Tensor) -> str:
     them."""
     if found[wrong].isnan().all():
         return "all of these are NaN: is there inf - inf, inf / inf or 0 / 0?"
+    if found[wrong].isinf().all():
+        return "all of these are infinite: is it exp, 1 / 0, or -inf that a loop never changes?"
     if not found.any():
         return "all is 0: does the result reach the store?"
     factors = (found / right)[wrong & (right != 0)]
-    if (
-        len(factors) > 1
-        and factors.isfinite().all()
-        and (factors.max() - factors.min()) < 1e-3 * factors[0].abs()
-    ):
+    if len(factors) > 1 and equal(factors):
         return f"each is {factors[0]:.4g} times what it should be: a factor, a sign or a mean?"
     rows = wrong.reshape(len(wrong), -1).any(1) if wrong.dim() else wrong.reshape(1)
     if len(rows) > 1 and not rows[0] and rows[1:].all():
@@ -114,6 +112,25 @@ def pattern(found: Tensor, right: Tensor, wrong: Tensor) -> str:
         found, right.T.reshape(right.shape), 1e-3, equal_nan=True
     ):
         return "rows and columns are exchanged"
+    return common_part(found, right) if right.dim() > 1 else ""
+
+
+def equal(values: Tensor) -> bool:
+    """Are they all the same number, but for rounding?"""
+    return bool(values.isfinite().all() and values.max() - values.min() < 3e-3 * values[0].abs())
+
+
+def common_part(found: Tensor, right: Tensor) -> str:
+    """What the elements of each row, or of each column, are off by; or nothing."""
+    found, right = (x.reshape(-1, x.shape[-1]) for x in (found, right))
+    half = right.shape[1] // 2
+    if half and torch.allclose(found, right.roll(half, 1), 1e-3, 0) and 2 * half == right.shape[1]:
+        return "the first and the second half of each row are exchanged"
+    for what, axis in (("row", 0), ("column", 1)):
+        for how, off in (("factor", found / right), ("summand", found - right)):
+            lines = off.unbind(axis)
+            if len(lines[0]) > 2 and all(map(equal, lines)):
+                return f"each {what} has a {how} of its own: is one forgotten, or there twice?"
     return ""
 
 
