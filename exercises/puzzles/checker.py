@@ -29,7 +29,7 @@ from exercises.puzzles.areas import CPU, NOBODY, Area, drawn
 from exercises.puzzles.mistakes import formulas_of
 from exercises.puzzles.recorder import KINDS, Recorder
 from exercises.puzzles.submission import foreign, why_not_taken
-from lab.accuracy import pattern
+from lab.accuracy import ROUNDING, pattern
 from lab.cli import documented_parser, run_tool
 from lab.script import import_file
 
@@ -56,7 +56,6 @@ WHOLE = {  # name in a kernel: what was not practised
     "softmax": "the maximum, exp and the sum, which tl.softmax has in it",
     "float64": "float32, which is enough: a GPU has far fewer units for float64",
 }
-ROUNDING = 5e-3  # errors below this share of the largest value are rounding to 16 bits
 
 
 @dataclass(frozen=True)
@@ -338,7 +337,7 @@ def check(puzzle: Puzzle) -> tuple[list[Area], str]:
     is wrong."""
     if text := why_not_taken(puzzle.file):
         raise Fault("not taken", text)
-    wrong, right = [], []
+    wrong, right, missed = [], [], ""
     for run in runs_of(puzzle):
         try:
             areas, recorder, found = try_run(puzzle, run)
@@ -349,6 +348,7 @@ def check(puzzle: Puzzle) -> tuple[list[Area], str]:
             other.areas = fault.areas
             raise other from fault
         (wrong if found else right).append((run, areas, found))
+        missed = missed or not_practised(puzzle, recorder)
         if not right:
             break  # wrong with the plainest inputs: no other run says more
     if wrong:
@@ -362,7 +362,7 @@ def check(puzzle: Puzzle) -> tuple[list[Area], str]:
         raise fault
     # of the first odd sizes, if there are any
     shown = next((areas for run, areas, _ in right if run.sizes in puzzle.odd), right[0][1])
-    return shown, not_practised(puzzle, recorder)
+    return shown, missed
 
 
 def step_of_one_block(puzzle: Puzzle, run: Run) -> str:

@@ -66,8 +66,8 @@ class Recorder:
     def fault(self, kind: str, text: str) -> None:
         self.faults.setdefault(kind, text)
 
-    def waste(self, text: str) -> None:
-        self.wasted = self.wasted or f"{self.line()} {text}"
+    def waste(self, missed: str, text: str) -> None:
+        self.wasted = self.wasted or f"{missed}: {self.line()} {text}"
 
     def touch(
         self, what: str, addresses: np.ndarray, mask: np.ndarray
@@ -107,13 +107,13 @@ class Recorder:
         reads[touched] += 1  # once, where several lanes have the same address
         if (again := touched[reads[touched] > self.loads]).size:
             times = f"{self.loads + 1} times" if self.loads > 1 else "again"
-            self.waste(f"loads {area.named(again[0])} {times}: keep it in a variable")
+            self.waste("load once", f"loads {area.named(again[0])} {times}: keep it in a variable")
         others = area.written_by[touched]
         if area.output and (empty := touched[others == NOBODY]).size:
             text = f"{self.line()}: {name} loads {area.named(empty[0])}, which nobody has written"
             self.fault("reads an output", text)
         elif area.output:
-            self.waste(f"loads {area.name}, which it has stored: keep it in a variable")
+            self.waste("load once", f"loads what it has stored, {area.name}: keep it in a variable")
         if (foreign := touched[(others != NOBODY) & (others != number)]).size:
             self.fault(
                 "race",
@@ -141,12 +141,10 @@ class Recorder:
         result = original(pointer, value, type(mask)(allowed, mask.dtype), *rest)
         foreign = (others != NOBODY) & (others != number)
         if (again := touched[others == number]).size:
-            self.waste(f"stores {area.named(again[0])} again: once, at the end, is enough")
+            self.waste("store once", f"stores {area.named(again[0])} again: the last one is enough")
         if foreign.any():
-            self.waste(
-                f"stores {area.named(touched[foreign][0])}, as another program does: "
-                "each element belongs to one"
-            )
+            place = touched[foreign][0]
+            self.waste("own elements", f"stores {area.named(place)}, as another program does")
             area.twice = area.twice or (name, int(others[foreign][0]), int(touched[foreign][0]))
         race = foreign & (bits[touched] != old)
         if race.any():
@@ -203,7 +201,7 @@ class Recorder:
         for name, wrapper in wrappers.items():
             setattr(interpreter_builder, name, wrapped(wrapper, getattr(interpreter_builder, name)))
         try:
-            with np.errstate(all="ignore"), strictly_interpreted():
+            with strictly_interpreted():
                 yield
         finally:
             for name in wrappers:
