@@ -139,9 +139,10 @@ MISTAKES = {
     "should have M|K >= 16": (
         "tl.dot takes tiles with at least 16 elements along each axis: make the blocks larger"
     ),
-    ("[Ff]irst input shape|Reduction dimension|incompatible dimensions at index -?[12]", "dot"): (
-        "the second axis of the first tile must be the first of the second one: [M, K] and [K, N]"
-    ),
+    (
+        "[Ff]irst input shape|[Rr]eduction dimension|incompatible dimensions at index -?[12]",
+        "dot",
+    ): ("the second axis of the first tile must be the first of the second one: [M, K] and [K, N]"),
     "incompatible|broadcast|must be compatible|make_shape": (
         "blocks of different sizes do not go together: give each an axis of its own, m[:, None] "
         "and n[None, :]"

@@ -192,9 +192,12 @@ def test_it_runs_where_it_is_opened_and_its_solution_is_right(notebook, tmp_path
     cells = notebook.cells
     place = {"metadata": {"path": str(tmp_path if alone else NOTEBOOK.parent)}}
     solution = re.search(r"```python\n(.*?)```", cells[-1].source, re.DOTALL)[1]
-    own_turn = cells[-2].source.partition("pass  # your code\n")[2]
-    solved = nbformat.v4.new_code_cell(solution + own_turn)
-    longer = {**notebook, "cells": [*cells, solved]}
+    not_written = re.sub(r"(?s):\n.*", ":\n    pass\n", solution)
+    own_turn = (
+        "\n\nx, y = " + cells[-2].source.rpartition("\nx, y = ")[2]
+    )  # a reader's kernel apart
+    both = [nbformat.v4.new_code_cell(kernel + own_turn) for kernel in (not_written, solution)]
+    longer = {**notebook, "cells": [*cells[:-2], *both]}
     done = nbclient.NotebookClient(
         nbformat.from_dict(longer), timeout=300, resources=place
     ).execute()

@@ -2,7 +2,8 @@
 who touched what.
 
 The interpreter runs one program after the other, in Python. recorder.py looks at each load and
-store, at sizes that fill their blocks and others, and the results are compared with float64. With
+store, at sizes that fill their blocks and others, and with inputs of several scales. The results
+are compared with float64, and wrong ones with the formulas of mistakes.py. With
 --scoreboard the kernel is compiled for the GPU instead; see scoreboard.py.
 """
 
@@ -206,11 +207,17 @@ def check_written(untouched: dict[Area, np.ndarray]) -> None:
 
 
 class Wrong(NamedTuple):
-    """The largest error over the largest value, the first wrong element, and where to look."""
+    """The largest error over the largest value, the first wrong element, the formula that it is
+    instead, and where else to look."""
 
     error: float
     text: str
-    step: str
+    formula: str
+    pattern: str
+
+    @property
+    def step(self) -> str:
+        return self.formula or self.pattern
 
 
 def tolerances(puzzle: Puzzle, area: Area, right: Tensor) -> Tensor:
@@ -221,13 +228,8 @@ def tolerances(puzzle: Puzzle, area: Area, right: Tensor) -> Tensor:
     return share * right.abs().max() + rounding
 
 
-def step_for(puzzle: Puzzle, areas: list[Area], area: Area, right: Tensor, wrong: Tensor) -> str:
-    """Where to look: what is not loaded, the formula that it is, what wrong elements have in common;
-    or nothing."""
-    if any(one.reads for one in areas):  # nobody looks at a GPU's loads
-        for one in areas:
-            if text := one.why_never_read():
-                return text
+def named(puzzle: Puzzle, areas: list[Area], area: Area) -> str:
+    """Which other formula this output is, or nothing."""
     inputs = [one.tensor.double() for one in areas if not one.output]
     found = area.tensor.double()
     for text, other in formulas_of(puzzle.file.stem, area.name, inputs).items():
@@ -235,7 +237,13 @@ def step_for(puzzle: Puzzle, areas: list[Area], area: Area, right: Tensor, wrong
         error[(found == other) | (found.isnan() & other.isnan())] = 0.0
         if (error <= tolerances(puzzle, area, other)).all():
             return text
-    return pattern(found, right, wrong)
+    return ""
+
+
+def never_read(areas: list[Area]) -> str:
+    """Which element of an input no program loads, or nothing; nobody looks at a GPU's loads."""
+    looked_at = any(area.reads for area in areas)
+    return next(filter(None, (area.why_never_read() for area in areas)), "") if looked_at else ""
 
 
 def difference(puzzle: Puzzle, areas: list[Area], expected: dict[str, Tensor]) -> Wrong | None:
@@ -252,8 +260,9 @@ def difference(puzzle: Puzzle, areas: list[Area], expected: dict[str, Tensor]) -
                 )
                 text = f"{area.named(place)} {values}; {int(wrong.sum())} of {area.size} elements"
                 largest = (error.max() / scale).nan_to_num(torch.inf).item()
-                step = step_for(puzzle, areas, area, right, wrong)
-                return Wrong(largest, f"{text} are wrong", step)
+                common = pattern(found, right, wrong)
+                formula = named(puzzle, areas, area)
+                return Wrong(largest, f"{text} are wrong", formula, common or never_read(areas))
     return None
 
 
@@ -354,7 +363,7 @@ def check(puzzle: Puzzle) -> tuple[list[Area], str]:
     if wrong:
         run, areas, found = wrong[0]
         kind = kind_of(puzzle, [(run, found) for run, _, found in wrong])
-        step = "" if kind.startswith("dtype") else found.step
+        step = found.step if kind == "wrong" else found.formula
         if kind == "wrong" and not step:
             step = step_of_one_block(puzzle, run)
         fault = Fault(kind, f"{found.text} ({run})", step)

@@ -121,12 +121,8 @@ FORMULAS: dict[str, tuple[Callable[..., Values], Formulas]] = {
         {
             "out": {
                 "eps is missing": lambda v: v.x / v.square.sqrt() * v.weight,
-                "eps is outside of the root": lambda v: (
-                    v.x / (v.square.sqrt() + EPS) * v.weight
-                ),
-                "eps is added to 1 / root": lambda v: (
-                    v.x * (1 / v.square.sqrt() + EPS) * v.weight
-                ),
+                "eps is outside of the root": lambda v: v.x / (v.square.sqrt() + EPS) * v.weight,
+                "eps is added to 1 / root": lambda v: v.x * (1 / v.square.sqrt() + EPS) * v.weight,
                 "eps is added to the sum: add it to the mean": lambda v: (
                     v.x / (v.square + EPS / v.C).sqrt() * v.weight
                 ),
@@ -212,17 +208,15 @@ FORMULAS: dict[str, tuple[Callable[..., Values], Formulas]] = {
                 "bias is added behind ReLU: before it": lambda v: v.product.relu() + v.bias,
                 "bias is subtracted": lambda v: (v.product - v.bias).relu(),
                 "bias has an element for each column: bias[None, :]": lambda v: (
-                    (v.product + v.of_rows).relu()
-                ),
-                "this is the smaller one, tl.minimum": lambda v: (
-                    (v.product + v.bias).clamp(max=0)
-                ),
+                    v.product + v.of_rows
+                ).relu(),
+                "this is the smaller one, tl.minimum": lambda v: (v.product + v.bias).clamp(max=0),
                 "bias is added at each step along k: once, behind the loop": lambda v: (
-                    (v.product + v.steps * v.bias).relu()
-                ),
+                    v.product + v.steps * v.bias
+                ).relu(),
                 "bias is added behind the loop and at each step along k": lambda v: (
-                    (v.product + (1 + v.steps) * v.bias).relu()
-                ),
+                    v.product + (1 + v.steps) * v.bias
+                ).relu(),
             }
         },
     ),
@@ -232,22 +226,23 @@ FORMULAS: dict[str, tuple[Callable[..., Values], Formulas]] = {
             "out": {
                 "scale is missing": lambda v: attention(v, v.product + v.bias),
                 "scale is there twice": lambda v: attention(v, v.product * v.scale**2 + v.bias),
-                "this divides by scale: multiply": lambda v: (
-                    attention(v, v.product / v.scale + v.bias)
+                "this divides by scale: multiply": lambda v: attention(
+                    v, v.product / v.scale + v.bias
                 ),
-                "bias is not scaled: add it behind scale": lambda v: (
-                    attention(v, (v.product + v.bias) * v.scale)
+                "bias is not scaled: add it behind scale": lambda v: attention(
+                    v, (v.product + v.bias) * v.scale
                 ),
                 "bias is missing": lambda v: attention(v, v.product * v.scale),
                 "bias is subtracted": lambda v: attention(v, v.scores - 2 * v.bias),
-                "bias is transposed: bias[i, j] has query i": lambda v: (
-                    attention(v, v.product * v.scale + v.bias.T)
+                "bias is transposed: bias[i, j] has query i": lambda v: attention(
+                    v, v.product * v.scale + v.bias.T
                 ),
-                "each query has all keys, also those behind its own": lambda v: (
-                    attention(v, v.scores + torch.full_like(v.bias, -torch.inf).triu(1))
+                "each query has all keys, also those behind its own": lambda v: attention(
+                    v, v.scores + torch.full_like(v.bias, -torch.inf).triu(1)
                 ),
                 "exp2 is a power of 2: take tl.exp": lambda v: (
-                    (2 ** (v.scores - v.m[..., None])) @ v.v
+                    (2 ** (v.scores - v.m[..., None]))
+                    @ v.v
                     / (2 ** (v.scores - v.m[..., None])).sum(-1, keepdim=True)
                 ),
                 "out is not divided by s": lambda v: attention(v, v.scores) * v.s[..., None],
@@ -269,33 +264,33 @@ FORMULAS: dict[str, tuple[Callable[..., Values], Formulas]] = {
             "grad_bias": {
                 "scale is missing": lambda v: bias_gradient(v, v.product + v.bias),
                 "bias is missing": lambda v: bias_gradient(v, v.product * v.scale),
-                "bias is not scaled: add it behind scale": lambda v: (
-                    bias_gradient(v, (v.product + v.bias) * v.scale)
+                "bias is not scaled: add it behind scale": lambda v: bias_gradient(
+                    v, (v.product + v.bias) * v.scale
                 ),
                 "log_sum_exp is not subtracted": lambda v: (
-                    (v.scores.exp() * (v.grad_p - v.delta)).sum(0)
-                ),
+                    v.scores.exp() * (v.grad_p - v.delta)
+                ).sum(0),
                 "exp(S) is divided by log_sum_exp: subtract it inside of exp": lambda v: (
                     v.scores.exp() / v.log_sum_exp[..., None] * (v.grad_p - v.delta)
                 ).sum(0),
                 "delta is not subtracted": lambda v: (v.p * v.grad_p).sum(0),
                 "delta is subtracted, not added": lambda v: (v.p * (v.grad_p + v.delta)).sum(0),
                 "delta is that of the query: delta[:, None]": lambda v: (
-                    (v.p * (v.grad_p - v.delta.mT)).sum(0)
-                ),
+                    v.p * (v.grad_p - v.delta.mT)
+                ).sum(0),
                 "log_sum_exp is that of the query: log_sum_exp[:, None]": lambda v: (
                     (v.scores - v.log_sum_exp[:, None]).exp() * (v.grad_p - v.delta)
                 ).sum(0),
                 "this is dP transposed: grad @ trans(v)": lambda v: (
-                    (v.p * (v.grad_p.mT - v.delta)).sum(0)
-                ),
+                    v.p * (v.grad_p.mT - v.delta)
+                ).sum(0),
                 "bias and grad_bias are transposed: query * n + key": lambda v: (
                     bias_gradient(v, v.product * v.scale + v.bias.T).T
                 ),
                 "the factor P is missing": lambda v: (v.grad_p - v.delta).sum(0),
-                "this is the last row alone: += adds up": lambda v: (
-                    (v.p * (v.grad_p - v.delta))[-1]
-                ),
+                "this is the last row alone: += adds up": lambda v: (v.p * (v.grad_p - v.delta))[
+                    -1
+                ],
                 "exp2 is a power of 2: take tl.exp": lambda v: (
                     2 ** (v.scores - v.log_sum_exp[..., None]) * (v.grad_p - v.delta)
                 ).sum(0),
@@ -311,20 +306,20 @@ FORMULAS: dict[str, tuple[Callable[..., Values], Formulas]] = {
                     v.grad * v.gate * F.silu(v.up) * (1 / v.up + 1 - v.up.sigmoid()),
                     v.grad * F.silu(v.up),
                 ),
-                "grad_gate: gate * s * (1 - s) is missing": lambda v: (
-                    both(v.grad * v.up * v.s, v.of_up)
+                "grad_gate: gate * s * (1 - s) is missing": lambda v: both(
+                    v.grad * v.up * v.s, v.of_up
                 ),
-                "grad_gate: s + ... is missing": lambda v: (
-                    both(v.grad * v.up * (v.slope - v.s), v.of_up)
+                "grad_gate: s + ... is missing": lambda v: both(
+                    v.grad * v.up * (v.slope - v.s), v.of_up
                 ),
-                "grad_gate: gate is missing in gate * s * (1 - s)": lambda v: (
-                    both(v.grad * v.up * (v.s + v.s * (1 - v.s)), v.of_up)
+                "grad_gate: gate is missing in gate * s * (1 - s)": lambda v: both(
+                    v.grad * v.up * (v.s + v.s * (1 - v.s)), v.of_up
                 ),
-                "grad_gate: it is 1 - s, not 1 + s": lambda v: (
-                    both(v.grad * v.up * (v.s + v.silu * (1 + v.s)), v.of_up)
+                "grad_gate: it is 1 - s, not 1 + s": lambda v: both(
+                    v.grad * v.up * (v.s + v.silu * (1 + v.s)), v.of_up
                 ),
-                "grad_gate: gate * s * (1 - s) is added, not subtracted": lambda v: (
-                    both(v.grad * v.up * (2 * v.s - v.slope), v.of_up)
+                "grad_gate: gate * s * (1 - s) is added, not subtracted": lambda v: both(
+                    v.grad * v.up * (2 * v.s - v.slope), v.of_up
                 ),
                 "grad_gate: up is missing": lambda v: both(v.grad * v.slope, v.of_up),
                 "grad_gate: grad is missing": lambda v: both(v.up * v.slope, v.of_up),

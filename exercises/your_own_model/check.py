@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Check `add_norm` of a file against float64, alone and in the vision transformer; then time both.
 
-Alone it is given sizes that fit no block, both types, and tensors with strides; in the model every
-weight's gradient is compared. On a GPU it then takes turns with the operators of vit.py: alone,
-forward and backward, and as a training step in bf16.
+Alone it is given sizes that fit no block, both types, small numbers, large means, and tensors with
+strides; in the model every weight's gradient is compared. On a GPU it then takes turns with the
+operators of vit.py: alone, forward and backward, and as a training step in bf16.
 
 Examples:
   python exercises/your_own_model/check.py exercises/your_own_model/solution.py

@@ -67,9 +67,7 @@ OF_X: dict[str, Callable[[Values], Tensor]] = {
     "the sum of g * n is not divided by C": lambda v: (
         v.grad_sum + v.rstd * (v.g - mean(v.g) - v.C * v.n * mean(v.g * v.n))
     ),
-    "the factor rstd is missing": lambda v: (
-        v.grad_sum + v.g - mean(v.g) - v.n * mean(v.g * v.n)
-    ),
+    "the factor rstd is missing": lambda v: v.grad_sum + v.g - mean(v.g) - v.n * mean(v.g * v.n),
     "g is grad_out * weight: weight is missing": lambda v: (
         v.grad_sum + v.rstd * (v.grad_out - mean(v.grad_out) - v.n * mean(v.grad_out * v.n))
     ),
@@ -91,17 +89,17 @@ MISTAKES: dict[str, dict[str, Callable[[Values], Tensor]]] = {
         "the mean is not subtracted": lambda v: (
             v.s * (mean(v.s**2) + vit.EPS).rsqrt() * v.weight + v.bias
         ),
-        "the mean is not subtracted before squaring": lambda v: (
-            norm(v, (mean(v.s**2) + vit.EPS).rsqrt())
+        "the mean is not subtracted before squaring": lambda v: norm(
+            v, (mean(v.s**2) + vit.EPS).rsqrt()
         ),
-        "the variance is divided by C - 1: by C": lambda v: (
-            norm(v, (v.var * v.C / (v.C - 1) + vit.EPS).rsqrt())
+        "the variance is divided by C - 1: by C": lambda v: norm(
+            v, (v.var * v.C / (v.C - 1) + vit.EPS).rsqrt()
         ),
-        "the variance is divided by BLOCK: by C": lambda v: (
-            norm(v, (v.var * v.C / v.lanes + vit.EPS).rsqrt())
+        "the variance is divided by BLOCK: by C": lambda v: norm(
+            v, (v.var * v.C / v.lanes + vit.EPS).rsqrt()
         ),
-        "lanes beyond the row take part in the variance: x - mean is not 0 there": lambda v: (
-            norm(v, (v.var + mean(v.s) ** 2 * (v.lanes / v.C - 1) + vit.EPS).rsqrt())
+        "lanes beyond the row take part in the variance: x - mean is not 0 there": lambda v: norm(
+            v, (v.var + mean(v.s) ** 2 * (v.lanes / v.C - 1) + vit.EPS).rsqrt()
         ),
         "the mean is divided by BLOCK: by C": of_a_mean_of_block,
         "weight and bias are added before they are multiplied": lambda v: v.n * (v.weight + v.bias),
