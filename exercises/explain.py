@@ -151,6 +151,9 @@ MISTAKES = {
         "`{}` changes its type or shape in the loop: begin it with that of the sum, as "
         "tl.zeros((BLOCK,), tl.float32)"
     ),
+    r"Expected dtype \['fp32'": (
+        "exp, log, sqrt and sigmoid take float32: convert behind the load, .to(tl.float32)"
+    ),
     "unexpected type fp": "`//` and `%` are for whole numbers: `/` divides fractions",
     "argument 'dim'": "the argument is called axis, not dim",
     r"store\(\) missing": "tl.store(OUT + at, value) needs addresses and values",

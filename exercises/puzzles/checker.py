@@ -414,7 +414,7 @@ def kind_of(puzzle: Puzzle, wrong: list[tuple[Run, Wrong]]) -> str:
         return "wrong where inputs are small"
     if all(run.scale > usual for run in runs):
         return "wrong where inputs are large"
-    if all(found.error < ROUNDING for _, found in wrong):
+    if all(found.error < ROUNDING and not found.formula for _, found in wrong):
         return "dtype, the errors are as large as those of 16 bits"
     return "wrong"
 

@@ -130,6 +130,7 @@ FORMULAS: dict[str, tuple[Callable[..., Values], Formulas]] = {
                     v.x / (v.square + EPS * v.block / v.C).sqrt() * v.weight
                 ),
                 "eps is subtracted": lambda v: v.x / (v.square - EPS).sqrt() * v.weight,
+                "the factor weight is missing": lambda v: v.norm,
                 "the root is missing": lambda v: v.norm * v.rstd * v.weight,
                 "this multiplies by the root: 1 / tl.sqrt(...)": lambda v: v.x / v.rstd * v.weight,
                 "x is not multiplied by rstd": lambda v: v.x * v.weight,
@@ -207,6 +208,7 @@ FORMULAS: dict[str, tuple[Callable[..., Values], Formulas]] = {
                 "bias is not added": lambda v: v.product.relu(),
                 "bias is added behind ReLU: before it": lambda v: v.product.relu() + v.bias,
                 "bias is subtracted": lambda v: (v.product - v.bias).relu(),
+                "ReLU is behind the sum alone, once": lambda v: (v.product.relu() + v.bias).relu(),
                 "bias has an element for each column: bias[None, :]": lambda v: (
                     v.product + v.of_rows
                 ).relu(),

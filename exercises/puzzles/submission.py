@@ -28,15 +28,15 @@ GIVEN = {  # `fingerprint` of each file as it was given
     "puzzle_02_mask": "a7fe7a65a52f221c",
     "puzzle_03_row_sum": "630104bbc23f6e8f",
     "puzzle_04_softmax": "70dbff658d91ba54",
-    "puzzle_05_rms_norm": "582a5fb88ef867e3",
-    "puzzle_06_rms_norm_backward": "a87bb2f8ab66614a",
-    "puzzle_07_swiglu": "56d9683bfe212822",
+    "puzzle_05_rms_norm": "ad531c73f99f87b9",
+    "puzzle_06_rms_norm_backward": "0469046c55c3f19a",
+    "puzzle_07_swiglu": "e64ed88443ca083c",
     "puzzle_08_matmul": "1319ef6ba0558a51",
     "puzzle_09_matmul_bias_relu": "36e79b88e6da14aa",
     "puzzle_10_online_softmax": "ba3fa205ac142b71",
     "puzzle_11_flash_attention": "8fb7d0f4aeedaeec",
     "puzzle_12_bias_gradient": "414e4dc7bc819b22",
-    "swiglu_backward": "a4983e543f6d38a0",
+    "swiglu_backward": "d3b77e9ab81b769a",
 }
 BUILTINS = {"abs", "bool", "float", "int", "len", "max", "min", "print", "range", "sum"}
 OF_TRITON = {"cdiv", "language", "next_power_of_2"}
