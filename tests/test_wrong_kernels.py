@@ -128,7 +128,7 @@ stride C | 7 | the first row is right and no other: does row r begin at r times 
     (2 * C) -> row[:, None] * C
 no mask up | 7 | give it one, as mask=at < n | X + at + C, mask=inside -> X + at + C
 no mask store | 7 | give it one, as mask=at < n | swiglu, mask=inside -> swiglu
-axes swapped | 7 | a store has this address | tl.program_id(0) * BLOCK_R -> tl.program_id(1) *
+axes swapped | 7 | no program has this address | tl.program_id(0) * BLOCK_R -> tl.program_id(1) *
     BLOCK_R | tl.program_id(1) * BLOCK_C -> tl.program_id(0) * BLOCK_C
 exp overflow | 7 | what becomes inf on the way, or 0, so that nothing is left? | tl.sigmoid(gate) ->
     (tl.exp(gate) / (1 + tl.exp(gate)))
