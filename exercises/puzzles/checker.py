@@ -235,7 +235,7 @@ def named(puzzle: Puzzle, areas: list[Area], area: Area) -> str:
     for text, other in formulas_of(puzzle.file.stem, area.name, inputs).items():
         error = (found - other).abs().nan_to_num(torch.inf)
         error[(found == other) | (found.isnan() & other.isnan())] = 0.0
-        if (error <= tolerances(puzzle, area, other)).all():
+        if (error <= tolerances(puzzle, area, other.nan_to_num())).all():
             return text
     return ""
 

@@ -40,9 +40,14 @@ def norm_backward(v: Values, rstd: Tensor) -> Tensor:
     return rstd * (v.g - v.x * rstd * mean(v.g * v.x * rstd))
 
 
+def of_programs(x: Tensor) -> Tensor:
+    """The rows of each program of puzzle 6, [programs, 16, C]."""
+    return F.pad(x, (0, 0, 0, -len(x) % 16)).view(-1, 16, x.shape[1])
+
+
 def parts(x: Tensor) -> Tensor:
-    """The sums of puzzle 6 over the rows of each program."""
-    return F.pad(x, (0, 0, 0, -len(x) % 16)).view(-1, 16, x.shape[1]).sum(1)
+    """Their sums."""
+    return of_programs(x).sum(1)
 
 
 def of_swiglu(x: Tensor, grad: Tensor | None = None) -> Values:
@@ -182,7 +187,9 @@ FORMULAS: dict[str, tuple[Callable[..., Values], Formulas]] = {
                 "parts is a sum of grad * norm: norm is missing": lambda v: parts(v.grad),
                 "parts is a sum of grad * norm: grad is missing": lambda v: parts(v.norm),
                 "parts is a sum of grad * norm, not of grad * x": lambda v: parts(v.grad * v.x),
-                "this is the last row alone: += adds up": lambda v: (v.grad * v.norm)[15::16],
+                "this is the last row alone: += adds up": lambda v: of_programs(v.grad * v.norm)[
+                    :, -1
+                ],
             },
         },
     ),
