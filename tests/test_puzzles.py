@@ -266,7 +266,7 @@ def test_results_of_a_known_seed_and_sizes_that_are_known_are_found(checker, tmp
     puzzle = with_mistakes(checker, 1, change, tmp_path / "values.py")
     assert "wrong: out[0] is " in checker.verdict(puzzle)[1]
     monkeypatch.setattr(torch, "seed", lambda: torch.manual_seed(0))
-    assert checker.verdict(puzzle)[1].startswith("at other sizes and blocks only, wrong: out[16]")
+    assert checker.verdict(puzzle)[1].startswith("at other sizes and blocks only, wrong: ")
 
     monkeypatch.undo()
     at_sizes = "at < tl.where(n == 16, 16, tl.where(n == 13, 13, 1))"
