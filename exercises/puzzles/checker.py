@@ -225,7 +225,8 @@ def tolerances(puzzle: Puzzle, area: Area, right: Tensor) -> Tensor:
     # of outputs in float32 nothing is rounded to 16 bits on the way
     share = min(puzzle.tolerance, 5e-5) if area.name in puzzle.float32 else puzzle.tolerance
     rounding = 0.51 * torch.finfo(area.tensor.dtype).eps * right.abs()
-    return share * right.abs().max() + rounding
+    # where sigmoid is 0 in float32, and 1e-40 in float64, nothing is wrong
+    return share * right.abs().max().clamp(min=1e-20) + rounding
 
 
 def named(puzzle: Puzzle, areas: list[Area], area: Area) -> str:
