@@ -424,11 +424,6 @@ def sum_parts(
 CASTS: ContextVar[dict[Tensor, Tensor]] = ContextVar("CASTS")  # of parameters, in a forward pass
 
 
-def capturing() -> bool:
-    """Tell whether a graph is captured."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
 def side_by_side(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Allocate tensors of these shapes as one piece, each from a multiple of 64 elements on."""
     sizes = [triton.cdiv(t.numel(), 64) * 64 for t in tensors]
@@ -446,9 +441,8 @@ def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
         if t.data_ptr() != place or t.dtype != first.dtype or not t.is_contiguous():
             return None
         size += triton.cdiv(t.numel(), 64) * 64
-    if first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
-        return None
-    return first.as_strided((size - -last.numel() % 64,), (1,))
+    one = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    return first.as_strided((size - -last.numel() % 64,), (1,)) if one else None
 
 
 def cast_of(parameter: Tensor, dtype: torch.dtype) -> Tensor:
@@ -460,20 +454,19 @@ def cast_of(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextlib.contextmanager
 def cast_weights(
-    parameters: Iterable[Tensor], dtype: torch.dtype, side: SideStreams
+    weights: Iterable[Tensor], dtype: torch.dtype, side: SideStreams
 ) -> Iterator[None]:
-    """Cast parameters together, in few launches, for the operations inside.
+    """Cast weights together, in few launches, for the operations inside.
 
-    Each forward pass has casts of its own, which its backward pass keeps: so parameters may change
-    in any way between two passes.
+    Each forward pass has casts of its own, which its backward pass keeps: so weights may change in
+    any way between two passes.
     """
-    parameters = [p for p in parameters if p.dtype != dtype]
-    casts = []
-    if parameters:
-        with torch.no_grad(), side.ahead():
-            casts = side_by_side(parameters, dtype)
-            torch._foreach_copy_(casts, parameters)
-    token = CASTS.set(CASTS.get({}) | dict(zip(parameters, casts, strict=True)))
+    weights, casts = [w for w in weights if w.dtype != dtype], []
+    if weights:  # on the main stream where a block is computed again in the backward pass
+        with torch.no_grad(), side.beside(None if side.written else side.gradients):
+            casts = side_by_side(weights, dtype)
+            torch._foreach_copy_(casts, weights)
+    token = CASTS.set(CASTS.get({}) | dict(zip(weights, casts, strict=True)))
     try:
         yield
     finally:
@@ -488,18 +481,14 @@ class SideStreams:
     down, and a stream waits where an arrow ends:
 
         main (forward, backward)        gradients                 updates
-        begin_step -------------------> ahead: casts of a layer
+        begin_step -------------------> casts of a layer
         forward pass of the layer <---- done
         grad of layer L's input
         weight no longer needed ------> run: its gradient ------> AdamW
         DEPTH pieces of work later,
         or BYTES of inputs <----------- done: its inputs may be freed
-        ... next layer                  ...                       ...
         grad of the embedding <-------- join: all of them
         end of optimizer.step <---------------------------------- all of them
-
-    A group of AdamW waits for all of its gradients, TinyOpenFold's only one for the embedding's. On
-    several GPUs averages are launched where updates are, and these wait for all of them.
     """
 
     DEPTH, BYTES = 4, 2 * 10**8
@@ -513,20 +502,20 @@ class SideStreams:
 
     def begin_step(self, overlap: bool) -> None:
         """Start a step at its forward pass; `overlap` has an effect while a graph is captured."""
-        self.active = overlap and capturing()
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        self.active = overlap and capturing
         self.joined = not self.active
         self.gradients = self.updates = None  # the main stream
-        # Cleared here, as a failed capture does not end its step.
+        # cleared here, as a failed capture does not end its step
         self.pending = collections.deque()  # of events, and what the work before them reads
         self.written: dict[Tensor, tuple] = {}  # event, address and version of a gradient
         self.return_workspaces()
         if self.active:
             self.main = torch.cuda.current_stream()
-            self.begun = self.main.record_event()
             self.streams = self.streams or (torch.cuda.Stream(), torch.cuda.Stream())
             self.gradients, self.updates = self.streams
             for stream in self.streams:  # a graph may only wait for streams that belong to it
-                stream.wait_event(self.begun)
+                stream.wait_stream(self.main)
 
     def return_workspaces(self) -> None:
         """Give memory back that GEMMs keep for each stream and thread; two streams need more."""
@@ -534,99 +523,78 @@ class SideStreams:
             torch._C._cuda_clearCublasWorkspaces()
 
     @contextlib.contextmanager
-    def ahead(self) -> Iterator[None]:
-        """Launch what is inside, and needs nothing of this step, beside the forward pass."""
-        stream = None if self.written else self.gradients  # a block may be computed again
+    def beside(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        """Launch what is inside on this stream; what follows waits for it."""
         with torch.cuda.stream(stream):
             yield
         if stream:
             torch.cuda.current_stream().wait_stream(stream)
 
-    def run(self, work: Callable, grads: dict[Tensor, Tensor], *inputs: Tensor) -> None:
-        """Run work that writes gradients of parameters on their stream.
-
-        The inputs are all tensors that it reads and that are freed after the caller's work.
-        """
+    def run(self, work: Callable, grads: dict[Tensor, Tensor], inputs: Sequence[Tensor]) -> None:
+        """Run work that writes gradients of parameters; until then its inputs are not freed."""
         current = torch.cuda.current_stream()
         self.gradients.wait_stream(current)
         with torch.cuda.stream(self.gradients):
             work()
         done = self.gradients.record_event()
         self.written |= {p: (done, grad.data_ptr(), grad._version) for p, grad in grads.items()}
-        self.pending.append((done, inputs))
-        while len(self.pending) > self.DEPTH or self.BYTES < sum(
-            tensor.nbytes for _, inputs in self.pending for tensor in inputs
-        ):
+        self.pending.append((done, sum(tensor.nbytes for tensor in inputs), inputs))
+        while len(self.pending) > self.DEPTH or sum(n for _, n, _ in self.pending) > self.BYTES:
             current.wait_event(self.pending.popleft()[0])
 
     def changed(self, parameter: Tensor) -> bool:
-        """Tell whether a gradient is not, or no longer, what a side stream writes."""
-        grad = parameter.grad
-        return (grad.data_ptr(), grad._version) != self.written.get(parameter, (None,))[1:]
+        """Tell whether its gradient is not, or no longer, what the side stream writes."""
+        now = parameter.grad.data_ptr(), parameter.grad._version
+        return now != self.written.get(parameter, (None,))[1:]
 
     def wait_for(self, parameters: Sequence[Tensor]) -> None:
-        """Let the current stream wait for gradients, or for all that the main stream does."""
+        """Let the current stream wait for these gradients; else for all of the main stream."""
         if self.active:
-            changed = any(map(self.changed, parameters))
-            events = {self.written[p][0] for p in parameters} if not changed else set()
-            for event in events or {self.main.record_event()}:
+            known = not any(map(self.changed, parameters))
+            events = {self.written[p][0] for p in parameters} if known else ()
+            for event in events or [self.main.record_event()]:
                 torch.cuda.current_stream().wait_event(event)
-
-    def wait_for_main(self) -> None:
-        """Let the stream of updates wait for all that the main stream does."""
-        if self.active:
-            self.updates.wait_event(self.main.record_event())
-
-    def finish(self) -> None:
-        """Let the main stream wait for that of updates, and forget what gradients were."""
-        if self.active:
-            self.main.wait_stream(self.updates)
-            self.written.clear()
 
     def join(self, *unused) -> None:
         """Let the main stream wait for all gradients; later work of this step runs on it.
 
         Raises RuntimeError if autograd changed a gradient while a side stream computed it.
         """
-        if self.joined:
-            return
-        self.joined = True
-        torch.cuda.current_stream().wait_stream(self.gradients)
-        self.pending.clear()
-        if any(p.grad is not None and self.changed(p) for p in self.written):
-            wrong = "a weight got more than one gradient in a backward pass"
-            raise RuntimeError(f"overlap: {wrong}: use --disable-overlap")
+        if not self.joined:
+            self.joined = True
+            torch.cuda.current_stream().wait_stream(self.gradients)
+            self.pending.clear()
+            if any(p.grad is not None and self.changed(p) for p in self.written):
+                wrong = "a weight got more than one gradient in a backward pass"
+                raise RuntimeError(f"overlap: {wrong}: use --disable-overlap")
 
 
 def gradients_of(
-    groups: Sequence[Sequence[Tensor]],
-    compute: Callable[..., None],
-    *inputs: Tensor,
+    groups: Sequence[Sequence[Tensor]], compute: Callable[..., None], *inputs: Tensor,
     dtype: torch.dtype = torch.float32,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Return the gradients of groups of parameters, which `compute` makes of these inputs.
 
     `compute` gets a tensor [elements] for each group, and writes the gradients of the group's
     parameters into it, one after the other. Call this last: in a graph a parameter may be updated
     as soon as its gradient is there. Nothing overlaps where autograd or a hook reads a gradient.
     """
-    parameters = [parameter for group in groups for parameter in group]
-    outs, grads = [], []
-    for group in groups:
-        sizes = [p.numel() for p in group]
-        outs.append(torch.empty(sum(sizes), device=group[0].device, dtype=dtype))
-        grads += outs[-1].split(sizes)
-    grads = {p: grad.view_as(p) for p, grad in zip(parameters, grads, strict=True)}
-    side, used_at_once = getattr(parameters[0], "side", None), False
+    parameters = [p for group in groups for p in group]
+    sizes = [[p.numel() for p in group] for group in groups]
+    outs = [parameters[0].new_empty(sum(group), dtype=dtype) for group in sizes]
+    parts = (part for out, group in zip(outs, sizes, strict=True) for part in out.split(group))
+    grads = {p: part.view_as(p) for p, part in zip(parameters, parts, strict=True)}
+    side = getattr(parameters[0], "side", None)
+    overlaps = side is not None and not side.joined
     for p in parameters:
-        if p.is_leaf and p.grad is not None:
-            p.grad = p.grad.to(p.dtype)  # to which autograd adds
-            used_at_once = True
-        used_at_once |= bool(p._backward_hooks or p._post_accumulate_grad_hooks)
-    if side is None or side.joined or used_at_once:
-        compute(*outs)
+        if p.is_leaf and p.grad is not None:  # autograd adds the second gradient, in float32
+            p.grad = p.grad.to(p.dtype)
+            overlaps = False
+        overlaps &= not (p._backward_hooks or p._post_accumulate_grad_hooks)
+    if overlaps:
+        side.run(partial(compute, *outs), grads, inputs)
     else:
-        side.run(partial(compute, *outs), grads, *inputs)
+        compute(*outs)
     return list(grads.values())
 
 
@@ -683,9 +651,9 @@ def adamw_kernel(
 class FusedAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019): one launch for each of `groups`, which lie side by side.
 
-    Parameters that have been given other memory are updated there, one by one. The gradient of a
-    group of one may have another type; if so, `narrow`. `side`: the model's streams. On several
-    GPUs it replaces DistributedDataParallel: call average_gradients before every step.
+    Parameters that have been given other memory are updated there, one by one. `narrow`: the
+    gradient of a group of one may have another type. `side`: the model's streams. On several GPUs
+    it replaces DistributedDataParallel: call average_gradients before every step.
     """
 
     _step_supports_amp_scaling = True  # the kernel divides by GradScaler's scale and skips a step
@@ -695,21 +663,22 @@ class FusedAdamW(torch.optim.Optimizer):
         self, groups: Iterable[list[nn.Parameter]], lr: float, side: SideStreams | None = None,
         narrow: bool = False,
     ):  # fmt: skip
-        groups, self.side = list(groups), side or SideStreams()
+        self.groups, self.side = list(groups), side or SideStreams()
         defaults = {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-        super().__init__([p for group in groups for p in group], defaults)
-        self.device, self.groups = groups[0][0].device, groups
-        self.rate()
-        steps = self.number(0)  # of all that have been updated equally often
-        for group in groups:
+        super().__init__([p for group in self.groups for p in group], defaults)
+        self.parameters = self.param_groups[0]["params"]
+        self.steps = self.parameters[0].new_zeros(len(self.parameters), dtype=torch.float64)
+        self.counts = dict.fromkeys(self.parameters, 0)  # the same on the host, skipped ones too
+        steps = iter(self.steps)
+        for group in self.groups:
             pieces = [side_by_side(group, torch.float32) for _ in range(3)]
             for p, weight, average, square in zip(group, *pieces, strict=True):
                 p.data, p.side = weight.copy_(p.detach()), self.side
                 moments = {"exp_avg": average.zero_(), "exp_avg_sq": square.zero_()}
-                self.state[p] = {"step": steps, **moments}
+                self.state[p] = {"step": next(steps), **moments}
             if narrow and len(group) == 1:
                 p.grad_dtype = None  # any type
-            if dist.is_initialized():  # one seed gives equal weights on equal machines
+            if dist.is_initialized():  # one seed gives equal weights on equal machines only
                 dist.broadcast(as_one(group).detach(), 0)
 
     def __getstate__(self) -> dict:
@@ -720,57 +689,30 @@ class FusedAdamW(torch.optim.Optimizer):
             raise ValueError("FusedAdamW: build a new one for more parameters")
         super().add_param_group(param_group)
 
-    def number(self, value: float | Tensor) -> Tensor:
-        """Return a new number on the device; a graph would make it again in every replay."""
-        if capturing():
-            raise RuntimeError("FusedAdamW: take such a step before the capture")
-        return torch.as_tensor(value, dtype=torch.float64, device=self.device).clone()
-
-    def rate(self) -> Tensor:
-        """Return the learning rate: where a graph reads it and schedulers write it."""
-        options = self.param_groups[0]
-        if not isinstance(options["lr"], Tensor):  # assigned
-            options["lr"] = self.number(options["lr"])
-        return options["lr"]
-
-    def split(self, key: Callable[[Tensor], object]) -> None:
-        """Split groups, and the numbers of steps that they share, where keys differ."""
-        runs = (itertools.groupby(group, key) for group in self.groups)
-        self.groups = [list(run) for group in runs for _, run in group]
-        numbers: dict[Tensor, dict[object, Tensor]] = collections.defaultdict(dict)
-        for p in self.param_groups[0]["params"]:
-            steps = self.state[p]["step"]
-            shared = numbers[steps]
-            if key(p) not in shared:
-                shared[key(p)] = self.number(steps) if shared else steps
-            self.state[p]["step"] = shared[key(p)]
-
     def load_state_dict(self, state_dict: dict) -> None:
-        """Copy options, moments and numbers of steps to where the kernel reads them.
-
-        Raises ValueError if they are of other parameters, or in another order.
-        """
+        """Copy options and state to where the kernel reads them; ValueError if they do not fit."""
         loaded, own = state_dict["state"], self.state_dict()["state"]
         shapes = [{i: v["exp_avg"].shape for i, v in state.items()} for state in (loaded, own)]
         if shapes[0] != shapes[1]:
             wrong = "the state is of other parameters, or in another order"
             raise ValueError(f"{wrong}, such as that of PyTorch's AdamW")
-        options = {**state_dict["param_groups"][0], "lr": self.rate()}
-        options["lr"].fill_(state_dict["param_groups"][0]["lr"])
-        self.param_groups[0] |= {**options, "params": self.param_groups[0]["params"]}
-        states = dict(zip(self.param_groups[0]["params"], map(loaded.get, own), strict=True))
-        self.split(lambda p: float(states[p]["step"]))
-        for p, values in states.items():
+        options = {**state_dict["param_groups"][0], "params": self.parameters}
+        options["lr"] = self.rate().fill_(options["lr"])
+        self.param_groups[0].update(options)
+        for i, p in enumerate(self.parameters):
+            self.counts[p] = int(loaded[i]["step"])
             for name, value in self.state[p].items():
-                value.copy_(values[name])
+                value.copy_(loaded[i][name])
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
-        super().zero_grad(set_to_none)
-        self.averaged = False
+    def rate(self) -> Tensor:
+        """Return the learning rate, a number on the device, as a graph needs it."""
+        options = self.param_groups[0]
+        if not isinstance(options["lr"], Tensor):  # as it was given, or assigned since
+            options["lr"] = self.steps.new_tensor(options["lr"])
+        return options["lr"]
 
     def collect(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """Return the gradients as one tensor [elements], copied side by side if need be."""
+        """Return gradients as one tensor [elements]; they are copied if they do not lie so."""
         grads = [p.grad for p in parameters]
         if as_one(grads) is None:
             parts = side_by_side(grads, torch.float32)
@@ -789,17 +731,14 @@ class FusedAdamW(torch.optim.Optimizer):
         if not dist.is_initialized():
             return
         self.side.join()
-        if any(p.grad is None and p.requires_grad for p in self.param_groups[0]["params"]):
+        if any(p.grad is None and p.requires_grad for p in self.parameters):
             raise RuntimeError("FusedAdamW: on several GPUs each parameter needs a gradient")
-        for group in reversed(self.groups):
-            present = [p for p in group if p.grad is not None]
-            if present:
-                with torch.cuda.stream(self.side.updates):
+        with self.side.beside(self.side.updates):
+            for group in reversed(self.groups):
+                if present := [p for p in group if p.grad is not None]:
                     self.side.wait_for(present)
-                    grads = self.collect(present)
-                    dist.all_reduce(grads)
+                    dist.all_reduce(grads := self.collect(present))
                     grads /= dist.get_world_size()
-        self.side.finish()
         self.averaged = True
 
     @torch.no_grad()
@@ -808,36 +747,36 @@ class FusedAdamW(torch.optim.Optimizer):
         if dist.is_initialized() and not self.averaged:
             raise RuntimeError("FusedAdamW: on several GPUs, call average_gradients before step")
         self.side.join()
-        self.split(lambda p: p.grad is None)
-        groups = [group for group in reversed(self.groups) if group[0].grad is not None]
-        for p in itertools.chain(*groups):
-            if (p.dtype, p.device) != (torch.float32, self.device):
-                raise TypeError(f"FusedAdamW: a parameter is {p.dtype} on {p.device}")
+        present = [p for p in self.parameters if p.grad is not None]
+        for p in present:
+            self.counts[p] += 1
+            if (p.dtype, p.device) != (torch.float32, self.steps.device):
+                raise TypeError(f"FusedAdamW: a parameter is {p.dtype} on {p.device} by now")
         skipped, rate = getattr(self, "found_inf", None), self.rate()
-        with torch.cuda.stream(self.side.updates):
+        with self.side.beside(self.side.updates):
             if skipped is not None:
-                self.side.wait_for_main()
-            powers = {}
-            for steps in {self.state[group[0]]["step"] for group in groups}:
-                steps += 1 if skipped is None else 1 - skipped
-                powers[steps] = [beta**steps for beta in self.param_groups[0]["betas"]]
-            for group in groups:
-                self.side.wait_for(group)
-                self.update(group, powers[self.state[group[0]]["step"]], rate)
-        self.side.finish()
+                self.side.wait_for([])
+            one = torch.ones_like(rate) if skipped is None else 1 - skipped
+            torch._foreach_add_([self.state[p]["step"] for p in present], one)
+            powers = [beta**self.steps for beta in self.param_groups[0]["betas"]]
+            for group in reversed(self.groups):
+                together = itertools.groupby(group, lambda p: p.grad is not None and self.counts[p])
+                for count, parameters in together:
+                    if count:
+                        self.update([*parameters], powers, rate)
         self.averaged = False
 
     def update(self, group: list[nn.Parameter], powers: list[Tensor], rate: Tensor) -> None:
-        """Update a group by one launch, or each where it lies now."""
+        """Update parameters by one launch if they lie side by side, else each where it lies."""
         weights = as_one(group)
         if weights is None and len(group) > 1:
             for p in group:
                 self.update([p], powers, rate)
             return
         memory = group[0].contiguous() if weights is None else weights
-        moments = [
-            as_one([self.state[p][name] for p in group]) for name in ("exp_avg", "exp_avg_sq")
-        ]
+        states = [self.state[p] for p in group]
+        moments = [as_one([state[name] for state in states]) for name in ("exp_avg", "exp_avg_sq")]
+        powers = [power[states[0]["step"].storage_offset()] for power in powers]
         tensors = memory, self.collect(group), *moments, *powers, rate
         tensors += getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         options, chosen, size = self.param_groups[0], blocks("adamw"), moments[0].numel()
@@ -848,7 +787,7 @@ class FusedAdamW(torch.optim.Optimizer):
         wrap_triton(adamw_kernel)[(programs,)](*tensors, **settings, **chosen)
         if weights is None:
             group[0].copy_(memory)
-        torch.autograd.graph.increment_version(group)  # which no kernel does
+        torch.autograd.graph.increment_version(group)  # no kernel does
 
 
 # --- end of optimizer
