@@ -985,7 +985,7 @@ def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
             return None
         size += triton.cdiv(t.numel(), 64) * 64
     one = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
-    return first.as_strided((size - -last.numel() % 64,), (1,)) if one else None
+    return first.detach().as_strided((size - -last.numel() % 64,), (1,)) if one else None
 
 
 def cast_of(parameter: Tensor, dtype: torch.dtype) -> Tensor:
@@ -1222,7 +1222,7 @@ class FusedAdamW(torch.optim.Optimizer):
             if narrow and len(group) == 1:
                 p.grad_dtype = None  # any type
             if dist.is_initialized():  # one seed gives equal weights on equal machines only
-                dist.broadcast(as_one(group).detach(), 0)
+                dist.broadcast(as_one(group), 0)
 
     def __getstate__(self) -> dict:
         raise TypeError("FusedAdamW: copy or save its state_dict, not the optimizer")

@@ -442,7 +442,7 @@ def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
             return None
         size += triton.cdiv(t.numel(), 64) * 64
     one = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
-    return first.as_strided((size - -last.numel() % 64,), (1,)) if one else None
+    return first.detach().as_strided((size - -last.numel() % 64,), (1,)) if one else None
 
 
 def cast_of(parameter: Tensor, dtype: torch.dtype) -> Tensor:
@@ -679,7 +679,7 @@ class FusedAdamW(torch.optim.Optimizer):
             if narrow and len(group) == 1:
                 p.grad_dtype = None  # any type
             if dist.is_initialized():  # one seed gives equal weights on equal machines only
-                dist.broadcast(as_one(group).detach(), 0)
+                dist.broadcast(as_one(group), 0)
 
     def __getstate__(self) -> dict:
         raise TypeError("FusedAdamW: copy or save its state_dict, not the optimizer")
@@ -2751,7 +2751,7 @@ def embed(parts: Sequence[tuple[nn.Linear, Tensor]]) -> Tensor:
     linears, places = zip(*parts, strict=True)
     parameters = parameters_of(*linears)
     ends = [*itertools.accumulate(linear.in_features for linear in linears)]
-    places = [place + first for place, first in zip(places, (0, *ends), strict=False)]
+    places = [place.long() + first for place, first in zip(places, (0, *ends), strict=False)]
     places = torch.broadcast_tensors(*places, torch.full_like(places[0], ends[-1]))
     width = triton.cdiv(ends[-1] + 1, 8) * 8  # a GEMM reads 16 bytes at a time
     shape, dtype = (*places[0].shape, width), gemm_dtype(parameters[0])
@@ -3110,7 +3110,8 @@ class EvoformerBlock(nn.Module):
         check_shape("pair", pair, samples, length, length, pair_dim)
         check_shape("sequences", sequences, samples, depth)
         check_shape("residues", residues, samples, length)
-        sequences, residues = (m if m is None else m.contiguous() for m in (sequences, residues))
+        masks = (m if m is None else m.bool().contiguous() for m in (sequences, residues))
+        sequences, residues = masks
         parts = [part for part in self.children() if part.fused]
         parameters = itertools.chain(*(part.parameters() for part in parts))
         with cast_weights(parameters, gemm_dtype(msa), self.side):
@@ -3233,6 +3234,7 @@ class TinyOpenFold(nn.Module):
         check_shape("masked", masked, samples, depth, length)
         check_shape("coords", coords, samples, length, 3)
         check_shape("observed", observed, samples, length)
+        masked, observed = masked.bool(), observed.bool()  # 0 and 255, for example
         if any(padding):  # where nothing counts
             true_tokens, masked = F.pad(true_tokens, padding), F.pad(masked, padding)
             coords, observed = F.pad(coords, (0, 0, *padding)), F.pad(observed, padding)
