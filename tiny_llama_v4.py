@@ -937,8 +937,8 @@ class Projection(torch.autograd.Function):
         grad_weight = None
         if ctx.needs_input_grad[1]:
             rows = grad.flatten(0, -2), x.flatten(0, -2)
-            any_type = getattr(ctx.weight, "grad_dtype", ctx.weight.dtype) is None
-            dtype = x.dtype if any_type else torch.float32
+            narrow = ctx.weight.is_leaf and getattr(ctx.weight, "grad_dtype", x.dtype) is None
+            dtype = x.dtype if narrow else torch.float32
 
             def compute(out: Tensor) -> None:
                 # dW = dy^T x; odd numbers of rows are slow, so the last few are a GEMM of their own
@@ -1289,8 +1289,11 @@ class FusedAdamW(torch.optim.Optimizer):
         """Update all parameters that have a gradient; in a graph with overlap as soon as it can."""
         if dist.is_initialized() and not self.averaged:
             raise RuntimeError("FusedAdamW: on several GPUs, call average_gradients before step")
+        self.averaged = False
         self.side.join()
         present = [p for p in self.parameters if p.grad is not None]
+        if not present:
+            return
         for p in present:
             self.counts[p] += 1
             if (p.dtype, p.device) != (torch.float32, self.steps.device):
@@ -1307,7 +1310,6 @@ class FusedAdamW(torch.optim.Optimizer):
                 for count, parameters in together:
                     if count:
                         self.update([*parameters], powers, rate)
-        self.averaged = False
 
     def update(self, group: list[nn.Parameter], powers: list[Tensor], rate: Tensor) -> None:
         """Update parameters by one launch if they lie side by side, else each where it lies."""

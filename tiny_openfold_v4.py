@@ -746,8 +746,11 @@ class FusedAdamW(torch.optim.Optimizer):
         """Update all parameters that have a gradient; in a graph with overlap as soon as it can."""
         if dist.is_initialized() and not self.averaged:
             raise RuntimeError("FusedAdamW: on several GPUs, call average_gradients before step")
+        self.averaged = False
         self.side.join()
         present = [p for p in self.parameters if p.grad is not None]
+        if not present:
+            return
         for p in present:
             self.counts[p] += 1
             if (p.dtype, p.device) != (torch.float32, self.steps.device):
@@ -764,7 +767,6 @@ class FusedAdamW(torch.optim.Optimizer):
                 for count, parameters in together:
                     if count:
                         self.update([*parameters], powers, rate)
-        self.averaged = False
 
     def update(self, group: list[nn.Parameter], powers: list[Tensor], rate: Tensor) -> None:
         """Update parameters by one launch if they lie side by side, else each where it lies."""
