@@ -417,10 +417,10 @@ def sum_parts(
     return out
 
 
-# --- optimizer
-# Copied from common/optimizer.py by tools/sync_common.py: edit it there.
-# A forward pass casts its weights together. AdamW is a kernel, which reads gradients where they
-# lie. In a step that is captured as a graph, weight gradients and updates overlap the rest.
+# --- streams
+# Copied from common/streams.py by tools/sync_common.py: edit it there.
+# A forward pass casts its weights together. In a step that is captured as a graph, casts, weight
+# gradients and updates overlap the rest.
 CASTS: ContextVar[dict[Tensor, Tensor]] = ContextVar("CASTS")  # of parameters, in a forward pass
 
 
@@ -431,18 +431,6 @@ def side_by_side(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     piece = make(sum(sizes), device=tensors[0].device, dtype=dtype)
     parts = zip(piece.split(sizes), tensors, strict=True)
     return [part[: t.numel()].view(t.shape) for part, t in parts]
-
-
-def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return tensors that lie as side_by_side allocates them as one [elements]; None for others."""
-    first, last, size = tensors[0], tensors[-1], 0
-    for t in tensors:
-        place = first.data_ptr() + size * first.element_size()
-        if t.data_ptr() != place or t.dtype != first.dtype or not t.is_contiguous():
-            return None
-        size += triton.cdiv(t.numel(), 64) * 64
-    one = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
-    return first.detach().as_strided((size - -last.numel() % 64,), (1,)) if one else None
 
 
 def cast_of(parameter: Tensor, dtype: torch.dtype) -> Tensor:
@@ -540,7 +528,8 @@ class SideStreams:
         self.written |= {p: (done, grad.data_ptr(), grad._version) for p, grad in grads.items()}
         self.pending.append((done, sum(tensor.nbytes for tensor in inputs), inputs))
         while len(self.pending) > self.DEPTH or sum(n for _, n, _ in self.pending) > self.BYTES:
-            current.wait_event(self.pending.popleft()[0])
+            current.wait_event(self.pending[0][0])
+            self.pending.popleft()
 
     def changed(self, parameter: Tensor) -> bool:
         """Tell whether its gradient is not, or no longer, what the side stream writes."""
@@ -609,6 +598,26 @@ def matmul_out(grad: Tensor, x: Tensor, out: Tensor, direct: bool) -> None:
         torch.mm(grad.t(), x, out_dtype=out.dtype, out=out)
     else:
         out.copy_(grad.t() @ x)
+
+
+# --- end of streams
+
+
+# --- optimizer
+# Copied from common/optimizer.py by tools/sync_common.py: edit it there.
+# AdamW is a kernel, which reads weights and gradients where they lie.
+
+
+def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return tensors that lie as side_by_side allocates them as one [elements]; None for others."""
+    first, last, size = tensors[0], tensors[-1], 0
+    for t in tensors:
+        place = first.data_ptr() + size * first.element_size()
+        if t.data_ptr() != place or t.dtype != first.dtype or not t.is_contiguous():
+            return None
+        size += triton.cdiv(t.numel(), 64) * 64
+    one = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    return first.detach().as_strided((size - -last.numel() % 64,), (1,)) if one else None
 
 
 @triton.jit
