@@ -273,7 +273,7 @@ def transpose_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 def scale_data(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for p in model.parameters():
-        p.data.mul_(4)
+        p.data.mul_(1.5)
 
 
 def vector_and_back(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
