@@ -1285,12 +1285,14 @@ class FusedAdamW(torch.optim.Optimizer):
         self.side.join()
         if any(p.grad is None and p.requires_grad for p in self.parameters):
             raise RuntimeError("FusedAdamW: on several GPUs each parameter needs a gradient")
+        kept = [p.grad for p in self.parameters]  # until what reads them has been waited for
         with self.side.beside(self.side.updates):
             for group in reversed(self.groups):
                 if present := [p for p in group if p.grad is not None]:
                     self.side.wait_for(present)
                     dist.all_reduce(grads := self.collect(present))
                     grads /= dist.get_world_size()
+        del kept
         self.averaged = True
 
     @torch.no_grad()
@@ -1308,6 +1310,7 @@ class FusedAdamW(torch.optim.Optimizer):
             if (p.dtype, p.device) != (torch.float32, self.steps.device):
                 raise TypeError(f"FusedAdamW: a parameter is {p.dtype} on {p.device} by now")
         skipped, rate = getattr(self, "found_inf", None), self.rate()
+        kept = [p.grad for p in present]  # until what reads them has been waited for
         with self.side.beside(self.side.updates):
             if skipped is not None:
                 self.side.wait_for([])
@@ -1319,6 +1322,7 @@ class FusedAdamW(torch.optim.Optimizer):
                 for count, parameters in together:
                     if count:
                         self.update([*parameters], powers, rate)
+        del kept
 
     def update(self, group: list[nn.Parameter], powers: list[Tensor], rate: Tensor) -> None:
         """Update parameters by one launch if they lie side by side, else each where it lies."""
