@@ -45,9 +45,6 @@ def tokens(*argv: str) -> dict[str, Tensor]:
     return v3.make_batches(args, DEVICE, args.seed).next_batch()
 
 
-# Extreme values
-
-
 def angles(seq: int, dim: int) -> tuple[Tensor, Tensor]:
     """cos and sin of a model whose sequences may be longer."""
     config = v3.ModelConfig(hidden_dim=dim, num_heads=1, num_kv_heads=1, seq_len=seq + 5)
