@@ -13,7 +13,7 @@ transition-fusion     narrow rows: one kernel forward, the hidden layer is never
                       the first GEMM adds bias and ReLU
 embedding-fusion      one GEMM embeds tokens for the MSA, and one for the pairs
 loss-fusion           a head's loss (distances, masked residues) is one kernel and two small sums
-fused-optimizer       AdamW is one kernel. It also writes the weights in the type of the next GEMMs
+fused-optimizer       AdamW is one kernel
 overlap               gradients of parameters on a stream (kernel queue) beside the backward pass
 
 Begin with norm_project_kernel, with H = 0 (no pair bias): it loads x, norms it, and multiplies by
@@ -48,7 +48,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -103,7 +104,7 @@ class Fusions:
     triton_attention: Annotated[bool, "attention with pair bias and gate as one kernel"] = True
     triton_triangle: Annotated[bool, "a kernel before and one after a triangle product"] = True
     triton_outer_product: Annotated[bool, "outer products as the projection reads them"] = True
-    fused_optimizer: Annotated[bool, "AdamW as one kernel, which also casts weights"] = True
+    fused_optimizer: Annotated[bool, "AdamW as one kernel"] = True
     transition_fusion: Annotated[bool, "a transition of narrow rows as one kernel"] = True
     embedding_fusion: Annotated[bool, "one product embeds tokens for each representation"] = True
     loss_fusion: Annotated[bool, "the loss of a head as one kernel, and its gradient"] = True
@@ -370,6 +371,20 @@ def wrap_triton(kernel: Callable) -> Callable:
     return Interpreted(kernel) if INTERPRETED else kernel
 
 
+def without_second_derivative(backward: Callable) -> staticmethod:
+    """Return a Function's backward pass that refuses to be differentiated.
+
+    PyTorch's once_differentiable takes it for a constant if the gradient that it gets is one.
+    """
+
+    def checked(ctx, *grads: Tensor | None):
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph: V4's kernels have no second derivatives; V1 has")
+        return backward(ctx, *grads)
+
+    return staticmethod(checked)
+
+
 @triton.jit
 def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Add up the rows of a matrix: out_j = sum_i parts_ij.
@@ -402,315 +417,174 @@ def sum_parts(
     return out
 
 
-# --- optimizer
-# Copied from common/optimizer.py by tools/sync_common.py: edit it there.
-# The backward pass writes gradients where AdamW reads them. In a step that is captured as a graph,
-# weight gradients and updates overlap it. A parameter of FusedAdamW has an attribute `slot`.
+# --- streams
+# Copied from common/streams.py by tools/sync_common.py: edit it there.
+# A forward pass casts its weights together. In a step that is captured as a graph, casts, weight
+# gradients and updates overlap the rest.
+CASTS: ContextVar[dict[Tensor, Tensor]] = ContextVar("CASTS")  # of parameters, in a forward pass
 
 
-@dataclass(eq=False)
-class Slot:
-    """A parameter's place in the buffers of FusedAdamW, from element `begin` to `end`.
+def side_by_side(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Allocate tensors of these shapes as one piece, each from a multiple of 64 elements on."""
+    sizes = [triton.cdiv(t.numel(), 64) * 64 for t in tensors]
+    make = torch.zeros if any(t.numel() % 64 for t in tensors) else torch.empty  # gaps are read
+    piece = make(sum(sizes), device=tensors[0].device, dtype=dtype)
+    parts = zip(piece.split(sizes), tensors, strict=True)
+    return [part[: t.numel()].view(t.shape) for part, t in parts]
 
-    `cast` is the parameter in the type of the GEMMs, up to date if `version` is the parameter's;
-    None for float32. (Megatron attaches its `main_grad` to a parameter in the same way.)
+
+def cast_of(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a parameter in this type: the cast of cast_weights, else one of its own."""
+    cast = CASTS.get({}).get(parameter)
+    usable = cast is not None and cast.dtype == dtype
+    return cast if usable else parameter.detach().to(dtype).contiguous()
+
+
+@contextlib.contextmanager
+def cast_weights(
+    weights: Iterable[Tensor], dtype: torch.dtype, side: SideStreams
+) -> Iterator[None]:
+    """Cast weights together, in few launches, for the operations inside.
+
+    Each forward pass has casts of its own, which its backward pass keeps: so weights may change in
+    any way between two passes.
     """
-
-    buffer: GradientBuffer
-    begin: int
-    end: int
-    cast: Tensor | None
-    version: int = -1  # not written yet
-
-
-def cached_cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a parameter in this type, from the optimizer's cast if it has one.
-
-    The cast is renewed first if something else has changed the parameter since.
-    """
-    slot = getattr(parameter, "slot", None)
-    if slot is None or slot.cast is None or slot.cast.dtype != dtype:
-        return parameter.detach().to(dtype)
-    if slot.version != parameter._version:
-        slot.cast.copy_(parameter.detach())
-        slot.version = parameter._version
-    return slot.cast
-
-
-def renew_casts(module: nn.Module, *unused) -> None:
-    """Renew the casts of loaded parameters (load_state_dict's hook): a graph would not do it."""
-    for parameter in module.parameters():
-        slot = getattr(parameter, "slot", None)
-        if slot and slot.cast is not None:
-            cached_cast(parameter, slot.cast.dtype)
+    weights, casts = [w for w in weights if w.dtype != dtype], []
+    if weights:  # on the main stream where a block is computed again in the backward pass
+        with torch.no_grad(), side.beside(None if side.written else side.gradients):
+            casts = side_by_side(weights, dtype)
+            torch._foreach_copy_(casts, weights)
+    token = CASTS.set(CASTS.get({}) | dict(zip(weights, casts, strict=True)))
+    try:
+        yield
+    finally:
+        CASTS.reset(token)
 
 
 class SideStreams:
-    """Overlap weight gradients, averages and updates with the main stream of a training step.
+    """Overlap casts, weight gradients and updates with the main stream of a training step.
 
     For a step that is captured as a graph: that stores what depends on what, not the order of
     launches, so work on a side stream runs as soon as there is room for it. One step; time goes
     down, and a stream waits where an arrow ends:
 
         main (forward, backward)        gradients                 updates
-        begin_step -------------------------------------------->  corrections of the moments
-        grad of layer L's output ----->  run: its weight gradient
-        grad of its input
-        weight no longer needed --- release: waits for both ---->  AdamW, cast of this weight
+        begin_step -------------------> casts of a layer
+        forward pass of the layer <---- done
+        grad of layer L's input
+        weight no longer needed ------> run: its gradient ------> AdamW
         DEPTH pieces of work later,
-        or BYTES of inputs <------------  done: its inputs may be freed
-        ... next layer                  ...                       ...
-        grad of the embedding <--------  join: all of them
-        end of optimizer.step <---------------------------------  all of them
-
-    Only TinyLlama releases weights early; TinyOpenFold's are one group, updated at the end.
-
-    On several GPUs a third stream averages the gradients of a buffer over them: it waits as an
-    update does here, and both the update and the main stream before optimizer.step wait for it.
-
-    What work on a side stream reads must not change before the main stream has waited for that
-    work; `pending` holds it, so that it is not freed. Nor may autograd add to a gradient before
-    then: join raises RuntimeError if it did.
+        or BYTES of inputs <----------- done: its inputs may be freed
+        grad of the embedding <-------- join: all of them
+        end of optimizer.step <---------------------------------- all of them
     """
 
     DEPTH, BYTES = 4, 2 * 10**8
 
     def __init__(self):
         self.streams: tuple[torch.cuda.Stream, ...] = ()
-        self.pending = collections.deque()  # of events, and what the work before them reads
         self.begin_step(False)
 
-    def __deepcopy__(self, memo: dict) -> SideStreams:
-        """Return new ones: a copy of a model has no optimizer."""
-        return SideStreams()
+    def __reduce__(self) -> tuple:
+        return SideStreams, ()  # a copy of a model or parameter has no optimizer
 
     def begin_step(self, overlap: bool) -> None:
         """Start a step at its forward pass; `overlap` has an effect while a graph is captured."""
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         self.active = overlap and capturing
         self.joined = not self.active
+        self.gradients = self.updates = None  # the main stream
         # cleared here, as a failed capture does not end its step
-        self.addresses: dict[Tensor, int] = {}  # of the parameters' gradients
-        self.released: set[Tensor] = set()  # parameters that this step no longer needs
-        # of a buffer: its tensor and version, and the events that an update waits for
-        self.ready: dict[GradientBuffer, tuple[Tensor, int, list[torch.cuda.Event]]] = {}
+        self.pending = collections.deque()  # of events, and what the work before them reads
+        self.written: dict[Tensor, tuple] = {}  # event, address and version of a gradient
         self.return_workspaces()
         if self.active:
             self.main = torch.cuda.current_stream()
-            self.begun = self.main.record_event()
-            # a graph may only wait for streams that belong to it, also where one gets no work
-            self.stream(0).wait_event(self.begun)
+            self.streams = self.streams or (torch.cuda.Stream(), torch.cuda.Stream())
+            self.gradients, self.updates = self.streams
+            for stream in self.streams:  # a graph may only wait for streams that belong to it
+                stream.wait_stream(self.main)
 
     def return_workspaces(self) -> None:
         """Give memory back that GEMMs keep for each stream and thread; two streams need more."""
         if self.active:
             torch._C._cuda_clearCublasWorkspaces()
 
-    def stream(self, number: int) -> torch.cuda.Stream | None:
-        """Return the stream of gradients (0), of updates (1), of averages (2); None: the main one.
-
-        Averages have the main stream's priority: nothing hides a late one.
-        """
-        make = torch.cuda.Stream
-        if self.active:
-            self.streams = self.streams or (make(), make(), make(priority=-1))
-        return self.streams[number] if self.active else None
-
-    def run(self, work: Callable, *inputs: Tensor) -> object:
-        """Run work on the stream of gradients, and return its result.
-
-        The inputs are all tensors that it reads and that are freed after the caller's work.
-        """
-        if self.joined:
-            return work()
-        current, stream = torch.cuda.current_stream(), self.stream(0)
-        stream.wait_stream(current)
+    @contextlib.contextmanager
+    def beside(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        """Launch what is inside on this stream; what follows waits for it."""
         with torch.cuda.stream(stream):
-            result = work()
-            self.pending.append((stream.record_event(), inputs))
-        while len(self.pending) > self.DEPTH or self.pending_bytes() > self.BYTES:
+            yield
+        if stream:
+            torch.cuda.current_stream().wait_stream(stream)
+
+    def run(self, work: Callable, grads: dict[Tensor, Tensor], inputs: Sequence[Tensor]) -> None:
+        """Run work that writes gradients of parameters; until then its inputs are not freed."""
+        current = torch.cuda.current_stream()
+        self.gradients.wait_stream(current)
+        with torch.cuda.stream(self.gradients):
+            work()
+        done = self.gradients.record_event()
+        self.written |= {p: (done, grad.data_ptr(), grad._version) for p, grad in grads.items()}
+        self.pending.append((done, sum(tensor.nbytes for tensor in inputs), inputs))
+        while len(self.pending) > self.DEPTH or sum(n for _, n, _ in self.pending) > self.BYTES:
             current.wait_event(self.pending[0][0])
             self.pending.popleft()
-        return result
 
-    def pending_bytes(self) -> int:
-        return sum(tensor.nbytes for _, inputs in self.pending for tensor in inputs)
+    def changed(self, parameter: Tensor) -> bool:
+        """Tell whether its gradient is not, or no longer, what the side stream writes."""
+        now = parameter.grad.data_ptr(), parameter.grad._version
+        return now != self.written.get(parameter, (None,))[1:]
 
-    def release(self, parameter: Tensor) -> None:
-        """Record that this step no longer needs a parameter whose gradient has been launched."""
-        buffer = parameter.slot.buffer
-        if self.active and buffer.written:
-            self.released.add(parameter)
-            if self.released.issuperset(buffer.parameters):  # norms are never released
-                self.record(buffer, torch.cuda.current_stream(), self.stream(0))
+    def wait_for(self, parameters: Sequence[Tensor]) -> None:
+        """Let the current stream wait for these gradients; else for all of the main stream."""
+        if self.active:
+            known = not any(map(self.changed, parameters))
+            events = {self.written[p][0] for p in parameters} if known else ()
+            for event in events or [self.main.record_event()]:
+                torch.cuda.current_stream().wait_event(event)
 
-    def record(self, buffer: GradientBuffer, *streams: torch.cuda.Stream) -> None:
-        """Have an update of this buffer wait for what these streams have been given so far."""
-        events = [stream.record_event() for stream in streams]
-        self.ready[buffer] = buffer.tensor, buffer.tensor._version, events
-
-    def wait_for(self, buffer: GradientBuffer) -> None:
-        """Let the current stream wait for a buffer's gradients and the last use of their weights.
-
-        If the gradients have changed since that was recorded, it waits for the main stream.
-        """
-        if not self.active:
-            return
-        tensor, version, events = self.ready.pop(buffer, (None, 0, []))
-        if tensor is not buffer.tensor or version != tensor._version:
-            events = [self.main.record_event()]
-        for event in events:
-            torch.cuda.current_stream().wait_event(event)
-
-    def join(self) -> None:
+    def join(self, *unused) -> None:
         """Let the main stream wait for all gradients; later work of this step runs on it.
 
-        Raises RuntimeError if autograd added to a gradient that a side stream computes.
+        Raises RuntimeError if autograd changed a gradient while a side stream computed it.
         """
-        if self.joined:
-            return
-        self.joined = True
-        torch.cuda.current_stream().wait_stream(self.stream(0))
-        self.pending.clear()
-        if any(p.grad is not None and p.grad.data_ptr() != at for p, at in self.addresses.items()):
-            wrong = "a weight got more than one gradient in a backward pass"
-            raise RuntimeError(f"overlap: {wrong}: use --disable-overlap")
-
-    def average(self, buffer: GradientBuffer) -> None:
-        """Average a buffer over the processes, as soon as its gradients are there."""
-        with torch.cuda.stream(self.stream(2)):
-            self.wait_for(buffer)
-            buffer.average()
-            if self.active:
-                self.record(buffer, self.stream(2))
-
-    def main_waits_for(self, number: int) -> None:
-        """Let the main stream wait for a side stream."""
-        if self.active:
-            self.main.wait_stream(self.stream(number))
+        if not self.joined:
+            self.joined = True
+            torch.cuda.current_stream().wait_stream(self.gradients)
+            self.pending.clear()
+            if any(p.grad is not None and self.changed(p) for p in self.written):
+                wrong = "a weight got more than one gradient in a backward pass"
+                raise RuntimeError(f"overlap: {wrong}: use --disable-overlap")
 
 
-class JoinSideStreams(torch.autograd.Function):
-    """Return the tensors; in the backward pass, join the stream of gradients here."""
-
-    @staticmethod
-    def forward(ctx, side: SideStreams, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.side = side
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        ctx.side.join()
-        return None, *grads
-
-
-class GradientBuffer:
-    """One tensor with the gradients of some parameters, which the optimizer reads.
-
-    It exists from the first gradient of a step to the end of the update. A parameter's first
-    gradient in a step is written here, in `dtype`; autograd adds later ones to it, in float32.
-    """
-
-    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype, side: SideStreams):
-        self.parameters, self.side = parameters, side
-        self.clear()
-        self.set_dtype(dtype)
-
-    def set_dtype(self, dtype: torch.dtype) -> None:
-        """Set the type of the gradients, also of those that exist."""
-        self.dtype = dtype
-        for parameter in self.parameters:
-            if dtype != (getattr(parameter, "grad_dtype", None) or parameter.dtype):
-                grad, parameter.grad = parameter.grad, None
-                parameter.grad_dtype = dtype  # else autograd would cast the gradient
-                parameter.grad = grad if grad is None else grad.to(dtype)
-
-    def clear(self) -> None:
-        """Drop the gradients."""
-        self.tensor, self.written = None, set()
-
-    def claim(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
-        """Return the part [elements] for the first gradients in a step of these parameters.
-
-        None for later gradients, or if the parameters are not neighbours in the buffer.
-        """
-        if any(p.grad is not None or p in self.written for p in parameters):
-            if self.dtype != torch.float32:
-                self.set_dtype(torch.float32)  # for sums
-            return None
-        ends = [p.slot.begin + p.numel() for p in parameters]
-        if ends[:-1] != [p.slot.begin for p in parameters[1:]]:
-            return None
-        self.written.update(parameters)
-        return self.elements(parameters[0].slot.begin, ends[-1])
-
-    def elements(self, begin: int, end: int) -> Tensor:
-        """Return elements of the tensor, counted as in the optimizer's buffers."""
-        first, last = self.parameters[0].slot.begin, self.parameters[-1].slot.end
-        if self.tensor is None:
-            filled = sum(p.numel() for p in self.parameters)  # gaps are read, too: zeros
-            make = torch.zeros if self.parameters[1:] and last - first > filled else torch.empty
-            self.tensor = make(last - first, device=self.parameters[0].device, dtype=self.dtype)
-        return self.tensor[begin - first : end - first]
-
-    def part(self, parameter: nn.Parameter) -> Tensor:
-        """Return the part for a parameter, in its shape."""
-        begin = parameter.slot.begin
-        return self.elements(begin, begin + parameter.numel()).view_as(parameter)
-
-    def collect(self) -> bool:
-        """Copy gradients that are elsewhere into the tensor; return whether there are gradients.
-
-        Sums that autograd has made are elsewhere, and gradients of PyTorch's own operators.
-        """
-        present = [p for p in self.parameters if p.grad is not None]
-        elsewhere = [p for p in present if p.grad.data_ptr() != self.part(p).data_ptr()]
-        if any(p in self.written for p in elsewhere):
-            # The caller of torch.autograd.grad may have the tensor.
-            self.tensor, elsewhere = None, present
-        if elsewhere:
-            torch._foreach_copy_([self.part(p) for p in elsewhere], [p.grad for p in elsewhere])
-        return bool(present)
-
-    def average(self) -> None:
-        """Average the gradients over the processes, and make each `.grad` a part of the tensor."""
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                parameter.grad = self.part(parameter)
-        if self.tensor.is_cuda:
-            dist.all_reduce(self.tensor, dist.ReduceOp.AVG)
-        else:  # gloo has no AVG
-            dist.all_reduce(self.tensor)
-            self.tensor /= dist.get_world_size()
-
-
-def gradients_into_buffer(
-    groups: Sequence[Sequence[Tensor]], compute: Callable[..., None], *inputs: Tensor
-) -> tuple[Tensor, ...]:
+def gradients_of(
+    groups: Sequence[Sequence[Tensor]], compute: Callable[..., None], *inputs: Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:  # fmt: skip
     """Return the gradients of groups of parameters, which `compute` makes of these inputs.
 
     `compute` gets a tensor [elements] for each group, and writes the gradients of the group's
-    parameters into it, one after the other. It is the optimizer's buffer, unless the parameters
-    have gradients already, to which autograd will add these.
+    parameters into it, one after the other. Call this last: in a graph a parameter may be updated
+    as soon as its gradient is there. Nothing overlaps where autograd or a hook reads a gradient.
     """
-    parameters = [parameter for group in groups for parameter in group]
-    slots = [getattr(parameter, "slot", None) for parameter in parameters]
-    buffer = slots[0].buffer if all(slots) else None
-    outs, grads, overlaps = [], [], buffer is not None
-    for group in groups:
-        sizes, out = [p.numel() for p in group], buffer.claim(group) if buffer else None
-        if out is None:  # autograd may add to it as soon as this function returns
-            out, overlaps = torch.empty(sum(sizes), device=group[0].device), False
-        outs.append(out)
-        grads += [part.view_as(p) for part, p in zip(out.split(sizes), group, strict=True)]
-    if not overlaps:
+    parameters = [p for group in groups for p in group]
+    sizes = [[p.numel() for p in group] for group in groups]
+    outs = [parameters[0].new_empty(sum(group), dtype=dtype) for group in sizes]
+    parts = (part for out, group in zip(outs, sizes, strict=True) for part in out.split(group))
+    grads = {p: part.view_as(p) for p, part in zip(parameters, parts, strict=True)}
+    side = getattr(parameters[0], "side", None)
+    overlaps = side is not None and not side.joined
+    for p in parameters:
+        if p.is_leaf and p.grad is not None:  # autograd adds the second gradient, in float32
+            p.grad = p.grad.to(p.dtype)
+            overlaps = False
+        overlaps &= not (p._backward_hooks or p._post_accumulate_grad_hooks)
+    if overlaps:
+        side.run(partial(compute, *outs), grads, inputs)
+    else:
         compute(*outs)
-        return tuple(grads)
-    buffer.side.run(partial(compute, *outs), *inputs)
-    if not buffer.side.joined:
-        addresses = [grad.data_ptr() for grad in grads]
-        buffer.side.addresses |= zip(parameters, addresses, strict=True)
-    return tuple(grads)
+    return list(grads.values())
 
 
 WIDE_RESULTS = "dtype_out" in torch.ops.aten.mm.overloads()  # from PyTorch 2.8 on
@@ -726,27 +600,46 @@ def matmul_out(grad: Tensor, x: Tensor, out: Tensor, direct: bool) -> None:
         out.copy_(grad.t() @ x)
 
 
+# --- end of streams
+
+
+# --- optimizer
+# Copied from common/optimizer.py by tools/sync_common.py: edit it there.
+# AdamW is a kernel, which reads weights and gradients where they lie.
+
+
+def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return tensors that lie as side_by_side allocates them as one [elements]; None for others."""
+    first, last, size = tensors[0], tensors[-1], 0
+    for t in tensors:
+        place = first.data_ptr() + size * first.element_size()
+        if t.data_ptr() != place or t.dtype != first.dtype or not t.is_contiguous():
+            return None
+        size += triton.cdiv(t.numel(), 64) * 64
+    one = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    return first.detach().as_strided((size - -last.numel() % 64,), (1,)) if one else None
+
+
 @triton.jit
 def adamw_kernel(
-    WEIGHTS, CASTS, GRADS, AVERAGES, SQUARES, CORRECTIONS, LR, SCALE, FOUND_INF, size,
-    BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, DECAY: tl.constexpr,
-    BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+    WEIGHTS, GRADS, AVERAGES, SQUARES, POWER1, POWER2, LR, SCALE, FOUND_INF, size,
+    share1, share2, eps, decay, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Update weights w from their gradients g, and cast them to the type of the GEMMs.
+    """Update weights w from their gradients g.
 
-        m += (1 - beta1) * (g - m);  v += (1 - beta2) * (g^2 - v)
+        m += (1 - beta1) * (g - m);  v += (1 - beta2) * (g^2 - v);  c = 1 - beta^steps
         w = w * (1 - lr * decay) - lr / c1 * m / (sqrt(v) / sqrt(c2) + eps)
 
-    WEIGHTS, CASTS (or None), GRADS, AVERAGES (m), SQUARES (v) [size]. CORRECTIONS [2] are
-    c = 1 - beta^steps; LR [] is the learning rate. SCALE [] and FOUND_INF [] are a gradient
-    scaler's, or None: gradients are divided by SCALE, and nothing is updated if FOUND_INF. A
-    program owns every PROGRAMS-th block of BLOCK elements.
+    WEIGHTS, GRADS, AVERAGES (m), SQUARES (v) [size]; share is 1 - beta, POWER [] beta^steps, LR []
+    the learning rate. SCALE [] and FOUND_INF [] are a gradient scaler's, or None: gradients are
+    divided by SCALE, and nothing is updated if FOUND_INF. A program owns every PROGRAMS-th block of
+    BLOCK elements.
     """
     if FOUND_INF is not None:
         size = tl.where(tl.load(FOUND_INF) > 0, 0, size)
     lr = tl.load(LR).to(tl.float32)
-    root_of_correction = tl.sqrt(tl.load(CORRECTIONS + 1)).to(tl.float32)
-    rate = lr / tl.load(CORRECTIONS).to(tl.float32)
+    root_of_correction = tl.sqrt(1 - tl.load(POWER2)).to(tl.float32)
+    rate = lr / (1 - tl.load(POWER1)).to(tl.float32)
     for start in range(tl.program_id(0) * BLOCK, size, PROGRAMS * BLOCK):
         at = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
         inside = at < size
@@ -754,177 +647,162 @@ def adamw_kernel(
         if SCALE is not None:
             grad /= tl.load(SCALE)
         average = tl.load(AVERAGES + at, mask=inside, other=0.0)
-        average += (1 - BETA1) * (grad - average)
+        average += share1 * (grad - average)
         square = tl.load(SQUARES + at, mask=inside, other=0.0)
-        square += (1 - BETA2) * (grad * grad - square)
-        weight = tl.load(WEIGHTS + at, mask=inside, other=0.0) * (1 - lr * DECAY)
-        weight -= rate * average / (tl.sqrt(square) / root_of_correction + EPS)
+        square += share2 * (grad * grad - square)
+        weight = tl.load(WEIGHTS + at, mask=inside, other=0.0) * (1 - lr * decay)
+        weight -= rate * average / (tl.sqrt(square) / root_of_correction + eps)
         tl.store(AVERAGES + at, average, mask=inside)
         tl.store(SQUARES + at, square, mask=inside)
         tl.store(WEIGHTS + at, weight, mask=inside)
-        if CASTS is not None:
-            tl.store(CASTS + at, weight, mask=inside)
-
-
-class Options(dict):
-    """The optimizer's options, of which only the learning rate may change.
-
-    The kernel reads the learning rate from the device. Assigning it, as some schedulers do, writes
-    it there, so that a captured graph follows. The kernel is compiled for the other options:
-    another value for one raises ValueError.
-    """
-
-    def __setitem__(self, name: str, value: object) -> None:
-        if name == "lr" and name in self:
-            self[name].fill_(value)
-        elif name in ("betas", "eps", "weight_decay") and value != self.get(name, value):
-            wrong = f"{name} was {self[name]} when it was made and cannot become {value}"
-            raise ValueError(f"FusedAdamW: {wrong}")
-        else:
-            super().__setitem__(name, value)
 
 
 class FusedAdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019) as one kernel over all parameters in one buffer.
+    """AdamW (Loshchilov and Hutter 2019): one launch for each of `groups`, which lie side by side.
 
-    Weights, their casts to `dtype` for the GEMMs and moments are in buffers of the same order, so
-    the kernel needs no list of addresses. It is launched once for each of `groups`. A group has a
-    GradientBuffer, in `grad_dtype` for a single parameter, else in float32. `side`: the streams on
-    which the model computes gradients.
-
-    On several GPUs it replaces DistributedDataParallel, which would copy each gradient to another
-    buffer: call average_gradients before every step.
+    Parameters that have been given other memory are updated there, one by one. `narrow`: the
+    gradient of a group of one may have another type. `side`: the model's streams. On several GPUs
+    it replaces DistributedDataParallel: call average_gradients before every step.
     """
 
     _step_supports_amp_scaling = True  # the kernel divides by GradScaler's scale and skips a step
+    averaged = False  # over several GPUs
 
     def __init__(
-        self, groups: Iterable[list[nn.Parameter]], lr: float, dtype: torch.dtype,
-        grad_dtype: torch.dtype = torch.float32, side: SideStreams | None = None,
+        self, groups: Iterable[list[nn.Parameter]], lr: float, side: SideStreams | None = None,
+        narrow: bool = False,
     ):  # fmt: skip
-        groups, self.side = list(groups), side or SideStreams()
-        parameters = [parameter for group in groups for parameter in group]
+        self.groups, self.side = list(groups), side or SideStreams()
         defaults = {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-        super().__init__(parameters, defaults)
-        # each parameter begins at a multiple of 128 bytes
-        sizes = [triton.cdiv(p.numel(), 64) * 64 for p in parameters]
-        spans = itertools.pairwise([0, *itertools.accumulate(sizes)])
-        size, device = sum(sizes), parameters[0].device
-        rate = torch.full((), lr, device=device, dtype=torch.float64)
-        self.param_groups = [Options(self.param_groups[0], lr=rate)]
-        names = ("weight", "exp_avg", "exp_avg_sq")
-        self.buffers = {name: torch.zeros(size, device=device) for name in names}
-        if dtype != torch.float32:
-            self.buffers["cast"] = torch.zeros(size, device=device, dtype=dtype)
-        self.steps = torch.zeros((), device=device)  # of all parameters
-        self.betas = torch.tensor(self.defaults["betas"], device=device, dtype=torch.float64)
-        self.gradients = []
-        for group in groups:
-            buffer_dtype = grad_dtype if len(group) == 1 else torch.float32
-            self.gradients.append(GradientBuffer(group, buffer_dtype, self.side))
-            for parameter in group:
-                begin, end = next(spans)
-                # .data: views would share one version counter
-                views = {
-                    name: buffer[begin:][: parameter.numel()].view_as(parameter).data
-                    for name, buffer in self.buffers.items()
-                }
-                parameter.data = views.pop("weight").copy_(parameter.detach())
-                parameter.slot = Slot(self.gradients[-1], begin, end, views.get("cast"))
-                self.state[parameter] = {"step": self.steps, **views}
-        self.averaged = False  # over several GPUs
-        if dist.is_initialized():
-            # One seed gives one set of weights on equal machines; this makes sure.
-            dist.broadcast(self.buffers["weight"], 0)
+        super().__init__([p for group in self.groups for p in group], defaults)
+        self.parameters = self.param_groups[0]["params"]
+        self.steps = self.parameters[0].new_zeros(len(self.parameters), dtype=torch.float64)
+        self.counts = dict.fromkeys(self.parameters, 0)  # the same on the host, skipped ones too
+        steps = iter(self.steps)
+        for group in self.groups:
+            pieces = [side_by_side(group, torch.float32) for _ in range(3)]
+            for p, weight, average, square in zip(group, *pieces, strict=True):
+                p.data, p.side = weight.copy_(p.detach()), self.side
+                moments = {"exp_avg": average.zero_(), "exp_avg_sq": square.zero_()}
+                self.state[p] = {"step": next(steps), **moments}
+            if narrow and len(group) == 1:
+                p.grad_dtype = None  # any type
+            if dist.is_initialized():  # one seed gives equal weights on equal machines only
+                dist.broadcast(as_one(group), 0)
+
+    def __getstate__(self) -> dict:
+        raise TypeError("FusedAdamW: copy or save its state_dict, not the optimizer")
+
+    def add_param_group(self, param_group: dict) -> None:
+        if self.param_groups:
+            raise ValueError("FusedAdamW: build a new one for more parameters")
+        super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Copy options, moments and numbers of steps to where the kernel reads them.
-
-        Raises ValueError if they are in another order, or have not taken equally many steps.
-        """
+        """Copy options and state to where the kernel reads them; ValueError if they do not fit."""
         loaded, own = state_dict["state"], self.state_dict()["state"]
         shapes = [{i: v["exp_avg"].shape for i, v in state.items()} for state in (loaded, own)]
         if shapes[0] != shapes[1]:
             wrong = "the state is of other parameters, or in another order"
             raise ValueError(f"{wrong}, such as that of PyTorch's AdamW")
-        if len({float(values["step"]) for values in loaded.values()}) > 1:
-            raise ValueError("FusedAdamW: the parameters have not taken equally many steps")
-        for name, value in state_dict["param_groups"][0].items():
-            if name != "params":
-                self.param_groups[0][name] = value
-        for index, values in own.items():  # they share memory with the optimizer's
-            for name in ("step", "exp_avg", "exp_avg_sq"):
-                values[name].copy_(loaded[index][name])
+        options = {**state_dict["param_groups"][0], "params": self.parameters}
+        options["lr"] = self.rate().fill_(options["lr"])
+        self.param_groups[0].update(options)
+        for i, p in enumerate(self.parameters):
+            self.counts[p] = int(loaded[i]["step"])
+            for name, value in self.state[p].items():
+                value.copy_(loaded[i][name])
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
-        super().zero_grad(set_to_none)
-        self.averaged = False
-        for buffer in self.gradients if set_to_none else ():
-            buffer.clear()
+    def rate(self) -> Tensor:
+        """Return the learning rate, a number on the device, as a graph needs it."""
+        options = self.param_groups[0]
+        if not isinstance(options["lr"], Tensor):  # as it was given, or assigned since
+            options["lr"] = self.steps.new_tensor(options["lr"])
+        return options["lr"]
+
+    def collect(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """Return gradients as one tensor [elements]; they are copied if they do not lie so."""
+        grads = [p.grad for p in parameters]
+        if as_one(grads) is None:
+            parts = side_by_side(grads, torch.float32)
+            torch._foreach_copy_(parts, grads)
+            for p, part in zip(parameters, parts, strict=True):
+                p.grad = part
+        return as_one([p.grad for p in parameters])
 
     @torch.no_grad()
     def average_gradients(self) -> None:
         """Average the gradients over all processes; a single process returns at once.
 
-        Call it before a gradient scaler reads the gradients: an infinity of one process has reached
-        all by then, so all skip the same steps. No backward pass may follow before step. Raises
+        Call it before a gradient scaler reads them, so that all skip the same steps. Raises
         RuntimeError if a parameter that needs a gradient has none, for which others would wait.
         """
         if not dist.is_initialized():
             return
         self.side.join()
-        if any(p.grad is None and p.requires_grad for p in self.param_groups[0]["params"]):
+        if any(p.grad is None and p.requires_grad for p in self.parameters):
             raise RuntimeError("FusedAdamW: on several GPUs each parameter needs a gradient")
-        for buffer in reversed(self.gradients):
-            if buffer.collect():
-                self.side.average(buffer)
-        self.side.main_waits_for(2)
+        kept = [p.grad for p in self.parameters]  # until what reads them has been waited for
+        with self.side.beside(self.side.updates):
+            for group in reversed(self.groups):
+                if present := [p for p in group if p.grad is not None]:
+                    self.side.wait_for(present)
+                    dist.all_reduce(grads := self.collect(present))
+                    grads /= dist.get_world_size()
+        del kept
         self.averaged = True
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        """Update all parameters that have a gradient.
-
-        In a graph with overlap each group is updated as soon as it can be. The steps are those of
-        the optimizer: a parameter that had no gradient in some is corrected for these, too.
-        """
+    def step(self) -> None:
+        """Update all parameters that have a gradient; in a graph with overlap as soon as it can."""
         if dist.is_initialized() and not self.averaged:
             raise RuntimeError("FusedAdamW: on several GPUs, call average_gradients before step")
-        self.side.join()
-        skipped = getattr(self, "found_inf", None)
-        buffers = [buffer for buffer in reversed(self.gradients) if buffer.collect()]
-        with torch.cuda.stream(self.side.stream(1)):
-            if self.side.active:
-                begun = self.side.begun if skipped is None else self.side.main.record_event()
-                torch.cuda.current_stream().wait_event(begun)
-            self.steps += 1 if skipped is None else 1 - skipped
-            corrections = 1 - self.betas**self.steps
-            for buffer in buffers:
-                self.side.wait_for(buffer)
-                present = [[p] for p in buffer.parameters if p.grad is not None]
-                whole = len(present) == len(buffer.parameters)
-                for part in [buffer.parameters] if whole else present:
-                    self.update(part, corrections)
-        self.side.main_waits_for(1)
-        for buffer in self.gradients:
-            buffer.clear()
         self.averaged = False
+        self.side.join()
+        present = [p for p in self.parameters if p.grad is not None]
+        if not present:
+            return
+        for p in present:
+            self.counts[p] += 1
+            if (p.dtype, p.device) != (torch.float32, self.steps.device):
+                raise TypeError(f"FusedAdamW: a parameter is {p.dtype} on {p.device} by now")
+        skipped, rate = getattr(self, "found_inf", None), self.rate()
+        kept = [p.grad for p in present]  # until what reads them has been waited for
+        with self.side.beside(self.side.updates):
+            if skipped is not None:
+                self.side.wait_for([])
+            one = torch.ones_like(rate) if skipped is None else 1 - skipped
+            torch._foreach_add_([self.state[p]["step"] for p in present], one)
+            powers = [beta**self.steps for beta in self.param_groups[0]["betas"]]
+            for group in reversed(self.groups):
+                together = itertools.groupby(group, lambda p: p.grad is not None and self.counts[p])
+                for count, parameters in together:
+                    if count:
+                        self.update([*parameters], powers, rate)
+        del kept
 
-    def update(self, parameters: list[nn.Parameter], corrections: Tensor) -> None:
-        """Update neighbours in the buffers."""
-        begin, end = parameters[0].slot.begin, parameters[-1].slot.end
-        parts = {name: buffer[begin:end] for name, buffer in self.buffers.items()}
-        parts["gradient"] = parameters[0].slot.buffer.elements(begin, end)
-        names = ("weight", "cast", "gradient", "exp_avg", "exp_avg_sq")
-        options, chosen = self.param_groups[0], blocks("adamw")
-        tensors = *map(parts.get, names), corrections, options["lr"]
+    def update(self, group: list[nn.Parameter], powers: list[Tensor], rate: Tensor) -> None:
+        """Update parameters by one launch if they lie side by side, else each where it lies."""
+        weights = as_one(group)
+        if weights is None and len(group) > 1:
+            for p in group:
+                self.update([p], powers, rate)
+            return
+        memory = group[0].contiguous() if weights is None else weights
+        states = [self.state[p] for p in group]
+        moments = [as_one([state[name] for state in states]) for name in ("exp_avg", "exp_avg_sq")]
+        powers = [power[states[0]["step"].storage_offset()] for power in powers]
+        tensors = memory, self.collect(group), *moments, *powers, rate
         tensors += getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        constants = dict(zip(("BETA1", "BETA2"), options["betas"], strict=True))
-        constants |= {"EPS": options["eps"], "DECAY": options["weight_decay"]}
-        most = triton.next_power_of_2(triton.cdiv(end - begin, chosen["BLOCK"]))
+        options, chosen, size = self.param_groups[0], blocks("adamw"), moments[0].numel()
+        shares = {f"share{i}": 1 - beta for i, beta in enumerate(options["betas"], 1)}
+        settings = {"size": size, **shares, "eps": options["eps"], "decay": options["weight_decay"]}
+        most = triton.next_power_of_2(triton.cdiv(size, chosen["BLOCK"]))
         programs = chosen["PROGRAMS"] = min(chosen["PROGRAMS"], most)
-        wrap_triton(adamw_kernel)[(programs,)](*tensors, size=end - begin, **constants, **chosen)
+        wrap_triton(adamw_kernel)[(programs,)](*tensors, **settings, **chosen)
+        if weights is None:
+            group[0].copy_(memory)
+        torch.autograd.graph.increment_version(group)  # no kernel does
 
 
 # --- end of optimizer
@@ -935,15 +813,19 @@ def parameter_gradients(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of ctx.parameters, in their order; None for those in no group.
 
-    `compute` writes them from these inputs, see gradients_into_buffer. What one launch writes side
-    by side is a group. If its parameters do not follow each other in the model, too, its gradients
-    are copied and nothing overlaps.
+    `compute` writes them from these inputs, see gradients_of. What one launch writes side by side
+    is a group.
     """
     parameters, grads = [parameter for group in groups for parameter in group], {}
     if any(parameter.requires_grad for parameter in parameters):
-        written = gradients_into_buffer(groups, compute, *inputs)
+        written = gradients_of(groups, compute, *inputs)
         grads = dict(zip(parameters, written, strict=True))
     return tuple(grads.get(parameter) for parameter in ctx.parameters)
+
+
+def with_casts(parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return the parameters as kernels take them: weights of projections in this type."""
+    return [cast_of(p, dtype if p.ndim == 2 else p.dtype) for p in parameters]
 
 
 LOG2E = tl.constexpr(math.log2(math.e))  # exp2 is what the hardware computes
@@ -1441,6 +1323,8 @@ class GatedAttentionFunction(torch.autograd.Function):
     ) -> Tensor:
         samples, rows, length, heads, dim = attention_sizes(qkvg, columns)
         qkvg, bias = qkvg.contiguous(), None if bias is None else bias.contiguous()
+        ctx.columns, ctx.parameters = columns, (gate_bias,)
+        gate_bias = gate_bias.contiguous()
         out = qkvg.new_empty(*qkvg.shape[:3], heads * dim)
         log_sum_exp = qkvg.new_empty(samples, rows, heads, length, dtype=torch.float32)
         options = attention_options("attention_forward", qkvg, columns)
@@ -1448,10 +1332,9 @@ class GatedAttentionFunction(torch.autograd.Function):
         launch = wrap_triton(attention_forward_kernel)[(programs,)]
         launch(qkvg, gate_bias, bias, out, log_sum_exp, **options)
         ctx.save_for_backward(qkvg, gate_bias, bias, out, log_sum_exp)
-        ctx.columns, ctx.parameters = columns, (gate_bias,)
         return out
 
-    @staticmethod
+    @without_second_derivative
     def backward(ctx, grad_out: Tensor):
         saved, columns = ctx.saved_tensors, ctx.columns  # with checkpoints they are read once
         qkvg, _, bias, out, log_sum_exp = saved
@@ -1908,8 +1791,9 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
     def forward(
         ctx, x: Tensor, present: Tensor | None, incoming: bool, eps: float, *parameters: Tensor
     ) -> Tensor:
-        x, dim, (*norms, weight, bias) = x.contiguous(), x.shape[-1], parameters
-        positions, weight = x.numel() // dim, cached_cast(weight, gemm_dtype(x))
+        x, dim = x.contiguous(), x.shape[-1]
+        *norms, weight, bias = with_casts(parameters, gemm_dtype(x))
+        positions = x.numel() // dim
         ab = weight.new_empty(2 * dim, positions)
         out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
         statistics = [x.new_empty(2, positions, dtype=torch.float32) for _ in range(2)]
@@ -1929,7 +1813,7 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
         ctx.incoming, ctx.parameters = incoming, parameters
         return out
 
-    @staticmethod
+    @without_second_derivative
     def backward(ctx, grad_out: Tensor):
         present, ab, product, *inputs = ctx.saved_tensors
         x, weight, incoming = inputs[0], inputs[5], ctx.incoming
@@ -2068,17 +1952,18 @@ class OuterProductWithResidual(torch.autograd.Function):
     def forward(
         ctx, ab: Tensor, pair: Tensor, sequences: Tensor | None, weight: Tensor, bias: Tensor
     ) -> Tensor:
-        ab, pair, cast = ab.contiguous(), pair.contiguous(), cached_cast(weight, ab.dtype)
+        ab, pair = ab.contiguous(), pair.contiguous()
+        ctx.parameters = weight, bias
+        cast, bias = with_casts(ctx.parameters, ab.dtype)
         if sequences is None:
             factors = ab.new_full(ab.shape[1:2], 1 / (ab.shape[2] + 1e-3), dtype=torch.float32)
         else:
             ab = ab * sequences[..., None, None]
             factors = sequences.sum(1, dtype=torch.float32).add_(1e-3).reciprocal_()
         ctx.save_for_backward(ab, cast, factors)
-        ctx.parameters = weight, bias
         return project_residual(outer_product(*ab, factors), cast, bias, pair, factors)
 
-    @staticmethod
+    @without_second_derivative
     def backward(ctx, grad: Tensor):
         ab, cast, factors = ctx.saved_tensors
         residual, grad = grad, grad.contiguous().to(ab.dtype)
@@ -2086,7 +1971,6 @@ class OuterProductWithResidual(torch.autograd.Function):
         def compute(out: Tensor) -> None:
             linear_gradients_out(grad, outer_product(*ab, factors), out, factors)
 
-        grads = parameter_gradients(ctx, (ctx.parameters,), compute, grad, ab, factors)
         _, samples, _, length, dim = ab.shape
         chosen, width = blocks("outer_product_gradient", ab.dtype), length * dim
         chosen["BLOCK_M"] = min(chosen["BLOCK_M"], max(16, triton.next_power_of_2(length)))
@@ -2100,6 +1984,7 @@ class OuterProductWithResidual(torch.autograd.Function):
         (a, b), (grad_a, grad_b) = ab.flatten(3), grad_ab.flatten(3)
         torch.bmm(b, wide.mT, out=grad_a)
         torch.bmm(a, wide, out=grad_b)
+        grads = parameter_gradients(ctx, (ctx.parameters,), compute, grad, ab, factors)
         return grad_ab, residual, None, *grads
 
 
@@ -2374,29 +2259,36 @@ class NormProjection(torch.autograd.Function):
     def forward(ctx, x: Tensor, settings: NormSettings, *parameters: Tensor | None):
         ctx.set_materialize_grads(False)
         ctx.settings, ctx.parameters = settings, NormParameters(*parameters)
-        params, rows, dim, dtype = ctx.parameters, x.contiguous(), x.shape[-1], settings.dtype
+        rows, dim, dtype = x.contiguous(), x.shape[-1], settings.dtype
+        params = (p if p is None else cast_of(p, p.dtype) for p in parameters)
+        params = NormParameters(*params)
         if params.weight is not None:
-            params = params._replace(weight=cached_cast(params.weight, dtype))
+            params = params._replace(weight=cast_of(ctx.parameters.weight, dtype))
         # Many rows keep the library's GEMM busy, too: it and a norm are faster than one kernel.
         if params.weight is None or (multiplies(dtype, dim) and x.numel() <= 2**21):
-            ctx.save_for_backward(rows, params.weight, None)
+            ctx.save_for_backward(rows, None, *params)
             return x.view_as(x), *norm_project(rows, params, settings)
         y, pair_bias = norm_project(rows, params._replace(weight=None), settings, normed=True)
-        ctx.save_for_backward(rows, params.weight, y if dtype == torch.float32 else None)
-        out = F.linear(y, params.weight, None if params.bias is None else params.bias.to(dtype))
+        ctx.save_for_backward(rows, y if dtype == torch.float32 else None, *params)
+        out = F.linear(
+            y,
+            params.weight,
+            parameters[3] if parameters[3] is None else cast_of(parameters[3], dtype),
+        )
         return x.view_as(x), out, pair_bias
 
-    @staticmethod
+    @without_second_derivative
     def backward(ctx, residual: Tensor | None, grad: Tensor | None, grad_pair_bias: Tensor | None):
-        # The parameters themselves: with checkpoints saved tensors are copies of them.
-        (x, weight, normed), params, settings = ctx.saved_tensors, ctx.parameters, ctx.settings
+        x, normed, *saved = ctx.saved_tensors  # with checkpoints they are read once
+        params, own, settings = NormParameters(*saved), ctx.parameters, ctx.settings
+        weight = params.weight
         grads = (None if g is None else g.contiguous() for g in (grad, grad_pair_bias, residual))
         grad, grad_pair_bias, residual = grads
-        groups, read, grad_rows = [params[:2]], [x], None
+        groups, read, grad_rows = [own[:2]], [x], None
         if grad_pair_bias is not None:
-            groups[0] += (params.heads,)
+            groups[0] += (own.heads,)
         if grad is not None:
-            groups.append([p for p in (params.weight, params.bias) if p is not None])
+            groups.append([p for p in (own.weight, own.bias) if p is not None])
             grad_rows = grad.flatten(0, -2)
             if not multiplies(settings.dtype, x.shape[-1]):
                 grad, weight = grad_rows @ weight, None
@@ -2437,14 +2329,14 @@ class Projection(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor) -> Tensor:
-        x, cast = x.contiguous(), cached_cast(weight, gemm_dtype(x))
+        x, cast = x.contiguous(), cast_of(weight, gemm_dtype(x))
         ctx.save_for_backward(x, cast)
         ctx.parameters = weight, bias
         if residual is None:
-            return F.linear(x, cast, cached_cast(bias, cast.dtype))
-        return project_residual(x, cast, bias, residual.contiguous())
+            return F.linear(x, cast, cast_of(bias, cast.dtype))
+        return project_residual(x, cast, cast_of(bias, bias.dtype), residual.contiguous())
 
-    @staticmethod
+    @without_second_derivative
     def backward(ctx, grad: Tensor):
         x, cast = ctx.saved_tensors
         residual = grad if ctx.needs_input_grad[1] else None
@@ -2578,11 +2470,6 @@ def transition_options(kernel: str, x: Tensor, weight_1: Tensor) -> dict[str, in
     return {**chosen, "WIDE": x.numel() >= 2**31, "PRECISION": dot_precision(weight_1.dtype)}
 
 
-def with_casts(parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return the parameters as kernels take them: weights of projections in this type."""
-    return [cached_cast(p, dtype) if p.ndim == 2 else p for p in parameters]
-
-
 class TransitionFunction(torch.autograd.Function):
     """Compute x + transition(x), x [..., C].
 
@@ -2602,7 +2489,7 @@ class TransitionFunction(torch.autograd.Function):
         wrap_triton(transition_forward_kernel)[grid](*inputs, out, eps=eps, **options)
         return out
 
-    @staticmethod
+    @without_second_derivative
     def backward(ctx, grad_out: Tensor):
         grad_out, inputs = grad_out.contiguous(), ctx.saved_tensors
         x, _, _, weight_1, *_ = inputs
@@ -2642,29 +2529,30 @@ class WideTransitionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, eps: float, *parameters: Tensor) -> Tensor:
         x, dtype = x.contiguous(), gemm_dtype(x)
-        *norm, weight_1, bias_1, weight_2, bias_2 = with_casts(parameters, dtype)
+        norm = with_casts(parameters[:2], dtype)
+        weight_1, bias_1, weight_2, bias_2 = (cast_of(p, dtype) for p in parameters[2:])
         y = layer_norm(x, *norm, eps, dtype)
         # The library's product adds the bias, and ends with the ReLU.
-        bias_1, bias_2 = cached_cast(bias_1, dtype), cached_cast(bias_2, dtype)
         relu = torch._addmm_activation(bias_1, y.flatten(0, -2), weight_1.t())
         relu = relu.view(*y.shape[:-1], -1)
-        ctx.save_for_backward(x, relu, weight_1, weight_2, y if dtype == torch.float32 else None)
+        normed = y if dtype == torch.float32 else None
+        ctx.save_for_backward(x, relu, weight_1, weight_2, normed, *norm)
         ctx.eps, ctx.parameters = eps, parameters
         return x + F.linear(relu, weight_2, bias_2)
 
-    @staticmethod
+    @without_second_derivative
     def backward(ctx, grad_out: Tensor):
-        grad_out, (x, relu, weight_1, weight_2, normed) = grad_out.contiguous(), ctx.saved_tensors
-        norm_parameters, dtype = ctx.parameters[:2], relu.dtype
+        x, relu, weight_1, weight_2, normed, *norm = ctx.saved_tensors
+        grad_out, dtype = grad_out.contiguous(), relu.dtype
         grad = grad_out.to(dtype)
         grad_h = grad @ weight_2
         torch.ops.aten.threshold_backward.grad_input(grad_h, relu, 0, grad_input=grad_h)
-        inputs = x, NormParameters(*norm_parameters), NormSettings(ctx.eps, dtype)
+        inputs = x, NormParameters(*norm), NormSettings(ctx.eps, dtype)
         grad_x, sums = norm_project_backward(*inputs, grad_h @ weight_1, None, grad_out)
 
         def compute(grad_norm: Tensor, grad_linear_1: Tensor, grad_linear_2: Tensor) -> None:
             sum_parts(sums, grad_norm)
-            y = layer_norm(x, *norm_parameters, ctx.eps, dtype) if normed is None else normed
+            y = layer_norm(x, *norm, ctx.eps, dtype) if normed is None else normed
             linear_gradients_out(grad_h, y, grad_linear_1)
             linear_gradients_out(grad, relu, grad_linear_2)
 
@@ -2778,7 +2666,7 @@ class HeadLoss(torch.autograd.Function):
         ctx.grid, ctx.options = grid, options
         return sum_parts(losses)[0]
 
-    @staticmethod
+    @without_second_derivative
     def backward(ctx, grad: Tensor):
         grad_logits = torch.empty_like(ctx.saved_tensors[0])
         launch = wrap_triton(head_loss_backward_kernel)[ctx.grid]
@@ -2856,7 +2744,7 @@ class EmbeddingFunction(torch.autograd.Function):
         weight = torch.cat([*parameters[::2], bias], 1).to(ones.dtype)
         return F.linear(ones, F.pad(weight, (0, ones.shape[-1] - weight.shape[1])))
 
-    @staticmethod
+    @without_second_derivative
     def backward(ctx, grad: Tensor):
         (ones,), grad = ctx.saved_tensors, grad.flatten(0, -2)
         widths = [weight.shape[1] for weight in ctx.parameters[::2]]
@@ -2878,7 +2766,7 @@ def embed(parts: Sequence[tuple[nn.Linear, Tensor]]) -> Tensor:
     linears, places = zip(*parts, strict=True)
     parameters = parameters_of(*linears)
     ends = [*itertools.accumulate(linear.in_features for linear in linears)]
-    places = [place + first for place, first in zip(places, (0, *ends), strict=False)]
+    places = [place.long() + first for place, first in zip(places, (0, *ends), strict=False)]
     places = torch.broadcast_tensors(*places, torch.full_like(places[0], ends[-1]))
     width = triton.cdiv(ends[-1] + 1, 8) * 8  # a GEMM reads 16 bytes at a time
     shape, dtype = (*places[0].shape, width), gemm_dtype(parameters[0])
@@ -3206,9 +3094,9 @@ def check_shape(name: str, tensor: Tensor | None, *shape: int) -> None:
 class EvoformerBlock(nn.Module):
     """One block of the Evoformer stack, without dropout (AF2 SI, algorithm 6)."""
 
-    def __init__(self, config: ModelConfig, fusions: Fusions):
+    def __init__(self, config: ModelConfig, fusions: Fusions, side: SideStreams | None = None):
         super().__init__()
-        self.dims = config.msa_dim, config.pair_dim
+        self.dims, self.side = (config.msa_dim, config.pair_dim), side or SideStreams()
         self.msa_att_row = MSARowAttentionWithPairBias(config, fusions)
         self.msa_att_col = MSAColumnAttention(config, fusions)
         self.msa_transition = MSATransition(config.msa_dim, config.transition_factor, fusions)
@@ -3237,16 +3125,20 @@ class EvoformerBlock(nn.Module):
         check_shape("pair", pair, samples, length, length, pair_dim)
         check_shape("sequences", sequences, samples, depth)
         check_shape("residues", residues, samples, length)
-        sequences, residues = (m if m is None else m.contiguous() for m in (sequences, residues))
-        msa, pair = self.msa_att_row(msa, pair, residues)
-        msa = self.msa_att_col(msa, sequences)
-        msa = self.msa_transition(msa)
-        msa, pair = self.outer_product_mean(msa, pair, sequences)
-        pair = self.tri_mul_out(pair, residues)
-        pair = self.tri_mul_in(pair, residues)
-        pair = self.tri_att_start(pair, residues)
-        pair = self.tri_att_end(pair, residues)
-        pair = self.pair_transition(pair)
+        masks = (m if m is None else m.bool().contiguous() for m in (sequences, residues))
+        sequences, residues = masks
+        parts = [part for part in self.children() if part.fused]
+        parameters = itertools.chain(*(part.parameters() for part in parts))
+        with cast_weights(parameters, gemm_dtype(msa), self.side):
+            msa, pair = self.msa_att_row(msa, pair, residues)
+            msa = self.msa_att_col(msa, sequences)
+            msa = self.msa_transition(msa)
+            msa, pair = self.outer_product_mean(msa, pair, sequences)
+            pair = self.tri_mul_out(pair, residues)
+            pair = self.tri_mul_in(pair, residues)
+            pair = self.tri_att_start(pair, residues)
+            pair = self.tri_att_end(pair, residues)
+            pair = self.pair_transition(pair)
         return msa, pair
 
 
@@ -3305,9 +3197,8 @@ class TinyOpenFold(nn.Module):
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
         self.config, self.fusions, self.side = config, fusions, SideStreams()
-        self.register_load_state_dict_post_hook(renew_casts)
         self.input_embedder = InputEmbedder(config, fusions)
-        blocks = (EvoformerBlock(config, fusions) for _ in range(config.num_blocks))
+        blocks = (EvoformerBlock(config, fusions, self.side) for _ in range(config.num_blocks))
         self.blocks = nn.ModuleList(blocks)
         self.distogram = DistogramHead(config)
         self.masked_msa = MaskedMSAHead(config)
@@ -3341,7 +3232,8 @@ class TinyOpenFold(nn.Module):
             tokens, residues = F.pad(tokens, padding, value=GAP), F.pad(residues, padding)
         msa, pair = self.input_embedder(tokens)
         if self.side.active:  # the embedding's gradients, the last ones, are on the main stream
-            msa, pair = JoinSideStreams.apply(self.side, msa, pair)
+            msa.register_hook(self.side.join)
+            pair.register_hook(self.side.join)
         for block in self.blocks:
             inputs = (msa, pair, sequences, residues)
             if self.config.checkpoint_blocks:  # without random numbers: a block draws none
@@ -3357,13 +3249,17 @@ class TinyOpenFold(nn.Module):
         check_shape("masked", masked, samples, depth, length)
         check_shape("coords", coords, samples, length, 3)
         check_shape("observed", observed, samples, length)
+        masked, observed = masked.bool(), observed.bool()  # 0 and 255, for example
         if any(padding):  # where nothing counts
             true_tokens, masked = F.pad(true_tokens, padding), F.pad(masked, padding)
             coords, observed = F.pad(coords, (0, 0, *padding)), F.pad(observed, padding)
         bins, known = self.distogram.targets(coords, observed)
         if self.fusions.loss_fusion:
-            distogram = Projection.apply(pair, None, *parameters_of(self.distogram.linear))
-            masked_msa = Projection.apply(msa, None, *parameters_of(self.masked_msa.linear))
+            of_pair = parameters_of(self.distogram.linear)
+            of_msa = parameters_of(self.masked_msa.linear)
+            with cast_weights([*of_pair, *of_msa], gemm_dtype(msa), self.side):
+                distogram = Projection.apply(pair, None, *of_pair)
+                masked_msa = Projection.apply(msa, None, *of_msa)
             self.side.return_workspaces()  # the backward pass, in another thread, has its own
             distogram = HeadLoss.apply(distogram, bins, known, True, 0.3)
             return distogram + HeadLoss.apply(masked_msa, true_tokens, masked, False, 2.0)
@@ -3395,9 +3291,7 @@ def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
 def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
     """Build AdamW over all parameters: one kernel, or a few launches of PyTorch's own."""
     if args.fused_optimizer:
-        dtype = getattr(torch, args.amp_dtype) if args.use_amp else torch.float32
-        groups = [list(model.parameters())]
-        return FusedAdamW(groups, args.learning_rate, dtype, side=model.side)
+        return FusedAdamW([list(model.parameters())], args.learning_rate, model.side)
     rate = args.learning_rate
     if args.device == "cuda":  # a tensor, so that a captured step follows a scheduler
         rate = torch.tensor(rate, device=next(model.parameters()).device)
