@@ -97,6 +97,12 @@ def script_of(argv: Sequence[str]) -> tuple[str, list[str]]:
     return script, rest
 
 
+def behind(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Arguments before and behind the first `--`."""
+    end = [*argv, "--"].index("--")
+    return [*argv[:end]], [*argv[end + 1 :]]
+
+
 def examine(args: argparse.Namespace, argv: Sequence[str]) -> dict:
     """Record and predict, and check if asked for: all that the report and --json have."""
     import torch
@@ -114,8 +120,9 @@ def examine(args: argparse.Namespace, argv: Sequence[str]) -> dict:
         *told, remarks = from_trace(args.trace)
         result = described(*told, start)
         return result | {"remarks": result["remarks"] + remarks}
-    script, rest = ("", argv) if args.model else script_of(argv)
-    if bool(script) == bool(args.model) or (args.model and script_of(argv)[0]):
+    argv, own = behind(argv) if args.model else (argv, [])
+    script, rest = script_of(argv)
+    if bool(script) == bool(args.model):
         raise ToolError("name a version script, or --model FILE.py:FUNCTION: one of the two")
     if args.fake and args.real:
         raise ToolError("--fake or --real: one of the two")
@@ -124,8 +131,8 @@ def examine(args: argparse.Namespace, argv: Sequence[str]) -> dict:
         options = model_options(rest)
         device = steps.device_of(options.device)
         torch.set_float32_matmul_precision(options.matmul_precision)
-        make = steps.function_of(args.model)
-        build = partial(steps.from_function, args.model, make, options.use_amp, device)
+        user = steps.function_of(args.model, own)
+        build = partial(steps.from_function, args.model, *user, options.use_amp, device)
     else:
         device = steps.device_of(steps.script_device(script, rest))
         build = partial(steps.from_script, script, rest)
@@ -155,6 +162,7 @@ def described(name: str, recorded: Recorded, rates: Rates | None, start: float) 
         "name": name,
         "precision": ", ".join(dtype for dtype, _ in flop.most_common()) or "no products",
         "run": recorded.run,
+        "call": recorded.call,
         "measured": recorded.run == "measured",
         "rates": rates and asdict(rates),
         "without_rate": sorted(found.without),
@@ -190,11 +198,13 @@ def report(result: dict, top: int) -> str:
         where = f"measured on {rates['device_name']}"
     elif now is not None:
         where += f", times are estimates with the rates of {rates['device_name']}"
+    where = f"call {result['call']} of the step, {where}" if result["call"] else where
     counted = f"{result['operators']} operators, {result['flop'] / 1e9:.4g} GFLOP in products"
     lines = [f"{result['name']}, {result['precision']}: {counted}; {where}"]
     if not result["measured"]:
         lines += [
             "These are a CPU's operators: attention, norms and dropout can be others on a GPU."
+            " Autocast and optimizers choose as there."
         ]
     if without := result["without_rate"]:
         lines += [f"No times of the step: there is no rate for products in {', '.join(without)}."]

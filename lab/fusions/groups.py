@@ -622,7 +622,8 @@ class Finding:
             (recurrent, "recurrent layers: torch.compile leaves the function that calls one as it"
              " is, unless torch._dynamo.config.allow_rnn"),
         ]  # fmt: skip
-        return [f"{len(o)} {what} ({places(each.line for each in o)})" for o, what in found if o]
+        said = [f"{len(o)} {what} ({places(each.line for each in o)})" for o, what in found if o]
+        return said + self.recorded.remarks
 
 
 def words(names: Iterable[str]) -> str:

@@ -65,6 +65,8 @@ STREAMS = re.compile(  # element by element, or a loss of elements
 OWN = tuple(f"{ROOT / folder}{os.sep}" for folder in ("lab", "analysis_tools"))
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 SECTOR = 32  # bytes that a GPU reads at least
+COUNTING = ("_local_scalar_dense", "add_", "_foreach_add_")
+ON_HOST = ("_get_value", "_single_tensor_", "_multi_tensor_")  # functions of torch.optim
 KERNELS = ("triton.runtime", "KernelInterface", "__getitem__")
 GRAPHS = ("torch._inductor.output_code", "CompiledFxGraph", "__call__")
 COMPILED = "compiled code"  # the name of what torch.compile has made of a part of the step
@@ -126,6 +128,8 @@ class Recorded:
     unwritten: list[str] = field(default_factory=list)  # operators that read what none wrote
     run: str = "fake"  # or "real" on a CPU, or "measured" on a GPU
     launched: dict[str, float] = field(default_factory=dict)  # microseconds by name of the kernel
+    call: int = 0  # which call of the step it was
+    remarks: list[str] = field(default_factory=list)
 
     def flop(self) -> Counter:
         """FLOPs by the type of the products."""
@@ -178,6 +182,18 @@ def of_optimizer(frame, inner: set[CodeType]) -> bool | None:
         return None
     given = [*frame.f_locals.values(), *getattr(owner, "__dict__", {}).values()] if inner else ()
     return not any(callable(value) and code_of(value) in inner for value in given)
+
+
+def counts_steps(name: str, tensors: Sequence[Tensor]) -> bool:
+    """Does an optimizer of PyTorch count its steps, or read the number? That is no kernel: without
+    `capturable` and `fused` the number is on the host."""
+    if name not in COUNTING or any(t.dim() or not t.is_cpu for t in tensors):
+        return False
+    frame = sys._getframe(2)
+    while frame and not whose(frame.f_code.co_filename):
+        frame = frame.f_back
+    optimizer = frame and whose(frame.f_code.co_filename) == "optimizer"
+    return bool(optimizer) and frame.f_code.co_name.startswith(ON_HOST)
 
 
 # --- what runs
@@ -293,6 +309,8 @@ class Recorder(TorchDispatchMode):
         place, call, within = self.place(), self.calls, self.inside
         self.calls += 1
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if counts_steps(name, tensors):
+            return function(*args, **kwargs)
         dense = [t for t in tensors if t.layout == torch.strided and not t.is_nested]
         before = [self.use(t) for t in dense]
         self.inside = True
@@ -452,7 +470,7 @@ def patched(method: tuple[str, str, str], make: Callable) -> AbstractContextMana
     except ImportError:
         return nullcontext()
     old = getattr(owner, name)
-    return mock.patch.object(owner, name, lambda *args: make(old, *args))
+    return mock.patch.object(owner, name, lambda *args, **named: make(old, *args, **named))
 
 
 def unseen(launch: Callable) -> Callable:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import sys
 import tempfile
 import warnings
 from collections import Counter, defaultdict
@@ -14,18 +13,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
 from lab.cli import ToolError, note
-from lab.fusions.fakes import NeedsRun, estimate, fake_mode, faked, needs_values, where
+from lab.fusions.fakes import (
+    NeedsRun,
+    estimate,
+    fake_mode,
+    faked,
+    needs_values,
+    where,
+    without_values,
+)
 from lab.fusions.forms import gone
+from lab.fusions.namespace import Namespace
 from lab.fusions.record import Operator, Recorded, Recorder
+from lab.fusions.target import as_on_gpu
 from lab.profile.kernels import (
     NO_KERNELS,
     ON_GPU,
@@ -37,10 +46,11 @@ from lab.profile.kernels import (
     ranges_of,
 )
 from lab.profile.spans import alone
-from lab.script import import_file, load_script, script_arguments
+from lab.script import load_script, script_arguments
 from lab.turns import captured, compare_in_turns, warm_up
 
 REPEATS = 3  # profiled steps
+MORE_CALLS = 32  # in which an optimizer is looked for that takes no step in each
 OTHER = 0.05  # of a step's time in kernels of which the other side has none: another program
 NEEDED = (
     "it must return (model, batch) so that model(**batch) is the loss, a scalar or with a .loss;"
@@ -56,16 +66,25 @@ class Step:
     take: Callable[[], object]
     weights: list[Tensor] = field(default_factory=list)
     compiled: Callable[[], Callable[[], object]] | None = None
+    calls: int = 0
+    optimized: set[int] = field(default_factory=set)  # calls in which an optimizer took a step
+
+    def call(self) -> object:
+        """Take the step once more."""
+        self.calls += 1
+        seen = register_optimizer_step_pre_hook(lambda *_: self.optimized.add(self.calls))
+        try:
+            return self.take()
+        finally:
+            seen.remove()
 
 
 def placed(value: Tensor, device: torch.device) -> Tensor:
     """A tensor on the device, or without its values where tensors are fake."""
-    mode = fake_mode()
-    if mode and not isinstance(value, FakeTensor):
-        value = mode.from_tensor(value)
+    value = without_values(value)
     if value.is_meta and device.type != "meta":  # there are no values to move
         return torch.empty_like(value, device=device).requires_grad_(value.requires_grad)
-    return value if mode else value.to(device)
+    return value if fake_mode() else value.to(device)
 
 
 def device_of(name: str) -> torch.device:
@@ -101,30 +120,28 @@ def from_script(name: str, argv: Sequence[str]) -> Step:
     return Step(module.SCRIPT, *build(False), lambda: build(True)[0])
 
 
-def import_as_main(path: Path) -> ModuleType:
-    """Import a file as `python FILE.py` would run it: its folder is the first on the path, and what
-    was pickled in a run of it, or of a file that imports it, finds its classes."""
-    sys.path.insert(0, str(path.parent))
-    taken = path.stem in sys.modules or path.stem in sys.stdlib_module_names
-    name = f"{path.stem} of the user" if taken else path.stem
-    sys.modules["__main__"].__getattr__ = lambda wanted: getattr(sys.modules[name], wanted)
-    return import_file(path, name)
-
-
-def function_of(place: str) -> Callable[[], object]:
-    """The function of a file, FILE.py:function."""
+def function_of(
+    place: str, argv: Sequence[str] = ()
+) -> tuple[Callable[[], object], Namespace]:
+    """The function of a file, FILE.py:function, and where its code runs: as `python FILE.py argv`
+    runs it."""
     file, _, name = place.rpartition(":")
     if not file.endswith(".py") or not Path(file).is_file():
         raise ToolError(f"--model {place}: it must be FILE.py:function, of a file that is there")
-    with of_the_user(f"--model {file}"):
-        make = getattr(import_as_main(Path(file).resolve()), name, None)
+    namespace = Namespace(file, argv)
+    with of_the_user(f"--model {file}"), as_on_gpu():
+        make = getattr(namespace.run(), name, None)
     if not callable(make):
         raise ToolError(f"--model {place}: {file} has no function {name!r}; {NEEDED}")
-    return make
+    return namespace.around(make), namespace
 
 
 def from_function(
-    place: str, make: Callable[[], object], use_amp: bool, device: torch.device
+    place: str,
+    make: Callable[[], object],
+    namespace: Namespace,
+    use_amp: bool,
+    device: torch.device,
 ) -> Step:
     """The step of what a function returns, which `place` names."""
     with of_the_user(f"--model {place}"):
@@ -133,17 +150,19 @@ def from_function(
         except Exception:
             if not fake_mode():
                 raise
-            with unset_fake_temporarily():  # it may ask for values; from_model takes them away
+            with unset_fake_temporarily():  # it may ask for values, which are taken away behind it
                 made = make()
-            if not isinstance(made, tuple):
-                raise
     if callable(made) and not isinstance(made, nn.Module):
-        return Step(place, made, [], lambda: torch.compile(made))
+        around = namespace.around
+        return Step(place, around(made), [], lambda: around(torch.compile(made)))
     pair = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(pair[0], nn.Module) or not isinstance(pair[1], Mapping):
         found = ", ".join(type(part).__name__ for part in pair)
         raise ToolError(f"--model {place} returned {found}: {NEEDED}")
-    return from_model(place, *pair, use_amp, device)
+    step = from_model(place, *pair, use_amp, device)
+    step.take = namespace.around(step.take)
+    step.compiled = lambda make=step.compiled: namespace.around(make())
+    return step
 
 
 def loss_of(title: str, out: object) -> Tensor:
@@ -180,7 +199,8 @@ def from_model(
     def train(compiled: bool) -> Callable[[], Tensor]:
         forward = torch.compile(model) if compiled else model
         gpu = device.type == "cuda"
-        optimizer = torch.optim.AdamW(weights, 1e-5, fused=True, capturable=gpu)
+        fused = all(weight.is_floating_point() for weight in weights) or None  # no complex ones
+        optimizer = torch.optim.AdamW(weights, 1e-5, fused=fused, capturable=gpu)
 
         def take() -> Tensor:
             optimizer.zero_grad()
@@ -201,11 +221,15 @@ def from_model(
 
 @contextmanager
 def of_the_user(name: str) -> Iterator[None]:
-    """Errors of the user's own code are one line, with the place where they came from."""
+    """Errors of the user's own code are one line, with the place where they came from; so is that
+    it ends the program."""
     try:
         yield
     except (ToolError, KeyboardInterrupt):
         raise
+    except SystemExit as end:
+        what = f"ended the program with status {end.code or 0}{where(end)}"
+        raise ToolError(f"{name} {what}; its own arguments stand behind --", status=1) from end
     except Exception as error:
         what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise ToolError(f"{name} failed{where(error)}: {what}", status=1) from error
@@ -216,8 +240,9 @@ def record(step: Step, timed: bool = False) -> Recorded:
     recorder = Recorder(timed)
     recorder.recorded.weights = {recorder.number(weight) for weight in step.weights}
     with recorder, of_the_user(step.name):
-        loss = step.take()  # which is there when the step is over
+        loss = step.call()  # which is there when the step is over
     del loss
+    recorder.recorded.call = step.calls
     return recorder.recorded
 
 
@@ -225,10 +250,31 @@ def counted(build: Callable[[], Step]) -> tuple[Step, Recorded]:
     """A step, and what it does: the second one, as the first makes the optimizer's state."""
     step = build()
     with of_the_user(step.name):
-        step.take()
+        step.call()
     return step, record(step)
 
 
+def look_for_optimizer(step: Step, recorded: Recorded, calls: int) -> None:
+    """Where no optimizer took a step in the recorded call, though there is one: say in which call
+    one does, of so many more."""
+    kinds = {type(each).__name__ for each in gc.get_objects() if issubclass(type(each), Optimizer)}
+    if recorded.call in step.optimized or not kinds:
+        return
+    last = step.calls + calls
+    while not step.optimized and step.calls < last:
+        try:
+            step.call()
+        except Exception:  # such as the end of the data: what was recorded is whole
+            break
+    found = f"one does in call {min(step.optimized)}" if step.optimized else "nor in another one"
+    recorded.remarks += [
+        f"no optimizer takes a step in the recorded call {recorded.call}, {found} of the first"
+        f" {step.calls}, though there is {', '.join(sorted(kinds))}: a function that takes all calls"
+        " from one step of the optimizer to the next is the whole step"
+    ]
+
+
+@as_on_gpu()
 def count(build: Callable[[], Step], run: str = "") -> tuple[Step, Recorded]:
     """Operators, bytes and FLOPs of a step of fake tensors, with which nothing is computed. A step
     that these cannot take is really taken on the CPU, which is said before; never if `run` is
@@ -236,7 +282,9 @@ def count(build: Callable[[], Step], run: str = "") -> tuple[Step, Recorded]:
     if run != "real":
         try:
             with faked() as between:
-                return counted(build)
+                step, recorded = counted(build)
+                look_for_optimizer(step, recorded, MORE_CALLS)
+                return step, recorded
         except Exception as error:
             cause = error.__cause__ if isinstance(error, ToolError) else error
             if cause is None or not (reason := needs_values(cause, between)):
@@ -247,6 +295,7 @@ def count(build: Callable[[], Step], run: str = "") -> tuple[Step, Recorded]:
         note(f"{reason}: the step is really taken on this CPU, twice; {spent}")
     gc.collect()  # what the attempts before have left, such as workers of a DataLoader
     step, recorded = counted(build)
+    look_for_optimizer(step, recorded, 0)
     recorded.run = "real"
     return step, recorded
 
@@ -255,7 +304,7 @@ def measure(step: Step) -> Recorded:
     """The operators of a step with the times of their kernels, medians of some steps."""
     with of_the_user(step.name):
         for _ in range(REPEATS):
-            step.take()
+            step.call()
     times: dict[tuple, list[list[float]]] = {}  # of steps that were the same
     for _ in range(REPEATS):
         torch.cuda.synchronize()
@@ -266,6 +315,7 @@ def measure(step: Step) -> Recorded:
         times.setdefault(same, []).append([operator.us for operator in found.operators])
     for operator, us in zip(found.operators, zip(*times[same], strict=True), strict=True):
         operator.us = statistics.median(us)
+    look_for_optimizer(step, found, MORE_CALLS)
     return found
 
 
