@@ -108,6 +108,7 @@ def examine(args: argparse.Namespace, argv: Sequence[str]) -> dict:
     import torch
 
     from lab.fusions import step as steps
+    from lab.fusions.groups import Finding
     from lab.fusions.rates import measure_rates, read_rates
 
     start = time.perf_counter()
@@ -148,7 +149,12 @@ def examine(args: argparse.Namespace, argv: Sequence[str]) -> dict:
         step, recorded = steps.count(build, "real" if args.real else "fake" * args.fake)
     result = described(step.name, recorded, rates, start)
     if args.check:
-        result["check"] = steps.compared(step, recorded.launched)
+        check = result["check"] = steps.compared(step, recorded.launched)
+        as_measured = Finding(recorded, rates.in_trace() if "traced" in check else rates)
+        check["predicted_us"] = {
+            "now": as_measured.levels["now"]["us"],
+            "compiled": as_measured.compiled_us(),
+        }
     return result
 
 
@@ -160,7 +166,7 @@ def described(name: str, recorded: Recorded, rates: Rates | None, start: float) 
     return {
         "schema_version": 2,
         "name": name,
-        "precision": ", ".join(dtype for dtype, _ in flop.most_common()) or "no products",
+        "precision": ", ".join(dtype for dtype, _ in flop.most_common()) or "no products counted",
         "run": recorded.run,
         "call": recorded.call,
         "measured": recorded.run == "measured",
@@ -200,6 +206,8 @@ def report(result: dict, top: int) -> str:
         where += f", times are estimates with the rates of {rates['device_name']}"
     where = f"call {result['call']} of the step, {where}" if result["call"] else where
     counted = f"{result['operators']} operators, {result['flop'] / 1e9:.4g} GFLOP in products"
+    lacking = [row["operator"] for row in result["not_understood"] if "FLOP" in row["lacks"]]
+    counted += f" without {', '.join(lacking)}" if lacking else ""
     lines = [f"{result['name']}, {result['precision']}: {counted}; {where}"]
     if not result["measured"]:
         lines += [
@@ -264,9 +272,12 @@ def report(result: dict, top: int) -> str:
 def checked(result: dict) -> list[str]:
     """What the step and the same compiled took, beside the prediction; what is another program than
     was profiled is no verdict on it."""
-    levels, check = result["levels"], result["check"]
-    now, fused = levels["now"]["us"], levels["chains"]["us"] - (result.get("otherwise_us") or 0)
+    check = result["check"]
+    now, fused = check["predicted_us"]["now"], check["predicted_us"]["compiled"]
     lines = ["", "as graphs in turns, and compiled by inductor:"]
+    if "traced" in check:
+        how = "in turns, not as graphs: the time in which any of its kernels runs, from traces"
+        lines = ["", f"{how}, and compiled by inductor; {check['traced']}:"]
     for what, key, predicted, sides in (
         ("ms now", "now_ms", now / 1e3, ("now",)),
         ("ms fused", "compiled_ms", fused / 1e3, ("compiled",)),
@@ -284,7 +295,8 @@ def checked(result: dict) -> list[str]:
     for side, names in check.get("other", {}).items():
         if names:
             kinds = " and ".join(dict.fromkeys(map(category, names)))
-            how = "As a graph" if side == "now" else "Compiled"
+            how = "In the traces" if "traced" in check else "As a graph"
+            how = how if side == "now" else "Compiled"
             lines += [
                 f"{how} the step runs other kernels for {kinds} than were profiled: it is another"
                 " program, and no verdict on the prediction. --json has some of their names."

@@ -562,6 +562,10 @@ class Finding:
                 saved -= self.us(2 * next(u.bytes for u in o.reads if u.key == o.operands[0][0]))
         return saved
 
+    def compiled_us(self) -> float:
+        """The time of a step whose chains are kernels, and products as a compiler has them."""
+        return self.levels["chains"]["us"] - self.otherwise_us()
+
     def streams_on(self, operator: Operator) -> bool:
         """Does a chain read what an operator makes, element by element?"""
         key = operator.writes[0].key

@@ -72,8 +72,8 @@ class Namespace:
         return run
 
     def run(self) -> ModuleType:
-        """The file, imported under its own name as its own main module: what was pickled in a run of
-        it finds its classes, and workers that are spawned begin with it."""
+        """The file, imported under its own name as its own main module: what was pickled in a run
+        of it finds its classes, and workers that are spawned begin with it."""
         name = self.file.stem
         with self:
             if name in sys.modules or name in sys.stdlib_module_names:

@@ -50,8 +50,10 @@ WINDOWS = re.compile(  # their gradients are scatters
 )
 SCATTERS = re.compile(  # complete when the last source has been added
     r"(index_(add|put|copy)|_unsafe_index_put|_index_put_impl|scatter(_add|_reduce)?)_?|col2im"
-    r"|embedding_dense_backward"
+    r"|embedding_dense_backward|_embedding_bag(_dense)?_backward"
 )
+SCANS = re.compile("cum(sum|prod|max|min)|logcumsumexp|sort|topk")  # inductor leaves most
+BAG = "_embedding_bag"
 MOVES = re.compile(  # what comes out is elsewhere than what went in
     r"constant_pad_nd|(slice|select)_(backward|scatter)|roll|flip|cat|stack|repeat|pixel_(un)?shuffle"
 )
@@ -65,6 +67,8 @@ STREAMS = re.compile(  # element by element, or a loss of elements
 OWN = tuple(f"{ROOT / folder}{os.sep}" for folder in ("lab", "analysis_tools"))
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 SECTOR = 32  # bytes that a GPU reads at least
+# Of these PyTorch runs other operators backward as soon as a mode, such as a recorder, looks on.
+OTHERWISE = {"CumprodBackward0": "cumprod", "ProdBackward0": "prod", "ProdBackward1": "prod"}
 COUNTING = ("_local_scalar_dense", "add_", "_foreach_add_")
 ON_HOST = ("_get_value", "_single_tensor_", "_multi_tensor_")  # functions of torch.optim
 KERNELS = ("triton.runtime", "KernelInterface", "__getitem__")
@@ -222,6 +226,7 @@ class Recorder(TorchDispatchMode):
         self.blank: set[int] = set()  # storages that no operator has written
         self.lines: dict[tuple[int, int], str] = {}  # by thread and number of the autograd node
         self.main = threading.get_ident()
+        self.otherwise: set[tuple[str, str]] = set()  # operators and lines, see OTHERWISE
 
     # --- which memory
 
@@ -257,6 +262,11 @@ class Recorder(TorchDispatchMode):
         self.outer.close()
         found = self.storages.values()
         self.recorded.alive = {(n, self.version[n]) for ref, n in found if not ref.expired()}
+        self.recorded.remarks += [
+            f"the backward pass of {name} at {line} runs other operators while it is looked at:"
+            " what it moves and launches otherwise is missing in the totals"
+            for name, line in sorted(self.otherwise)
+        ]
 
     def place(self) -> tuple[str, str]:
         """Phase and line of what runs now: the innermost line outside of PyTorch. In the backward
@@ -279,6 +289,8 @@ class Recorder(TorchDispatchMode):
             while number >= 0 and (thread, number) not in self.lines and number < 2**62:
                 number -= 1  # an in-place operator on a view has a second node
             line = self.lines.get((thread, number), "")
+        if node is not None and node.name() in OTHERWISE:
+            self.otherwise.add((OTHERWISE[node.name()], line))
         phase = "backward" if node is not None else "optimizer" if optimizer else "forward"
         return phase, line or "?"
 
@@ -393,11 +405,14 @@ class Recorder(TorchDispatchMode):
                 operator.groups = named.get("groups", 1)
         elif (
             (kind == "optimizer" and plain == name)
-            or name in ("sort", "topk")
+            or SCANS.fullmatch(name)
             or (name == "index_add" and first.dtype == torch.bfloat16)  # inductor leaves it, too
             or (window and left_alone(name))
         ):
             operator.kind = "library"
+        elif name in (BAG, f"{BAG}_forward_only"):  # of the table only the rows
+            operator.kind = "library"
+            reads[0] = reads[0]._replace(bytes=inputs[1].numel() * first[0].nbytes)
         elif kind == "normalisation" or "softmax" in name:
             return self.passes(operator, args, inputs, made)
         elif GATHERS.fullmatch(name):
@@ -430,6 +445,8 @@ class Recorder(TorchDispatchMode):
                 reads[0] = reads[0]._replace(bytes=SECTOR * inputs[1].numel())
             elif name == "nll_loss_backward":  # of the logarithms only the shape
                 reads[1] = reads[1]._replace(bytes=0)
+        if operator.kind == "unknown":
+            operator.lacks = operator.lacks or "FLOPs, and bytes beside those of its tensors"
         return [operator]
 
     def passes(self, operator: Operator, args, inputs, made) -> list[Operator]:

@@ -6,6 +6,8 @@ import argparse
 import gc
 import statistics
 import tempfile
+import threading
+import time
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +40,7 @@ from lab.fusions.target import as_on_gpu
 from lab.profile.kernels import (
     NO_KERNELS,
     ON_GPU,
+    Kernel,
     category,
     complete,
     kernels_of,
@@ -47,10 +50,19 @@ from lab.profile.kernels import (
 )
 from lab.profile.spans import alone
 from lab.script import load_script, script_arguments
-from lab.turns import captured, compare_in_turns, warm_up
+from lab.turns import (
+    Turns,
+    alternating,
+    captured,
+    compare_in_turns,
+    free_memory,
+    warm_up,
+)
 
 REPEATS = 3  # profiled steps
 MORE_CALLS = 32  # in which an optimizer is looked for that takes no step in each
+TRACED_TURNS = 5  # each is a call
+SIGN_S = 10.0  # seconds from one sign of life to the next
 OTHER = 0.05  # of a step's time in kernels of which the other side has none: another program
 NEEDED = (
     "it must return (model, batch) so that model(**batch) is the loss, a scalar or with a .loss;"
@@ -120,9 +132,7 @@ def from_script(name: str, argv: Sequence[str]) -> Step:
     return Step(module.SCRIPT, *build(False), lambda: build(True)[0])
 
 
-def function_of(
-    place: str, argv: Sequence[str] = ()
-) -> tuple[Callable[[], object], Namespace]:
+def function_of(place: str, argv: Sequence[str] = ()) -> tuple[Callable[[], object], Namespace]:
     """The function of a file, FILE.py:function, and where its code runs: as `python FILE.py argv`
     runs it."""
     file, _, name = place.rpartition(":")
@@ -269,8 +279,8 @@ def look_for_optimizer(step: Step, recorded: Recorded, calls: int) -> None:
     found = f"one does in call {min(step.optimized)}" if step.optimized else "nor in another one"
     recorded.remarks += [
         f"no optimizer takes a step in the recorded call {recorded.call}, {found} of the first"
-        f" {step.calls}, though there is {', '.join(sorted(kinds))}: a function that takes all calls"
-        " from one step of the optimizer to the next is the whole step"
+        f" {step.calls}, though there is {', '.join(sorted(kinds))}: a function that takes all"
+        " calls from one step of the optimizer to the next is the whole step"
     ]
 
 
@@ -348,6 +358,15 @@ def side_by_side(streams: Sequence[Sequence[float]]) -> float:
     return (total / alike + longest * (1 - 1 / alike)) / total if total else 1.0
 
 
+def kernel_us(events: Sequence[dict]) -> list[tuple[Kernel, float]]:
+    """The kernels in a trace, with the microseconds that each adds to those in which any runs;
+    without a GPU the operators, with their times."""
+    kernels, on_gpu = kernels_of(events), complete(events, *ON_GPU)
+    union = alone(on_gpu)
+    own = [union[id(event)] for event in on_gpu] or [k.duration_ns / 1e3 for k in kernels]
+    return [*zip(kernels, own, strict=True)]
+
+
 def attribute(found: Recorded, events: list[dict]) -> None:
     """Give each operator the time of the kernels that its call launched; kernels that no operator
     launched become operators that are not understood."""
@@ -355,18 +374,15 @@ def attribute(found: Recorded, events: list[dict]) -> None:
     for operator in found.operators:
         operator.us, operator.kernels, operator.queued = 0.0, 0, 0
     ranges = ranges_of(events, {f"#{call}" for call in range(1 + max(first, default=0))})
-    kernels = kernels_of(events)
-    if not any(kernel.launch_us for kernel in kernels):
+    pairs = kernel_us(events)
+    if not any(kernel.launch_us for kernel, _ in pairs):
         raise ToolError(NO_KERNELS, status=1)
-    on_gpu = complete(events, *ON_GPU)  # these kernels; without a GPU there are none
-    union = alone(on_gpu)
-    spent = {id(k): union[id(e)] for k, e in zip(kernels, on_gpu, strict=False)}
-    kernels.sort(key=lambda kernel: kernel.launch_us or 0)
+    pairs.sort(key=lambda pair: pair[0].launch_us or 0)
+    named = range_of_each([kernel for kernel, _ in pairs], ranges)
     streams: dict[int, dict[object, list[float]]] = defaultdict(lambda: defaultdict(list))
     call = -1
-    for name, kernel in zip(range_of_each(kernels, ranges), kernels, strict=True):
+    for name, (kernel, us) in zip(named, pairs, strict=True):
         call = int(name[1:]) if name else call
-        us = spent.get(id(kernel), kernel.duration_ns / 1e3)
         found.launched[kernel.name] = found.launched.get(kernel.name, 0.0) + us
         if name is None or call not in first:  # it comes behind the one before
             own = Operator(f"kernel {kernel.name[:40]}", call, "forward", "?", [], [], barrier=True)
@@ -386,42 +402,94 @@ def attribute(found: Recorded, events: list[dict]) -> None:
 # --- compiled
 
 
+WORK = {"now": "taking the step", "compiled": "compiling"}
+
+
+@contextmanager
+def signs_of_life(what: str) -> Iterator[None]:
+    """Say on stderr how long this has taken, while it does."""
+    begin, over = time.perf_counter(), threading.Event()
+
+    def say() -> None:
+        while not over.wait(SIGN_S):
+            note(f"{what} for {time.perf_counter() - begin:.0f} s")
+
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 def compared(step: Step, launched: Mapping[str, float]) -> dict:
     """A step beside the same compiled: medians of the turns and of their ratios, and where one is
     another program than what was profiled, whose kernels took so many microseconds; or is
-    `unchanged` by compiling. What cannot be compared is an `error`."""
+    `unchanged` by compiling. Both are graphs; where one cannot be captured they are `traced`, for
+    that reason. What cannot be compared at all is an `error`."""
     result, sides = {}, {}
     # A graph is how this measures, and no part of the step: Hugging Face's models ask for one, and
     # would make masks in it that they do not make in training.
     with mock.patch("torch.cuda.is_current_stream_capturing", return_value=False):
         try:
             for name, make in (("now", lambda: step.take), ("compiled", step.compiled)):
-                with of_the_user(f"{step.name}, {name} as a graph"):
+                with of_the_user(f"{step.name}, {name}"), signs_of_life(WORK[name]):
                     take = make()
-                    compare_in_turns({name: take}, turns=1)
-                    sides[name] = take
+                    take()
+                    take()  # whose gradients may be other memory
+                sides[name] = take
         except (ToolError, torch.OutOfMemoryError) as error:
             result["error"] = " ".join(str(error).split())
-        if sides:
-            turns = compare_in_turns(sides)
-            result |= {f"{name}_ms": statistics.median(ms) for name, ms in turns.ms.items()}
-            kernels = {name: graph_kernels(take) for name, take in sides.items()}
-            result["other"] = {name: others(name, kernels[name], launched) for name in sides}
-            result["turns_ms"] = turns.ms
+        if not sides:
+            return result
+        try:
+            turns, kernels = graphs_in_turns(sides)
+        except (ToolError, torch.OutOfMemoryError) as error:
+            result["traced"] = " ".join(str(error).split())
+            free_memory()
+            turns, kernels = traced_in_turns(sides)
+    result |= {f"{name}_ms": statistics.median(ms) for name, ms in turns.ms.items()}
+    result["other"] = {name: others(name, kernels[name], launched) for name in sides}
+    result["turns_ms"] = turns.ms
     if "compiled" in sides:
         result["speedup"] = statistics.median(turns.ratios("compiled"))
         result["unchanged"] = kernels["compiled"].keys() <= launched.keys()
     return result
 
 
-def graph_kernels(take: Callable[[], object]) -> Counter:
-    """Microseconds of the kernels of a step as a graph, by name."""
-    warm_up(take)
-    replay = captured(take, 1)
-    replay()
+Sides = Mapping[str, Callable[[], object]]
+
+
+def graphs_in_turns(sides: Sides) -> tuple[Turns, dict[str, Counter]]:
+    """The turns of these steps as graphs, and microseconds of the kernels of each by name."""
+    for name, take in sides.items():
+        compare_in_turns({name: take}, turns=1)
+    turns, kernels = compare_in_turns(sides), {}
+    for name, take in sides.items():
+        warm_up(take)
+        replay = captured(take, 1)
+        replay()
+        kernels[name] = by_name(profiled(replay)[1])
+    return turns, kernels
+
+
+def traced_in_turns(sides: Sides) -> tuple[Turns, dict[str, Counter]]:
+    """The same without graphs: a turn is a call in a trace, and takes as long as any of its kernels
+    runs. What the host does between them does not count."""
+    ms, kernels = {name: [] for name in sides}, {}
+    for turn, name in alternating(sides, TRACED_TURNS + 1):
+        kernels[name] = by_name(profiled(sides[name])[1])
+        if turn:  # the first one warms up
+            ms[name].append(kernels[name].total() / 1e3)
+    return Turns(ms), kernels
+
+
+def by_name(events: Sequence[dict]) -> Counter:
+    """Microseconds of the kernels in a trace by name."""
     found: Counter = Counter()
-    for kernel in kernels_of(profiled(replay)[1]):
-        found[kernel.name] += kernel.duration_ns / 1e3
+    for kernel, us in kernel_us(events):
+        found[kernel.name] += us
     return found
 
 
