@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bench.models_for_find_fusions import Made, Make, WithLoss, transformer
+import itertools
 
 # --- what waits for the device
 
@@ -28,7 +29,7 @@ class NeRF(nn.Module):
         sizes = [6 * octaves, *[width] * 6]
         layers = (
             layer
-            for a, b in zip(sizes, sizes[1:], strict=False)
+            for a, b in itertools.pairwise(sizes)
             for layer in (nn.Linear(a, b), nn.ReLU())
         )
         self.field, self.out = nn.Sequential(*layers), nn.Linear(width, 4)
@@ -54,7 +55,7 @@ class Encoder(nn.Sequential):
     def __init__(self, width: int, out: int):
         sizes = [3, width, 2 * width, 4 * width]
         layers: list[nn.Module] = []
-        for a, b in zip(sizes, sizes[1:], strict=False):
+        for a, b in itertools.pairwise(sizes):
             layers += [nn.Conv2d(a, b, 3, 2, 1), nn.BatchNorm2d(b), nn.ReLU()]
         super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, out))
 
@@ -174,7 +175,7 @@ class PointNet(nn.Module):
     @staticmethod
     def layers(kind: type[nn.Module], sizes: tuple[int, ...]) -> list[nn.Module]:
         more = (1,) if kind is nn.Conv1d else ()
-        pairs = zip(sizes, sizes[1:], strict=False)
+        pairs = itertools.pairwise(sizes)
         return [m for a, b in pairs for m in (kind(a, b, *more), nn.BatchNorm1d(b), nn.ReLU())]
 
     def forward(self, x: Tensor) -> Tensor:
