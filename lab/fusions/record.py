@@ -50,10 +50,12 @@ WINDOWS = re.compile(  # their gradients are scatters
 )
 SCATTERS = re.compile(  # complete when the last source has been added
     r"(index_(add|put|copy)|_unsafe_index_put|_index_put_impl|scatter(_add|_reduce)?)_?|col2im"
-    r"|embedding_dense_backward|_embedding_bag(_dense)?_backward"
+    r"|embedding_dense_backward"
 )
 SCANS = re.compile("cum(sum|prod|max|min)|logcumsumexp|sort|topk")  # inductor leaves most
-BAG = "_embedding_bag"
+BAGS = re.compile(
+    "_embedding_bag(_forward_only|_backward|_dense_backward)?"
+)  # it leaves these, too
 MOVES = re.compile(  # what comes out is elsewhere than what went in
     r"constant_pad_nd|(slice|select)_(backward|scatter)|roll|flip|cat|stack|repeat|pixel_(un)?shuffle"
 )
@@ -109,6 +111,8 @@ class Operator:
     groups: int = 1  # of a convolution
     random: bool = False  # a second time it would make other numbers
     alone: bool = False  # long sums of columns are a kernel of their own
+    apart: bool = False  # what it adds up lies in many pieces
+    meets: bool = False  # it adds at indices, many to each place
     barrier: bool = False  # the host waits for its result, or nobody sees what it does
     dtype: str = ""  # in which a product is computed
     flop: int = 0
@@ -406,13 +410,15 @@ class Recorder(TorchDispatchMode):
         elif (
             (kind == "optimizer" and plain == name)
             or SCANS.fullmatch(name)
-            or (name == "index_add" and first.dtype == torch.bfloat16)  # inductor leaves it, too
+            or (name == "index_add" and first.dtype == torch.bfloat16)  # inductor leaves these
+            or (name.startswith(("index_put", "_index_put")) and masks)
             or (window and left_alone(name))
         ):
             operator.kind = "library"
-        elif name in (BAG, f"{BAG}_forward_only"):  # of the table only the rows
+        elif BAGS.fullmatch(name):
             operator.kind = "library"
-            reads[0] = reads[0]._replace(bytes=inputs[1].numel() * first[0].nbytes)
+            if "backward" not in name:  # of the table only the rows
+                reads[0] = reads[0]._replace(bytes=inputs[1].numel() * first[0].nbytes)
         elif kind == "normalisation" or "softmax" in name:
             return self.passes(operator, args, inputs, made)
         elif GATHERS.fullmatch(name):
@@ -426,7 +432,10 @@ class Recorder(TorchDispatchMode):
         elif window or SCATTERS.fullmatch(name):
             operator.kind, operator.closed = "stream", True
             target = operator.writes[0]
-            added = max(t.numel() for t in inputs[bool(written) :]) * inputs[0].element_size()
+            added = max(t.numel() for t in inputs[bool(written) :])
+            adds = "add" in name or "backward" in name or bool(named.get("accumulate"))
+            operator.meets = adds and added >= sum(t.numel() for t in [*written, *fresh])
+            added *= inputs[0].element_size()
             if written:  # only what is added to is touched, and its reads meet its writes
                 reads[0], operator.source = reads[0]._replace(bytes=0), {reads[0].key}
             whole = 0 if written else target.bytes
@@ -456,11 +465,14 @@ class Recorder(TorchDispatchMode):
         """
         name, x = operator.name, inputs[0]
         backward = "backward" in name
+        operator.apart = "batch" in name and x.dim() in (3, 5)
         if "softmax" in name:
             sums = reduced(x, next(a for a in args if isinstance(a, int)))
         else:  # one sum for each mean or deviation, which are the second result
             means = next((t.numel() for t in (inputs[2:] if backward else made[1:])), 0)
             length, columns = x.numel() // (means or x.shape[1]), "batch" in name and x.dim() == 2
+            summed = inputs[1] if backward else x
+            operator.apart |= "layer" in name and summed.stride(-1) > 1
             sums = x.numel(), max(1, length), columns
         between = self.add(8 * max(1, x.numel() // max(1, sums[1])))
         first, *rest = operator.writes
