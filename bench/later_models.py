@@ -7,6 +7,7 @@ models_for_find_fusions.py.
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bench.models_for_find_fusions import Made, Make, WithLoss, transformer
-import itertools
 
 # --- what waits for the device
 
@@ -28,9 +28,7 @@ class NeRF(nn.Module):
         self.octaves = octaves
         sizes = [6 * octaves, *[width] * 6]
         layers = (
-            layer
-            for a, b in itertools.pairwise(sizes)
-            for layer in (nn.Linear(a, b), nn.ReLU())
+            layer for a, b in itertools.pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())
         )
         self.field, self.out = nn.Sequential(*layers), nn.Linear(width, 4)
 

@@ -444,11 +444,10 @@ def compared(step: Step, launched: Mapping[str, float]) -> dict:
         if not sides:
             return result
         try:
-            turns, kernels = graphs_in_turns(sides)
+            with of_the_user(step.name):
+                turns, kernels = in_turns(sides, result)
         except (ToolError, torch.OutOfMemoryError) as error:
-            result["traced"] = " ".join(str(error).split())
-            free_memory()
-            turns, kernels = traced_in_turns(sides)
+            return result | {"error": " ".join(str(error).split())}
     result |= {f"{name}_ms": statistics.median(ms) for name, ms in turns.ms.items()}
     result["other"] = {name: others(name, kernels[name], launched) for name in sides}
     result["turns_ms"] = turns.ms
@@ -459,10 +458,23 @@ def compared(step: Step, launched: Mapping[str, float]) -> dict:
 
 
 Sides = Mapping[str, Callable[[], object]]
+Measured = tuple[Turns, dict[str, Counter]]
 
 
-def graphs_in_turns(sides: Sides) -> tuple[Turns, dict[str, Counter]]:
-    """The turns of these steps as graphs, and microseconds of the kernels of each by name."""
+def in_turns(sides: Sides, result: dict) -> Measured:
+    """The turns of these steps, and microseconds of the kernels of each by name: as graphs, or
+    traced, with the reason in the result."""
+    try:
+        return graphs_in_turns(sides)
+    except (ToolError, torch.OutOfMemoryError) as error:
+        reason = f"{error}{where(error.__cause__ or error)}"
+        result["traced"] = " ".join(reason.split())
+    free_memory()
+    return traced_in_turns(sides)
+
+
+def graphs_in_turns(sides: Sides) -> Measured:
+    """The same as graphs."""
     for name, take in sides.items():
         compare_in_turns({name: take}, turns=1)
     turns, kernels = compare_in_turns(sides), {}
@@ -474,7 +486,7 @@ def graphs_in_turns(sides: Sides) -> tuple[Turns, dict[str, Counter]]:
     return turns, kernels
 
 
-def traced_in_turns(sides: Sides) -> tuple[Turns, dict[str, Counter]]:
+def traced_in_turns(sides: Sides) -> Measured:
     """The same without graphs: a turn is a call in a trace, and takes as long as any of its kernels
     runs. What the host does between them does not count."""
     ms, kernels = {name: [] for name in sides}, {}
