@@ -10,16 +10,20 @@ operators that are not understood, which are named. Lines are those outside of P
 operators, in a backward pass those of its forward pass.
 
 --model FILE.py:FUNCTION names a function without arguments, in a file that is imported as `python
-FILE.py` would run it. It returns (model, batch), and model(**batch) is the loss, a scalar or with a
-.loss: the step is forward, backward and AdamW. Or it returns a function without arguments that
-takes one training step, on the device of its choice. It takes --use-amp, --matmul-precision and
---device as the version scripts do. What torch.compile has made, and kernels of your own, are
-measured as they are, named, and never fused.
+FILE.py` would run it; the file's own arguments stand behind --. It returns (model, batch), and
+model(**batch) is the loss, a scalar or with a .loss: the step is forward, backward and AdamW. Or it
+returns a function without arguments that takes one training step, on the device of its choice. It
+takes --use-amp, --matmul-precision and --device as the version scripts do. What torch.compile has
+made, and kernels of your own, are measured as they are, named, and never fused.
+
+--check takes both sides in turns as graphs. Where one cannot be a graph, as it waits for the
+device, they are compared by the time in which any of their kernels runs, from traces.
 
 Without a GPU nothing is computed, unless the step asks for values: which operator does is said, and
 two steps are taken on the CPU. Operators, bytes and FLOPs are those of a CPU's operators, each
-counted as a kernel; a GPU can have other ones for attention, norms and dropout. Times need --rates
-DIR, such as results/h100, and are estimates for that GPU.
+counted as a kernel; a GPU can have other ones for attention, norms and dropout. Autocast and
+optimizers choose as on a GPU, and a DataLoader loads here, without workers. Times need --rates DIR,
+such as results/h100, and are estimates for that GPU.
 
 --trace FILE[.gz] predicts from a trace of torch.profiler.profile(record_shapes=True), of NVIDIA or
 AMD: times are its own. Where it has several processes, it is the one whose GPU was busy longest.
@@ -28,7 +32,7 @@ Examples:
   python analysis_tools/find_fusions.py tiny_llama_v1.py --use-amp --seq-len 128
   python analysis_tools/find_fusions.py tiny_llama_v1.py --use-amp --check
   python analysis_tools/find_fusions.py --model my_model.py:build --use-amp --json found.json
-  python analysis_tools/find_fusions.py --model my_model.py:build --plot found.png
+  python analysis_tools/find_fusions.py --model train.py:build --plot found.png -- --lr 1e-3
   python analysis_tools/find_fusions.py --trace trace.json.gz
 """
 
@@ -61,14 +65,14 @@ PROG = Path(__file__).name
 
 def build_parser() -> Parser:
     """The command line."""
-    usage = "%(prog)s SCRIPT|--model FILE.py:FUNCTION [arguments] [arguments of the script]"
+    usage = "%(prog)s SCRIPT|--model FILE.py:FUNCTION [arguments] [its own: of a FILE.py behind --]"
     parser = documented_parser(PROG, __doc__, usage)
     model = "a function that returns a model and a batch, or a step"
     parser.add_argument("--model", metavar="FILE.py:FUNCTION", help=model)
     parser.add_path("--trace", "FILE", "a trace of torch.profiler with shapes, of any GPU")
     parser.add_count("--top", 12, "chains to print")
     parser.add_flag(
-        "--check", "compile the same with inductor, and measure both as graphs in turns"
+        "--check", "compile the same with inductor, and measure both in turns: graphs, or traces"
     )
     parser.add_flag("--fake", "without a GPU: run nothing, even if that ends without a result")
     parser.add_flag("--real", "without a GPU: really take two steps on the CPU")

@@ -6,7 +6,7 @@ graphs in alternating turns; of our own V1 also with the levels of fusion that V
 Half of the models, chosen by a checksum of their names before anything was measured, tell the one
 constant that is fitted, how long a kernel among others takes to begin and end. Errors are reported
 for the other half, for each model with the constant that all others tell, and for problems of
-KernelBench, which nobody here chose.
+KernelBench, which nobody here chose. Models of later_models.py are in a file of their own.
 
 Rows are kept as they are measured, and the same command goes on after an interruption. A step that
 is compiled to another program, with another attention, or not at all, tells no error of a speed-up.

@@ -137,6 +137,7 @@ class Recorded:
     run: str = "fake"  # or "real" on a CPU, or "measured" on a GPU
     launched: dict[str, float] = field(default_factory=dict)  # microseconds by name of the kernel
     call: int = 0  # which call of the step it was
+    idle: list[str] = field(default_factory=list)  # optimizers that took no step in it
     remarks: list[str] = field(default_factory=list)
 
     def flop(self) -> Counter:
@@ -241,6 +242,10 @@ class Recorder(TorchDispatchMode):
             self.storages[storage._cdata] = StorageWeakRef(storage), len(self.sizes)
             self.add(storage.nbytes())
         return self.storages[storage._cdata][1]
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Has an operator touched the storage of this tensor?"""
+        return tensor.untyped_storage()._cdata in self.storages
 
     def add(self, size: int) -> Use:
         """A storage of its own, also for what no tensor is."""

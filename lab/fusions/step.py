@@ -253,7 +253,21 @@ def record(step: Step, timed: bool = False) -> Recorded:
         loss = step.call()  # which is there when the step is over
     del loss
     recorder.recorded.call = step.calls
+    if step.calls not in step.optimized:
+        recorder.recorded.idle = idle_optimizers(recorder)
     return recorder.recorded
+
+
+def idle_optimizers(recorder: Recorder) -> list[str]:
+    """The kinds of optimizers there are of weights that a step without them has used."""
+
+    def used(optimizer: Optimizer) -> bool:
+        groups = getattr(optimizer, "param_groups", ())  # of one that is being made there are none
+        weights = (weight for group in groups for weight in group["params"])
+        return any(recorder.knows(weight) for weight in weights)
+
+    found = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+    return sorted({type(each).__name__ for each in found if used(each)})
 
 
 def counted(build: Callable[[], Step]) -> tuple[Step, Recorded]:
@@ -267,8 +281,7 @@ def counted(build: Callable[[], Step]) -> tuple[Step, Recorded]:
 def look_for_optimizer(step: Step, recorded: Recorded, calls: int) -> None:
     """Where no optimizer took a step in the recorded call, though there is one: say in which call
     one does, of so many more."""
-    kinds = {type(each).__name__ for each in gc.get_objects() if issubclass(type(each), Optimizer)}
-    if recorded.call in step.optimized or not kinds:
+    if not recorded.idle:
         return
     last = step.calls + calls
     while not step.optimized and step.calls < last:
@@ -279,7 +292,7 @@ def look_for_optimizer(step: Step, recorded: Recorded, calls: int) -> None:
     found = f"one does in call {min(step.optimized)}" if step.optimized else "nor in another one"
     recorded.remarks += [
         f"no optimizer takes a step in the recorded call {recorded.call}, {found} of the first"
-        f" {step.calls}, though there is {', '.join(sorted(kinds))}: a function that takes all"
+        f" {step.calls}, though there is {', '.join(recorded.idle)}: a function that takes all"
         " calls from one step of the optimizer to the next is the whole step"
     ]
 
