@@ -300,7 +300,7 @@ def table(rows: Sequence[dict]) -> str:
         Column("measured", "now", ".2f", " ms"),
         Column("compiled", "compiled", ".2f", " ms"),
         Column("speed-up, predicted", "predicted", ".2f", "x"),
-        Column("compiled ", "speedup", ".2f", "x"),
+        Column("speed-up, compiled", "speedup", ".2f", "x"),
         Column("off", "off", "+.0f", " %"),
         Column("like V3, predicted", "V3, predicted", ".2f", " ms"),
         Column("V3", "V3", ".2f", " ms"),

@@ -625,8 +625,7 @@ class Finding:
             (self.again, "gathers are taken again by several kernels, maybe slower than a copy"),
             (dense, "chains compute more elements than they move bytes: slower than a copy"),
             (grown, "gradients of an interpolation: a compiler adds them up at indices, slower"),
-            (apart, "norms add up what lies apart in memory: a compiler's are slower than a copy,"
-             " the more so where memory is fast"),
+            (apart, "norms add up what lies apart in memory: a compiler's are slower than a copy"),
             (meet, "sums at indices, many to a place: a compiler's are atomic, slower than a copy"),
             (recurrent, "recurrent layers: torch.compile leaves the function that calls one as it"
              " is, unless torch._dynamo.config.allow_rnn"),
