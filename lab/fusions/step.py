@@ -79,16 +79,18 @@ class Step:
     weights: list[Tensor] = field(default_factory=list)
     compiled: Callable[[], Callable[[], object]] | None = None
     calls: int = 0
-    optimized: set[int] = field(default_factory=set)  # calls in which an optimizer took a step
+    # by call the optimizers, as id, that took a step in it
+    optimized: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
 
     def call(self) -> object:
         """Take the step once more."""
         self.calls += 1
-        seen = register_optimizer_step_pre_hook(lambda *_: self.optimized.add(self.calls))
+        own = self.optimized[self.calls]
+        hook = register_optimizer_step_pre_hook(lambda optimizer, *_: own.add(id(optimizer)))
         try:
             return self.take()
         finally:
-            seen.remove()
+            hook.remove()
 
 
 def placed(value: Tensor, device: torch.device) -> Tensor:
@@ -253,13 +255,14 @@ def record(step: Step, timed: bool = False) -> Recorded:
         loss = step.call()  # which is there when the step is over
     del loss
     recorder.recorded.call = step.calls
-    if step.calls not in step.optimized:
-        recorder.recorded.idle = idle_optimizers(recorder)
+    stepped = step.optimized[step.calls]
+    kinds = {id(each): type(each).__name__ for each in optimizers_of(recorder)}
+    recorder.recorded.idle = {key: kind for key, kind in kinds.items() if key not in stepped}
     return recorder.recorded
 
 
-def idle_optimizers(recorder: Recorder) -> list[str]:
-    """The kinds of optimizers there are of weights that a step without them has used."""
+def optimizers_of(recorder: Recorder) -> list[Optimizer]:
+    """The optimizers there are of weights that a recorded step has used."""
 
     def used(optimizer: Optimizer) -> bool:
         groups = getattr(optimizer, "param_groups", ())  # of one that is being made there are none
@@ -267,7 +270,7 @@ def idle_optimizers(recorder: Recorder) -> list[str]:
         return any(recorder.knows(weight) for weight in weights)
 
     found = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
-    return sorted({type(each).__name__ for each in found if used(each)})
+    return [each for each in found if used(each)]
 
 
 def counted(build: Callable[[], Step]) -> tuple[Step, Recorded]:
@@ -278,22 +281,26 @@ def counted(build: Callable[[], Step]) -> tuple[Step, Recorded]:
     return step, record(step)
 
 
-def look_for_optimizer(step: Step, recorded: Recorded, calls: int) -> None:
-    """Where no optimizer took a step in the recorded call, though there is one: say in which call
-    one does, of so many more."""
+def look_for_optimizers(step: Step, recorded: Recorded, calls: int) -> None:
+    """Where an optimizer took no step in the recorded call: say in which call one does, of so many
+    more."""
     if not recorded.idle:
         return
+
+    def stepped() -> list[int]:
+        return [call for call, own in step.optimized.items() if own & recorded.idle.keys()]
+
     last = step.calls + calls
-    while not step.optimized and step.calls < last:
+    while not stepped() and step.calls < last:
         try:
             step.call()
         except Exception:  # such as the end of the data: what was recorded is whole
             break
-    found = f"one does in call {min(step.optimized)}" if step.optimized else "nor in another one"
+    other = f"but in call {min(stepped())}" if stepped() else f"nor in the first {step.calls}"
     recorded.remarks += [
-        f"no optimizer takes a step in the recorded call {recorded.call}, {found} of the first"
-        f" {step.calls}, though there is {', '.join(recorded.idle)}: a function that takes all"
-        " calls from one step of the optimizer to the next is the whole step"
+        f"{', '.join(sorted(recorded.idle.values()))} takes no step in the recorded call"
+        f" {recorded.call}, {other}: a function that takes all calls from one step of the optimizer"
+        " to the next is the whole step"
     ]
 
 
@@ -306,7 +313,7 @@ def count(build: Callable[[], Step], run: str = "") -> tuple[Step, Recorded]:
         try:
             with faked() as between:
                 step, recorded = counted(build)
-                look_for_optimizer(step, recorded, MORE_CALLS)
+                look_for_optimizers(step, recorded, MORE_CALLS)
                 return step, recorded
         except Exception as error:
             cause = error.__cause__ if isinstance(error, ToolError) else error
@@ -318,7 +325,7 @@ def count(build: Callable[[], Step], run: str = "") -> tuple[Step, Recorded]:
         note(f"{reason}: the step is really taken on this CPU, twice; {spent}")
     gc.collect()  # what the attempts before have left, such as workers of a DataLoader
     step, recorded = counted(build)
-    look_for_optimizer(step, recorded, 0)
+    look_for_optimizers(step, recorded, 0)
     recorded.run = "real"
     return step, recorded
 
@@ -338,7 +345,7 @@ def measure(step: Step) -> Recorded:
         times.setdefault(same, []).append([operator.us for operator in found.operators])
     for operator, us in zip(found.operators, zip(*times[same], strict=True), strict=True):
         operator.us = statistics.median(us)
-    look_for_optimizer(step, found, MORE_CALLS)
+    look_for_optimizers(step, found, MORE_CALLS)
     return found
 
 
