@@ -247,17 +247,17 @@ def of_the_user(name: str) -> Iterator[None]:
         raise ToolError(f"{name} failed{where(error)}: {what}", status=1) from error
 
 
-def record(step: Step, timed: bool = False) -> Recorded:
-    """One step, of which no tensor stays."""
+def record(step: Step, timed: bool = False, look: bool = False) -> Recorded:
+    """One step, of which no tensor stays; with `look` also which optimizers were idle in it."""
     recorder = Recorder(timed)
     recorder.recorded.weights = {recorder.number(weight) for weight in step.weights}
     with recorder, of_the_user(step.name):
         loss = step.call()  # which is there when the step is over
     del loss
     recorder.recorded.call = step.calls
-    stepped = step.optimized[step.calls]
-    kinds = {id(each): type(each).__name__ for each in optimizers_of(recorder)}
-    recorder.recorded.idle = {key: kind for key, kind in kinds.items() if key not in stepped}
+    for optimizer in optimizers_of(recorder) if look else ():
+        if id(optimizer) not in step.optimized[step.calls]:
+            recorder.recorded.idle[id(optimizer)] = type(optimizer).__name__
     return recorder.recorded
 
 
@@ -278,7 +278,7 @@ def counted(build: Callable[[], Step]) -> tuple[Step, Recorded]:
     step = build()
     with of_the_user(step.name):
         step.call()
-    return step, record(step)
+    return step, record(step, look=True)
 
 
 def look_for_optimizers(step: Step, recorded: Recorded, calls: int) -> None:
@@ -338,7 +338,7 @@ def measure(step: Step) -> Recorded:
     times: dict[tuple, list[list[float]]] = {}  # of steps that were the same
     for _ in range(REPEATS):
         torch.cuda.synchronize()
-        found, events = profiled(lambda: record(step, timed=True))
+        found, events = profiled(lambda: record(step, timed=True, look=True))
         attribute(found, events)
         found.run = "measured"
         same = tuple(operator.name for operator in found.operators)
