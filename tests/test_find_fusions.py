@@ -994,10 +994,12 @@ def get_inputs():
         study.subjects(tmp_path / "nothing")
 
 
-def test_a_row_predicted_again_keeps_what_was_measured():
-    """It is predicted from a new profile, and no side is built or compiled."""
+@pytest.mark.parametrize(("more", "rates"), [({}, RATES), ({"traced": "waits"}, RATES.in_trace())])
+def test_a_row_predicted_again_keeps_what_was_measured(more, rates):
+    """It is predicted from a new profile, in the time that was measured: of a graph or of a trace;
+    and no side is built or compiled."""
     step = Step("s", lambda: X.exp() + 1)
-    known = {"sides_ms": {"now": [3.0], "compiled": [2.0]}, "other": ["k"], "part": "old"}
+    known = {"sides_ms": {"now": [3.0], "compiled": [2.0]}, "other": ["k"], "part": "old", **more}
     with (
         mock.patch.object(study.steps, "measure", record),
         mock.patch.object(study.steps, "compared") as side,
@@ -1005,7 +1007,9 @@ def test_a_row_predicted_again_keeps_what_was_measured():
         row = study.row((lambda: step, None, ()), "held out", RATES, known)
     assert not side.called
     assert (row["part"], row["sides_ms"], row["other"]) == ("held out", known["sides_ms"], ["k"])
-    assert row["launched"]["now"] == 2 and row["rates"] == vars(RATES)
+    assert row["launched"]["now"] == 2 and row["rates"] == vars(rates)
+    how = study.judged(row | {"shape": "s", "precision": "bf16"})["how"]
+    assert how == ("traces" if more else "graphs")
 
 
 def judged(shape: str, now: float, part: str = "fitted", **more: object) -> dict:
