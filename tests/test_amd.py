@@ -99,13 +99,42 @@ def lane0(state: Waves, number: int, kind: type = np.uint32):
         ("v_fma_mix_f32 v0, v1, v2, 1.0 op_sel:[1,0,0] op_sel_hi:[1,0,0]",
          (0x40000000, 0x40400000), 0x40E00000),  # 2.0 in the upper half, 3.0, 1.0
         ("v_max3_f32 v0, v1, v2, 0", (0xBF800000, 0x7FC00000), 0),  # -1, NaN
+        ("v_med3_f32 v0, v1, 0.5, v2", (0xBF800000, 0x7FC00000), 0xBF800000),  # as min3
+        ("v_med3_f32 v0, v1, 0.5, v2", (0xBF800000, 0x40000000), 0x3F000000),
+        ("v_max_f32_e32 v0, v1, v2", (0, 0x80000000), 0),
+        ("v_max_f32_e32 v0, v1, v2", (0x80000000, 0), 0),
+        ("v_min_f32_e32 v0, v1, v2", (0, 0x80000000), 0x80000000),
+        ("v_max_f16_e32 v0, v1, v2", (0x8000, 0), 0),
+        ("v_max_f32_e32 v0, v1, v2", (0x3F800000, 0x7FC00000), 0x3F800000),
+        ("v_max_f32_e32 v0, v1, v2", (0x3F800000, 0x7F800001), 0x7FC00001),  # a signalling NaN
+        ("v_max_i32_e32 v0, v1, v2", (0xFFFFFFFF, 3), 3),
+        ("v_maximum3_f32 v0, v1, v2, 0", (0xBF800000, 0x7FC00000), 0x7FC00000),
+        ("v_perm_b32 v0, v1, v2, 0x0b0a0908", (0x80000000, 0x80007FFF), 0xFF00FF00),
+        ("v_perm_b32 v0, v1, v2, 0x0d0c0b0a", (0x7FFF8000, 0x80008000), 0xFF0000FF),
+        ("v_mul_hi_u32_u24_e32 v0, v1, v2", (0xFF800000, 0x00FFFFFF), 0x7FFF),
+        ("v_mul_hi_i32_i24_e32 v0, v1, v2", (0x00800000, 0x007FFFFF), 0xFFFFC000),
+        ("v_fma_f32 v0, v1, v1, v2", (0x3F800800, 0x17800000), 0x3F801001),  # rounded once
+        ("v_fma_f32 v0, v1, v1, v2", (0x3F800800, 0x97800000), 0x3F801000),
+        ("v_pk_fma_f32 v[0:1], v[4:5], v[4:5], v[6:7]", (0, 0), 0x3F801001),
+        ("v_rcp_f32_e32 v0, v1", (0x80400000, 0), 0xFF800000),  # denormal numbers are 0
+        ("v_rcp_f32_e32 v0, v1", (0x7F000000, 0), 0),
+        ("v_rsq_f32_e32 v0, v1", (0x00400000, 0), 0x7F800000),
+        ("v_sqrt_f32_e32 v0, v1", (0x00400000, 0), 0),
+        ("v_log_f32_e32 v0, v1", (0x00400000, 0), 0xFF800000),
+        ("v_exp_f32_e32 v0, v1", (0xC3000000, 0), 0),  # 2**-128
+        ("v_rcp_f16_e32 v0, v1", (0x0200, 0), 0x7800),  # but those of float16
+        ("v_div_fixup_f32 v0, v1, v2, 2.0", (0x7FC00000, 0x40000000), 0x7FC00000),
+        ("v_div_fixup_f32 v0, v1, v2, 2.0", (0xBF800000, 0x40000000), 0x3F800000),
+        ("v_div_fixup_f32 v0, v1, v2, 2.0", (0x3F800000, 0x80000000), 0xFF800000),
+        ("v_div_fixup_f32 v0, v1, v2, 0", (0x3F800000, 0), 0xFFC00000),
         ("v_ldexp_f32 v0, v1, 3", (0x3F800000, 0), 0x41000000),
         ("v_mul_f32_e64 v0, -v1, |v2|", (0x40000000, 0xC0400000), 0xC0C00000),
         ("v_bitop3_b32 v0, v1, v2, 15 bitop3:0x6c", (12, 10), 10 ^ (12 & 15)),  # b xor (a and c)
     ],
 )  # fmt: skip
 def test_one_instruction(line: str, sources: tuple[int, int], expected: int):
-    state = run(line, v1=sources[0], v2=sources[1])
+    state = run(line, v1=sources[0], v2=sources[1],
+                v4=0x3F800800, v5=0, v6=0x17800000, v7=0)  # fmt: skip
     assert hex(lane0(state, 0)) == hex(expected)
 
 
