@@ -12,14 +12,14 @@ from conftest import ROOT
 
 from lab.amd import checksums, execute
 from lab.amd.assembly import Program, Unknown, instruction
-from lab.amd.counters import conflict_cycles, least_us
+from lab.amd.counters import conflict_cycles, least_us, operations
 from lab.amd.memory import Fault, Memory
 from lab.amd.waves import Waves
 
 LANES = np.arange(64)
 
 
-def program(*lines: str) -> Program:
+def program(*lines: str, target: str = "gfx942") -> Program:
     """A program of these instructions; `name:` is a label."""
     code, labels = [], {}
     for line in (*lines, "s_endpgm"):
@@ -27,30 +27,31 @@ def program(*lines: str) -> Program:
             labels[line[:-1]] = len(code)
         else:
             code.append(instruction(line, f"test.py:{len(code) + 1}"))
-    return Program("test", "gfx942", code, labels, {}, [])
+    return Program("test", target, code, labels, {}, [])
 
 
 def run(
-    *lines: str, waves: int = 1, groups: int = 1, lds: int = 1024, tensor: int = 0, **registers
-) -> Waves:
+    *lines: str, waves: int = 1, groups: int = 1, lds: int = 1024, tensor: int = 0,
+    target: str = "gfx942", **registers,
+) -> Waves:  # fmt: skip
     """Execute instructions on waves whose registers (v1=..., s2=...) hold these values, floats as
     float32; s[4:7] may be the buffer of a tensor of so many bytes."""
-    written = program(*lines)
+    written = program(*lines, target=target)
     execute.prepare(written)
     state = Waves(written, 300, groups, waves, lds)
     state.memory = Memory()
     if tensor:
         address = state.memory.add("X", np.arange(tensor, dtype=np.uint8))
-        state.scalars[:, 4:8] = address & 0xFFFFFFFF, address >> 32, tensor, 0
+        state.put_scalar(4, np.array([[address & 0xFFFFFFFF, address >> 32, tensor, 0]], np.uint32))
         state.scratch = address + 4 * LANES.astype(np.uint64)[None]
     for name, value in registers.items():
         value = np.asarray(value)
         words = value.astype(np.float32).view(np.uint32) if value.dtype.kind == "f" else value
         words = words.astype(np.int64).astype(np.uint32)
         if name[0] == "v":
-            state.vectors[int(name[1:])] = words
+            state.put(int(name[1:]), words)
         else:
-            state.scalars[:, int(name[1:])] = words
+            state.put_scalar(int(name[1:]), words.reshape(-1, 1))
     state.run()
     return state
 
@@ -232,10 +233,10 @@ def test_lanes_that_are_off_keep_their_registers_and_waves_go_their_own_ways():
 
 
 def test_a_loop_without_end_is_a_fault(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lab.amd.waves.TURN", 10)
-    monkeypatch.setattr("lab.amd.waves.TURNS", 10)
-    with pytest.raises(Fault, match="never ends"):
-        run("again:", "s_branch again")
+    monkeypatch.setattr("lab.amd.waves.MOST", 100)
+    for body in ((), ("s_barrier",)):
+        with pytest.raises(Fault, match="does not end after 100 instructions"):
+            run("again:", *body, "s_branch again", waves=2)
 
 
 def test_carry_and_64_bits():
@@ -297,6 +298,12 @@ MINE = 4 * np.arange(128).reshape(2, 64)
          None),
         ([WRITE, BARRIER, READ, "ds_write_b32 v1, v5"], {"v1": MINE, "v2": 7, "v4": OTHER, "v5": 8},
          "race: writes what another wave has read"),
+        # a sum over waves: each writes its own, reads all, and writes again
+        ([WRITE, BARRIER, READ, "ds_read_b32 v3, v1", "ds_write_b32 v1, v5"],
+         {"v1": MINE, "v2": 7, "v4": OTHER, "v5": 8}, "race: writes what another wave has read"),
+        # both write the same, and one of them something else
+        ([WRITE, "s_cmp_eq_u32 s7, 1", "s_cbranch_scc1 end", "ds_write_b32 v1, v5", "end:"],
+         {"v1": 0, "v2": 7, "v5": 8}, "race: writes what another wave has written"),
         ([WRITE], {"v1": 0, "v2": MINE}, "race: two waves write different values"),
         ([WRITE], {"v1": 0, "v2": 7}, None),
         ([READ], {"v4": 0}, "reads LDS that nobody has written"),
@@ -306,7 +313,7 @@ MINE = 4 * np.arange(128).reshape(2, 64)
     ],
 )  # fmt: skip
 def test_what_waves_do_wrong_in_lds_is_found(lines: list[str], registers: dict, words: str | None):
-    branches = ["s_cmp_eq_u32 s7, 1"] if "end:" in lines else []
+    branches = ["s_cmp_eq_u32 s7, 1"] if lines[-1] == "end:" else []
     call = {"waves": 2, "s7": np.arange(2)} | registers
     if words is None:
         run(*branches, *lines, **call)
@@ -337,6 +344,63 @@ def test_bank_conflicts_by_the_lanes_that_lds_serves_together():
     assert conflict_cycles(2 * in_a_row, on, 8, False) == 0
     assert conflict_cycles(4 * in_a_row, on, 16, False) == 0
     assert conflict_cycles(32 * in_a_row, on & (LANES < 4), 4, False) == 3
+    assert conflict_cycles(2 * in_a_row, on, 4, False, banks=64) == 1
+    assert conflict_cycles(32 * in_a_row, on & (LANES < 4), 4, False, banks=64) == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "a", "b", "c", "expected"),
+    [
+        # 1 + 2**-11 + 2**-20 keeps 10 bits of its fraction
+        ("gfx942", "16x16x8_xf32", 0x3F801008, 0x3F800000, 0, 0x3F800000),
+        ("gfx942", "16x16x8_xf32", 0xBF803FFF, 0x3F800000, 0, 0xBF802000),
+        ("gfx942", "16x16x4_f32", 0x3F801008, 0x3F800000, 0, 0x3F801008),
+        # a denormal float16 is 0 on an MI200; so is a denormal result
+        ("gfx90a", "16x16x16f16", 0x0200, 0x3C00, 0, 0),
+        ("gfx942", "16x16x16_f16", 0x0200, 0x3C00, 0, 0x38000000),
+        ("gfx90a", "16x16x16bf16_1k", 0x0040, 0x4F80, 0, 0),
+        ("gfx942", "16x16x16_bf16", 0x0040, 0x4F80, 0, 0x10000000),
+        ("gfx90a", "16x16x16bf16_1k", 0, 0, 0x00400000, 0),
+        ("gfx90a", "16x16x4f32", 0x00400000, 0x4F800000, 0, 0x10000000),
+        ("gfx942", "16x16x32_fp8_fp8", 0x48, 0x48, 0x40000000, 0x40C00000),  # 2 times 2
+        ("gfx950", "16x16x32_fp8_fp8", 0x48, 0x48, 0, 0x41800000),  # 4 times 4
+        ("gfx942", "16x16x32_bf8_fp8", 0x44, 0x40, 0, 0x40000000),  # 2 times 1
+    ],
+)  # fmt: skip
+def test_a_product_has_the_digits_of_its_type(target, kind, a, b, c, expected):
+    """Lane 0 has the only elements that are not 0."""
+    width = 1 if kind.endswith("4_f32") or kind.endswith("4f32") else 2
+    first, second = ("v0", "v2") if width == 1 else ("v[0:1]", "v[2:3]")
+    values = {f"v{i}": 0 for i in range(4)} | {f"v{i}": c for i in range(4, 8)}
+    values["v0"], values["v2"] = np.where(LANES == 0, a, 0), np.where(LANES == 0, b, 0)
+    state = run(f"v_mfma_f32_{kind} v[4:7], {first}, {second}, v[4:7]", target=target, **values)
+    assert hex(lane0(state, 4)) == hex(expected)
+
+
+def test_products_of_xf32_have_their_own_rate():
+    name = "v_mfma_f32_32x32x4_xf32"
+    counted = operations(instruction(f"{name} a[0:15], v[0:1], v[2:3], a[0:15]", ""))
+    assert counted["SQ_INSTS_VALU_MFMA_MOPS_XF32"] == 2 * 32 * 32 * 4 // 512
+    one, twice = (least_us(0, {kind: 1e9}, 0)["matrix units"] for kind in ("XF32", "F32"))
+    assert twice / one == pytest.approx(4, rel=1e-3)  # AMD's 653.7 and 163.4 TFLOP/s
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["v_max_f32_e32 v0, v1, v2"],
+        ["v_mov_b32_e32 v0, s9"],
+        ["s_add_i32 s3, s9, 1"],
+        ["s_mov_b64 exec, 0xff", "v_mov_b32_e32 v2, 1", "s_mov_b64 exec, -1",
+         "v_add_f32_e32 v0, v1, v2"],
+        ["v_cndmask_b32_e64 v0, v1, v1, s[8:9]"],
+        ["s_and_saveexec_b64 s[2:3], vcc"],
+    ],
+)  # fmt: skip
+def test_a_register_that_nobody_wrote_is_not_read(lines: list[str]):
+    with pytest.raises(Fault, match="which nobody has written"):
+        run(*lines, v1=1.0)
+    run("s_mov_b64 vcc, 0", "s_mov_b64 s[8:9], 0", "v_mov_b32_e32 v2, 1", *lines, v1=1.0)
 
 
 def test_no_kernel_of_an_mi300x_is_faster_than_its_bound():

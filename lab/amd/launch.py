@@ -125,14 +125,14 @@ class Loaded:
         waves.scratch = self.scratch + self.spilled * lanes
         wave = np.arange(waves.count)[:, None]
         # the work-item's number; in higher bits those of other dimensions, which are 0
-        waves.vectors[0] = wave % kernel.waves * 64 + np.arange(64)
+        waves.put(0, (wave % kernel.waves * 64 + np.arange(64)).astype(np.uint32))
         place = sum(n * described.get(f"user_sgpr_{name}", 0) for name, n in BEFORE.items())
-        waves.scalars[:, place] = self.address & 0xFFFFFFFF
-        waves.scalars[:, place + 1] = self.address >> 32
+        waves.put_scalar(place, np.array([[self.address]], np.uint64).view(np.uint32))
         place = described["user_sgpr_count"]
         for axis in range(3):
             if described[f"system_sgpr_workgroup_id_{'xyz'[axis]}"]:
-                waves.scalars[:, place] = np.repeat(groups[:, axis], kernel.waves)
+                number = np.repeat(groups[:, axis : axis + 1], kernel.waves, axis=0)
+                waves.put_scalar(place, number.astype(np.uint32))
                 place += 1
         return waves
 

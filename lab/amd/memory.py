@@ -187,7 +187,8 @@ class Lds:
             others = lost.astype(writers.dtype) & ~bits
             self.check(others, bits, "two waves write different values", address, active)
         for touched, what in ((writers, "written"), (readers, "read")):
-            here = np.where(new, touched[index], 0)
+            # by others: what the wave itself has done there comes before
+            here = np.where(new, touched[index] & ~bits, 0).astype(touched.dtype)
             self.check(here, bits, f"writes what another wave has {what}", address, active)
         writers[index] = np.where(new, 0, writers[index])
         add_bits(writers, index, np.broadcast_to(bits, index.shape))
