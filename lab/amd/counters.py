@@ -142,6 +142,7 @@ class Counts:
         self.waves = 0
         self.executed = np.zeros(len(program.code), np.int64)
         self.noted: dict[int, Counter] = {}
+        self.read: set[str] = set()  # arguments whose tensors it has read
         # lines, by number
         self.touched: dict[str, list[np.ndarray]] = {"read": [], "written": []}
 

@@ -226,6 +226,8 @@ def in_pairs(instruction: Instruction, row: manual.Row) -> Run:
     """v_pk_...: the row's function twice. op_sel and op_sel_hi choose which half of each source
     makes the low and the high result."""
     target, *operands = instruction.operands
+    if len(operands) != len([name for name in row.sources if name != "D"]):
+        raise Unknown(f"{len(operands)} sources")
     kind = row.results["D"]
     choices = [
         instruction.numbers("op_sel", [0] * 3),
