@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT
 
-from lab.amd import checksums, execute
+from lab.amd import agreement, checksums, execute
 from lab.amd.assembly import Program, Unknown, instruction
 from lab.amd.counters import conflict_cycles, least_us, operations
 from lab.amd.memory import Fault, Memory
@@ -128,13 +129,20 @@ def lane0(state: Waves, number: int, kind: type = np.uint32):
         ("v_div_fixup_f32 v0, v1, v2, 2.0", (0xBF800000, 0x40000000), 0x3F800000),
         ("v_div_fixup_f32 v0, v1, v2, 2.0", (0x3F800000, 0x80000000), 0xFF800000),
         ("v_div_fixup_f32 v0, v1, v2, 0", (0x3F800000, 0), 0xFFC00000),
+        ("v_sub_u32_e64 v0, v1, v2 clamp", (3, 5), 0),
+        ("v_add_u32_e64 v0, v1, v2 clamp", (0xFFFFFFFE, 5), 0xFFFFFFFF),
+        ("v_pk_sub_u16 v0, v1, v2 clamp", (0x00050003, 0x00030005), 0x00020000),
+        ("v_add_f32_e64 v0, v1, v2 clamp", (0x40000000, 0), 0x3F800000),
+        ("v_ffbh_i32_e32 v0, v1", (0xFFFF0000, 0), 16),
+        ("v_ffbh_i32_e32 v0, v1", (0xFFFFFFFF, 0), 0xFFFFFFFF),
+        ("v_dot4c_i32_i8_e32 v5, v1, v2\nv_mov_b32_e32 v0, v5", (0x01FF0302, 0x050607FE), 16),
         ("v_ldexp_f32 v0, v1, 3", (0x3F800000, 0), 0x41000000),
         ("v_mul_f32_e64 v0, -v1, |v2|", (0x40000000, 0xC0400000), 0xC0C00000),
         ("v_bitop3_b32 v0, v1, v2, 15 bitop3:0x6c", (12, 10), 10 ^ (12 & 15)),  # b xor (a and c)
     ],
 )  # fmt: skip
 def test_one_instruction(line: str, sources: tuple[int, int], expected: int):
-    state = run(line, v1=sources[0], v2=sources[1],
+    state = run(*line.split("\n"), v1=sources[0], v2=sources[1],
                 v4=0x3F800800, v5=0, v6=0x17800000, v7=0)  # fmt: skip
     assert hex(lane0(state, 0)) == hex(expected)
 
@@ -458,10 +466,80 @@ def test_atomic_additions_are_one_after_the_other():
     assert vector(state, 2)[:3].tolist() == [first, first + 1, first + 2]
 
 
+@pytest.mark.parametrize(
+    ("name", "operands", "expected"),
+    [
+        ("add_x2", (0xFFFFFFFF, 1), 0x0706050403020100 + 0x1FFFFFFFF),
+        ("swap_x2", (5, 6), (6 << 32) + 5),
+        ("smax_x2", (0, 0x80000000), 0x0706050403020100),
+        ("umax_x2", (0, 0x80000000), 0x8000000000000000),
+        ("cmpswap_x2", (5, 6, 0x03020100, 0x07060504), (6 << 32) + 5),
+        ("cmpswap_x2", (5, 6, 0, 0), 0x0706050403020100),
+    ],
+)  # fmt: skip
+def test_atomic_operations_of_64_bits_return_both_words(name, operands, expected):
+    values = {f"v{4 + i}": value for i, value in enumerate(operands)}
+    data = f"v[4:{3 + len(operands)}]"
+    state = run("s_mov_b64 exec, 1", f"global_atomic_{name} v[2:3], v1, {data}, s[4:5] sc0",
+                tensor=256, v1=0, **values)  # fmt: skip
+    assert state.memory.parts[0].content()[:8].view(np.uint64).item() == expected
+    assert (lane0(state, 2), lane0(state, 3)) == (0x03020100, 0x07060504)
+
+
 @pytest.mark.parametrize("line", ["v_no_such_b32 v0, v1", "v_add_f32_e64 v0, v1, v2 strange:1"])
 def test_what_is_not_known_ends_with_its_name_and_line(line: str):
     with pytest.raises(Unknown, match=rf"test, test\.py:1: {line[:8]}"):
         execute.prepare(program(line))
+
+
+# --- what agrees
+
+VALUES = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+VALUES[5] *= 2e-2  # a row of small numbers, such as a token's that hardly counts
+NOISE = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
+CHANGE = 3e-4 * NOISE.sign()  # AdamW's first step
+
+
+def with_row(number: int, value: float | torch.Tensor) -> torch.Tensor:
+    changed = VALUES.clone()
+    changed[number] = value
+    return changed
+
+
+def truncated(x: torch.Tensor) -> torch.Tensor:
+    """To bfloat16, towards zero."""
+    return (x.view(torch.int32) >> 16 << 16).view(torch.float32).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "before", "agrees"),
+    [
+        (VALUES * (1 + 3e-7 * NOISE), VALUES, None, True),  # another order of a sum
+        (VALUES * (1 + 1e-4 * NOISE), VALUES, None, False),
+        (with_row(5, 0), VALUES, None, False),
+        (with_row(9, VALUES[9].roll(1)), VALUES, None, False),
+        (with_row(9, torch.nan), VALUES, None, False),
+        (with_row(9, torch.nan), with_row(9, torch.nan), None, True),
+        (VALUES.flatten(), with_row(9, VALUES[9].clamp(max=1)).flatten(), None, False),
+        ((VALUES * (1 + 1e-6 * NOISE)).bfloat16(), VALUES.bfloat16(), None, True),
+        (truncated(VALUES), VALUES.bfloat16(), None, False),
+        (VALUES.half().bfloat16(), VALUES.bfloat16(), None, False),
+        ((VALUES * (1 + 1e-3)).bfloat16(), VALUES.bfloat16(), None, False),
+        # updated in place: the store deleted, right, and half of the step
+        (VALUES, VALUES + CHANGE, VALUES, False),
+        (VALUES + CHANGE * (1 + 1e-5 * NOISE), VALUES + CHANGE, VALUES, True),
+        (VALUES + CHANGE / 2, VALUES + CHANGE, VALUES, False),
+        (VALUES + CHANGE * 1.001, VALUES + CHANGE, VALUES, False),
+        (VALUES.bfloat16(), (VALUES + CHANGE).bfloat16(), VALUES.bfloat16(), False),
+        # what was there before and is not read counts for nothing
+        (VALUES * (1 + 3e-7 * NOISE), VALUES, VALUES * (1 + 1e-6), False),
+        (VALUES.long() + 1, VALUES.long(), None, False),
+        (VALUES.double() * (1 + 1e-9), VALUES.double(), None, False),
+    ],
+)  # fmt: skip
+def test_a_tensor_agrees_by_its_own_type_and_scale(found, expected, before, agrees: bool):
+    _, wrong = agreement.error_of(found, expected, before)
+    assert (not wrong) == agrees, wrong
 
 
 # --- which kernel a result is of

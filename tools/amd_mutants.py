@@ -152,7 +152,9 @@ def measured(precision: str, each: int) -> dict:
         found += mutants(subject, each, chance)
         places = [place for place, line in enumerate(subject.lines) if "\ts_barrier" in line]
         barriers += [subject.outcome(place, "\ts_nop 0") for place in places]
-        note(f"{precision}, {subject.launch.kernel}: {len(found)} mutants, {len(barriers)} barriers")
+        note(
+            f"{precision}, {subject.launch.kernel}: {len(found)} mutants, {len(barriers)} barriers"
+        )
     changed = [outcome for outcome in found if outcome.changed]
     return {
         "precision": precision,

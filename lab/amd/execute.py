@@ -18,7 +18,7 @@ Run = Callable[[Waves], None]
 LANES = np.arange(64)
 # 16 bits of results that leave the other half of the register as it is; others make it 0
 KEEP_HALF = ("v_fma_f16", "v_mad_u16", "v_div_fixup_f16", "v_fma_mixlo_f16", "v_fma_mixhi_f16")
-KNOWN_MODIFIERS = {"op_sel", "op_sel_hi", "dst_sel", "dst_unused", "src0_sel", "src1_sel",
+KNOWN_MODIFIERS = {"op_sel", "op_sel_hi", "dst_sel", "dst_unused", "src0_sel", "src1_sel", "clamp",
                    "row_mask", "bank_mask", "bound_ctrl"}  # fmt: skip
 
 
@@ -171,6 +171,24 @@ def target_field(instruction: Instruction, kind: str) -> tuple[int, int, bool] |
 # --- instructions of the manual's tables
 
 
+def clamped(instruction: Instruction, function: Callable, kind: str) -> Callable:
+    """With the modifier clamp: a float between 0 and 1, a sum of integers within their type."""
+    if "clamp" not in instruction.modifiers:
+        return function
+    if kind[0] == "f":
+        return lambda *sources: (np.clip(np.nan_to_num(function(*sources)[0], nan=0), 0, 1),)
+    if not re.match(r"v_(pk_)?(add|sub|subrev)_[ui]", instruction.mnemonic):
+        raise Unknown("modifier clamp")
+    dtype = dtype_of(kind)
+    limits = np.iinfo(dtype)
+
+    def within(*sources: np.ndarray) -> tuple:
+        exact = function(*(source.astype(np.int64) for source in sources))[0]
+        return (np.clip(exact, limits.min, limits.max).astype(dtype),)
+
+    return within
+
+
 def of_table(instruction: Instruction, row: manual.Row) -> Run:
     operands, modifiers = list(instruction.operands), instruction.modifiers
     offset = np.uint32(int(modifiers.get("offset", "0"), 0))  # of ds_bpermute_b32
@@ -200,7 +218,7 @@ def of_table(instruction: Instruction, row: manual.Row) -> Run:
         WRITE[name] if name in WRITE else writer(instruction, targets[name], kind, written)
         for name, kind in row.results.items()
     ]
-    function = row.function
+    function = clamped(instruction, row.function, row.results.get("D", ""))
 
     def run(waves: Waves) -> None:
         results = function(*[read(waves) for read in readers])
@@ -234,7 +252,8 @@ def in_pairs(instruction: Instruction, row: manual.Row) -> Run:
         instruction.numbers("op_sel_hi", [1] * 3),
     ]
     signs = [instruction.numbers(name, [0] * 3) for name in ("neg_lo", "neg_hi")]
-    if unknown := instruction.modifiers.keys() - {"op_sel", "op_sel_hi", "neg_lo", "neg_hi"}:
+    known = {"op_sel", "op_sel_hi", "neg_lo", "neg_hi", "clamp"}
+    if unknown := instruction.modifiers.keys() - known:
         raise Unknown(f"modifier {unknown.pop()}")
 
     def half_of(number: int, result: int) -> Read:
@@ -247,12 +266,13 @@ def in_pairs(instruction: Instruction, row: manual.Row) -> Run:
         return (lambda waves: np.negative(read(waves))) if signs[result][number] else read
 
     readers = [[half_of(number, result) for number in range(len(operands))] for result in (0, 1)]
+    function = clamped(instruction, row.function, kind)
     if "D" in row.sources:  # v_pk_fmac
         for result in (0, 1):
             readers[result].append(reader(target, kind, result))
 
     def run(waves: Waves) -> None:
-        results = [row.function(*[read(waves) for read in half])[0] for half in readers]
+        results = [function(*[read(waves) for read in half])[0] for half in readers]
         words = [words_of(result, kind)[0] for result in results]
         if kind.endswith("16"):
             words = [words[0] | words[1] << 16]

@@ -110,6 +110,12 @@ def choice(choose: Callable, of_equals: Callable) -> Callable:
 least, most = choice(np.fmin, np.bitwise_or), choice(np.fmax, np.bitwise_and)
 
 
+def of_bytes(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The sum of four products of bytes, which have a sign."""
+    a, b = ([(x << up).view(np.int32) >> 24 for up in (24, 16, 8, 0)] for x in (a, b))
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
 def of_lane(values: np.ndarray, lane: np.ndarray) -> np.ndarray:
     """For each lane, or for the wave, the value of another."""
     return np.take_along_axis(values, (lane & 63).astype(np.int64), 1)
@@ -214,7 +220,7 @@ FUNCTIONS = {
     **{f.__name__: f for f in (
         np.where, np.sqrt, np.exp2, np.log2, np.sin, np.cos, np.trunc, np.floor, np.ceil, np.rint,
         np.ldexp, np.frexp, np.abs, np.copy,
-        wide, ones, field, reversed_bits, leading_zeros, chosen_bytes, fma, flushed, of_lane,
+        wide, ones, field, reversed_bits, leading_zeros, chosen_bytes, fma, flushed, of_lane, of_bytes,
         median, whole, bf16, to_bf16, to_f16, toward_zero, div_scale, div_fmas, div_fixup,
         of_class)},
     "abs": np.abs,
