@@ -46,7 +46,11 @@ def row_sum_case() -> tuple:
 
 
 def product_case(dtype: torch.dtype = torch.float32) -> tuple:
-    a, b, c = torch.randn(3, 64, 64).to(dtype)
+    a, b, c = (8 * torch.randn(3, 64, 64)).to(dtype)
+    if dtype == torch.int8:
+        c = c.int()
+    elif dtype.itemsize == 1:
+        c = c.float()
     return product_kernel, (1,), {"A": a, "B": b, "OUT": c, "N": 64}, c, a.double() @ b.double()
 
 
@@ -120,7 +124,13 @@ def outcome(case: tuple, target: str = "gfx942", edit=None) -> dict:
     error = (out - expected).abs().max() / expected.abs().max()
     _, wrong = error_of(out, expected.to(out.dtype), before if "W" in counts.read else None)
     noted = {name: counts.total(name) for name in ("bytes read", "bytes written")}
-    return {"error": float(error), "wrong": wrong, "flop": counts.flop(), **noted, **counts.hardware()}
+    return {
+        "error": float(error),
+        "wrong": wrong,
+        "flop": counts.flop(),
+        **noted,
+        **counts.hardware(),
+    }
 
 
 if __name__ == "__main__":
@@ -135,4 +145,6 @@ if __name__ == "__main__":
             f"{target} product float16": outcome(product_case(torch.float16), target),
         }
         results[f"{target} vcopy"] = outcome(vcopy_case(), target)
+    for dtype in (torch.float64, torch.int8, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
+        results[f"product {dtype}"] = outcome(product_case(dtype))
     print(json.dumps(results))
