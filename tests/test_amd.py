@@ -506,6 +506,10 @@ def with_row(number: int, value: float | torch.Tensor) -> torch.Tensor:
     return changed
 
 
+def with_last(value: float) -> torch.Tensor:
+    return torch.tensor([300.0] * 15 + [value])
+
+
 def truncated(x: torch.Tensor) -> torch.Tensor:
     """To bfloat16, towards zero."""
     return (x.view(torch.int32) >> 16 << 16).view(torch.float32).bfloat16()
@@ -523,6 +527,9 @@ def truncated(x: torch.Tensor) -> torch.Tensor:
         (VALUES.flatten(), with_row(9, VALUES[9].clamp(max=1)).flatten(), None, False),
         ((VALUES * (1 + 1e-6 * NOISE)).bfloat16(), VALUES.bfloat16(), None, True),
         (truncated(VALUES), VALUES.bfloat16(), None, False),
+        # one of sixteen rounded the other way
+        (with_last(256.0).bfloat16(), with_last(258.0).bfloat16(), None, True),
+        (torch.empty(0, 4), torch.empty(0, 4), None, True),
         (VALUES.half().bfloat16(), VALUES.bfloat16(), None, False),
         ((VALUES * (1 + 1e-3)).bfloat16(), VALUES.bfloat16(), None, False),
         # updated in place: the store deleted, right, and half of the step

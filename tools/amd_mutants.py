@@ -4,8 +4,8 @@ many of these mutants are noticed.
 
 The launches of a training step of TinyLlama V4 (small sizes) are recorded in Triton's interpreter,
 and compiled for an MI300X. Of each kernel's machine code some instructions that are executed are
-dropped, or compute something else; each mutant is executed on the launch's tensors and compared as
-tools/run_on_amd.py does. Mutants that change no bit of a tensor are counted apart. Then each barrier
+dropped, or compute something else. Each mutant is executed on the launch's tensors and compared as
+tools/run_on_amd.py does; those that change no bit of a tensor are counted apart. Then each barrier
 of these kernels is dropped, one at a time.
 
 For comparison the same mutants are held to one limit for a launch: that of its narrowest type, of
@@ -174,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
 
     waves.MOST = MOST
     rows = [] if args.summary else [measured(precision, args.each) for precision in args.dtype]
-    if args.summary or args.write and RESULT.exists():
+    if args.summary or (args.write and RESULT.exists()):
         own = {row["precision"] for row in rows}
         rows += [row for row in read_json(RESULT)["rows"] if row["precision"] not in own]
     if args.write:

@@ -17,8 +17,8 @@ from lab.amd.record import Recorded, View
 FLOAT64, RELATIVE = 1e-12, 2e-5
 XF32 = 2.0**-10  # where a product keeps 10 bits of its factors, as its kernel asks
 # of the steps: a sum in float32 ends at a neighbour, but of numbers that are rounded to fewer bits
-# only those that lie between two
-STEPS, FEW_STEPS = 1.0, 1 / 8
+# only those that lie between two; of few elements these may be as many as this
+STEPS, FEW_STEPS, FEW = 1.0, 1 / 8, 4
 ROW = 8  # times as much in a row, whose size is at least this part of the tensor's
 LEAST_ROW = 1 / 128
 
@@ -44,12 +44,14 @@ def error_of(
     if not dtype.is_floating_point:
         wrong = int((found != expected).sum())
         return (float("inf"), f"{wrong} elements differ") if wrong else (0.0, "")
+    if not expected.numel():
+        return 0.0, ""
     found, expected = found.double(), expected.double()
     numbers = expected.isfinite()
     same = (found == expected) | (found.isnan() & expected.isnan())
     if not (same | numbers & found.isfinite()).all():
         return float("inf"), "NaN or infinity where the interpreter has none, or the reverse"
-    width = expected.shape[-1] if expected.dim() > 1 else max(expected.numel(), 1)
+    width = expected.shape[-1] if expected.dim() > 1 else expected.numel()
     numbers, found, expected = (x.reshape(-1, width) for x in (numbers, found, expected))
     value = torch.where(numbers, expected, 0)
     off = torch.where(numbers, found - expected, 0)
@@ -63,7 +65,8 @@ def error_of(
             rows, what = torch.minimum(rows, changed), "their change"
             whole = changed.square().mean().sqrt()
     relative = FLOAT64 if dtype == torch.float64 else XF32 if xf32 else RELATIVE
-    share = STEPS if torch.finfo(dtype).bits >= 32 else FEW_STEPS
+    few = max(FEW_STEPS, (FEW / value.numel()) ** 0.5)
+    share = STEPS if torch.finfo(dtype).bits >= 32 else few
     step = size(steps(value, dtype))
     errors = size(off)
     error = errors.square().mean().sqrt()

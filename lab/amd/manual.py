@@ -220,8 +220,8 @@ FUNCTIONS = {
     **{f.__name__: f for f in (
         np.where, np.sqrt, np.exp2, np.log2, np.sin, np.cos, np.trunc, np.floor, np.ceil, np.rint,
         np.ldexp, np.frexp, np.abs, np.copy,
-        wide, ones, field, reversed_bits, leading_zeros, chosen_bytes, fma, flushed, of_lane, of_bytes,
-        median, whole, bf16, to_bf16, to_f16, toward_zero, div_scale, div_fmas, div_fixup,
+        wide, ones, field, reversed_bits, leading_zeros, chosen_bytes, fma, flushed, of_bytes,
+        of_lane, median, whole, bf16, to_bf16, to_f16, toward_zero, div_scale, div_fmas, div_fixup,
         of_class)},
     "abs": np.abs,
     "least": least,  # a number before a quiet NaN
