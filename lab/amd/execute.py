@@ -52,7 +52,7 @@ def reader(op: Operand, kind: str, place: int = 0, part: str = "DWORD") -> Read:
         low = selected(word(op, place), part, op.extended)
         read = lambda waves: low(waves).view(dtype)  # noqa: E731
     else:
-        low, high = word(op, place), word(op, place + 1)
+        low, high = word(op, place), word(op, place + 1, high=True)
         read = lambda waves: (low(waves) | high(waves).astype(np.uint64) << 32).view(dtype)  # noqa: E731
     return signed(read, op, dtype)
 
@@ -116,7 +116,9 @@ def across_lanes(instruction: Instruction, read: Read) -> tuple[Read, Read]:
     bound_ctrl, source = "bound_ctrl" in modifiers, np.maximum(source, 0)
 
     def moved(waves: Waves) -> np.ndarray:
+        own = waves.undefined[0]
         values = np.broadcast_to(read(waves), waves.exec.shape)[:, source]
+        waves.undefined[0] = own  # not of this lane
         return np.where(there & waves.exec[:, source], values, values.dtype.type(0))
 
     def written(waves: Waves) -> np.ndarray:
@@ -140,7 +142,14 @@ def words_of(value: np.ndarray, kind: str) -> list[np.ndarray]:
 def writer(instruction: Instruction, op: Operand, kind: str, written: Read | None) -> Callable:
     """A function (waves, value) that writes a result; `written` are the lanes that DPP writes."""
     if kind == "mask":
-        return lambda waves, value: waves.put_mask(op.index, value)
+        compares = instruction.mnemonic.startswith("v_cmp")
+
+        def write_mask(waves: Waves, value: np.ndarray) -> None:
+            if compares:
+                waves.must_be_written()
+            waves.put_mask(op.index, value)
+
+        return write_mask
     if op.kind == "s":
         join = lambda value: np.concatenate(words_of(value, kind), axis=1)  # noqa: E731
         return lambda waves, value: waves.put_scalar(op.index, join(value))
@@ -148,6 +157,8 @@ def writer(instruction: Instruction, op: Operand, kind: str, written: Read | Non
 
     def write(waves: Waves, value: np.ndarray) -> None:
         for i, words in enumerate(words_of(value, kind)):
+            if i:
+                waves.take_high()
             waves.put(op.index + i, words, written and written(waves), field)
 
     return write
@@ -220,8 +231,25 @@ def of_table(instruction: Instruction, row: manual.Row) -> Run:
     ]
     function = clamped(instruction, row.function, row.results.get("D", ""))
 
+    selects = instruction.mnemonic == "v_cndmask_b32"
+    # of these it is not known which lane or which bits are used
+    mixes = instruction.mnemonic in ("ds_bpermute_b32", "v_bfi_b32", "v_perm_b32")
+
     def run(waves: Waves) -> None:
-        results = function(*[read(waves) for read in readers])
+        if selects:
+            sources = []
+            undefined = []
+            for read in readers:
+                waves.undefined[0] = None
+                sources.append(read(waves))
+                undefined.append(False if waves.undefined[0] is None else waves.undefined[0])
+            chosen = np.where(sources[2], undefined[1], undefined[0])
+            waves.undefined[0] = np.broadcast_to(chosen, waves.exec.shape) if chosen.any() else None
+        else:
+            sources = [read(waves) for read in readers]
+        if mixes:
+            waves.undefined[0] = None
+        results = function(*sources)
         for write, result in zip(writers, results, strict=True):
             write(waves, result)
 
@@ -272,11 +300,16 @@ def in_pairs(instruction: Instruction, row: manual.Row) -> Run:
             readers[result].append(reader(target, kind, result))
 
     def run(waves: Waves) -> None:
-        results = [function(*[read(waves) for read in half])[0] for half in readers]
+        results, undefined = [], []
+        for half in readers:
+            waves.undefined[0] = None
+            results.append(function(*[read(waves) for read in half])[0])
+            undefined.append(waves.undefined[0])
         words = [words_of(result, kind)[0] for result in results]
         if kind.endswith("16"):
             words = [words[0] | words[1] << 16]
         for i, each in enumerate(words):
+            waves.undefined[0] = undefined[i]
             waves.put(target.index + i, each)
 
     return run

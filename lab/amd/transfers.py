@@ -104,10 +104,11 @@ def tensor_access(instruction: Instruction, form: tuple, writes: bool, put: Call
 
     def run(waves: Waves) -> None:
         where, active = address(waves)
+        words = [value(waves) >> shift for value in values]
+        waves.must_be_written()
         if waves.watch:
             waves.watch.tensor(where, active, size * count, writes)
         if writes:
-            words = [value(waves) >> shift for value in values]
             waves.memory.store(where, active, size, words)
             return
         found = waves.memory.load(where, active, size, count)
@@ -166,13 +167,14 @@ def lds_access(
 
     def run(waves: Waves) -> None:
         address = np.broadcast_to(at(waves), waves.lanes.shape).astype(np.int64)
+        read = [[value(waves) >> shift for value in parts] for parts in values]
+        waves.must_be_written()
         if waves.watch:
             waves.watch.lds(address, size * count, offsets, writes)
         if not writes:
             loads = [waves.lds.load(address + n, waves.lanes, size, count) for n in offsets]
             put(waves, operands[0].index, np.concatenate(loads))
-        for offset, parts in zip(offsets, values, strict=False):
-            words = [value(waves) >> shift for value in parts]
+        for offset, words in zip(offsets, read, strict=False):
             waves.lds.store(address + offset, waves.lanes, size, words)
 
     return run
@@ -227,9 +229,10 @@ def atomic(instruction: Instruction, name: str) -> Run:
 
     def run(waves: Waves) -> None:
         where, active = address(waves)
+        operands = [halves(value(waves), kind) for value in values]
+        waves.must_be_written()
         if waves.watch:
             waves.watch.tensor(where, active, kind.itemsize, True)
-        operands = [halves(value(waves), kind) for value in values]
         before = waves.memory.atomic(where, active, kind, change, operands)
         if returns:
             words = before.view(np.uint32).reshape(*where.shape, size)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from lab.amd.assembly import ACCUMULATORS, Operand, Program, Unknown
+from lab.amd.assembly import Operand, Program, Unknown
 from lab.amd.memory import Fault, Lds, Memory
 
 EXEC, VCC = 126, 106  # their places among the scalar registers
@@ -30,13 +30,14 @@ def unpacked(words: np.ndarray) -> np.ndarray:
     return np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").view(bool)
 
 
-def word(op: Operand, place: int = 0) -> Callable[[Waves], np.ndarray]:
-    """A function that gives a register of an operand, or a constant, in 32 bits."""
+def word(op: Operand, place: int = 0, high: bool = False) -> Callable[[Waves], np.ndarray]:
+    """A function that gives a register of an operand, or a constant, in 32 bits; `high` ones are
+    the upper half of a number."""
     index = op.index + place
     if op.kind in "vs" and place >= op.count:
         raise Unknown(f"register {place} of {op.text}")
     if op.kind == "v":
-        return lambda waves: waves.vector(index)
+        return lambda waves: waves.vector(index, high)
     if op.kind == "s":
         return lambda waves: waves.scalar(index)
     if op.kind != "number":
@@ -58,6 +59,8 @@ class Waves:
         nowhere = np.ones((self.count, 64), bool)
         self.unwritten = dict.fromkeys(range(registers), nowhere)
         self.unwritten_scalars = dict.fromkeys(range(EXEC), nowhere[:, :1])
+        # of these registers' lanes, what the instruction has read: low words and high ones
+        self.undefined: list[np.ndarray | None] = [None, None]
         self.memory: Memory | None = None
         self.scratch: np.ndarray | None = None  # addresses of the lanes' own memory
         self.lds = Lds(groups, waves, lds)
@@ -81,21 +84,33 @@ class Waves:
 
     # --- reading registers
 
-    def vector(self, index: int) -> np.ndarray:
-        if index in self.unwritten:
-            name = f"v{index}" if index < ACCUMULATORS else f"a{index - ACCUMULATORS}"
-            self.check_written(name, self.unwritten[index] & self.lanes)
+    def vector(self, index: int, high: bool = False) -> np.ndarray:
+        """A vector register. Where nobody has written it, what is made of it counts as unwritten,
+        too: the compiler lets numbers be undefined that decide nothing."""
+        if index in self.unwritten and (bad := self.unwritten[index] & self.lanes).any():
+            self.undefined[high] = (
+                bad if self.undefined[high] is None else bad | self.undefined[high]
+            )
         return self.vectors[index]
+
+    def take_high(self) -> None:
+        """What is written from here on depends on upper halves, too."""
+        low, high = self.undefined
+        if high is not None:
+            self.undefined[0] = high if low is None else low | high
+
+    def must_be_written(self) -> None:
+        """What has been read decides something: where to go, or what is in memory."""
+        self.take_high()
+        if self.undefined[0] is not None:
+            raise Fault("uses a vector register that nobody has written", self.undefined[0])
 
     def scalar(self, index: int, count: int = 1) -> np.ndarray:
         for place in range(index, index + count):
-            if place in self.unwritten_scalars:
-                self.check_written(f"s{place}", self.unwritten_scalars[place] & self.here)
+            bad = self.here & self.unwritten_scalars.get(place, False)
+            if bad.any():
+                raise Fault(f"uses s{place}, which nobody has written", bad)
         return self.scalars[:, index : index + count]
-
-    def check_written(self, name: str, bad: np.ndarray) -> None:
-        if bad.any():
-            raise Fault(f"reads {name}, which nobody has written", bad)
 
     # --- writing registers, where waves are here and lanes are at work
 
@@ -113,7 +128,7 @@ class Waves:
             first, bits, stay = field
             mask = np.uint32(((1 << bits) - 1) << first)
             words = words << first & mask | (register & ~mask if stay else 0)
-        if self.all_lanes and allowed is None:
+        if self.all_lanes and allowed is None and self.undefined[0] is None:
             register[:] = words
             self.unwritten.pop(index, None)
             return
@@ -122,10 +137,14 @@ class Waves:
     def put_lanes(self, index: int, words: np.ndarray, lanes: np.ndarray) -> None:
         """Write a vector register in these lanes, whether they are at work or not."""
         np.copyto(self.vectors[index], words, where=lanes)
-        if index in self.unwritten:
-            left = self.unwritten.pop(index) & ~lanes
-            if left.any():
-                self.unwritten[index] = left
+        left = self.unwritten.pop(index, None)
+        if left is not None:
+            left = left & ~lanes
+        if self.undefined[0] is not None:
+            more = self.undefined[0] & lanes
+            left = more if left is None else left | more
+        if left is not None and left.any():
+            self.unwritten[index] = left
 
     def put_scalar(self, index: int, words: np.ndarray) -> None:
         """Write one scalar register [waves, 1], two [waves, 2] or more."""
@@ -206,6 +225,7 @@ class Waves:
         if self.steps > MOST:
             raise Fault(f"does not end after {MOST:,} instructions: a loop, or a wait for "
                         "workgroups that come later?", self.here)  # fmt: skip
+        self.undefined = [None, None]
         instruction.run(self)
         if self.pc >= self.others or self.left < 0:
             if self.left < 0:
