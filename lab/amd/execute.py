@@ -200,6 +200,22 @@ def clamped(instruction: Instruction, function: Callable, kind: str) -> Callable
     return within
 
 
+def all_sources(waves: Waves, readers: list[Read]) -> list[np.ndarray]:
+    return [read(waves) for read in readers]
+
+
+def selected_sources(waves: Waves, readers: list[Read]) -> list[np.ndarray]:
+    """Of v_cndmask, which depends in each lane on one of its two sources."""
+    sources, undefined = [], []
+    for read in readers:
+        waves.undefined[0] = None
+        sources.append(read(waves))
+        undefined.append(False if waves.undefined[0] is None else waves.undefined[0])
+    chosen = np.where(sources[2], undefined[1], undefined[0])
+    waves.undefined[0] = np.broadcast_to(chosen, waves.exec.shape) if chosen.any() else None
+    return sources
+
+
 def of_table(instruction: Instruction, row: manual.Row) -> Run:
     operands, modifiers = list(instruction.operands), instruction.modifiers
     offset = np.uint32(int(modifiers.get("offset", "0"), 0))  # of ds_bpermute_b32
@@ -230,23 +246,12 @@ def of_table(instruction: Instruction, row: manual.Row) -> Run:
         for name, kind in row.results.items()
     ]
     function = clamped(instruction, row.function, row.results.get("D", ""))
-
-    selects = instruction.mnemonic == "v_cndmask_b32"
+    sources_of = selected_sources if instruction.mnemonic == "v_cndmask_b32" else all_sources
     # of these it is not known which lane or which bits are used
     mixes = instruction.mnemonic in ("ds_bpermute_b32", "v_bfi_b32", "v_perm_b32")
 
     def run(waves: Waves) -> None:
-        if selects:
-            sources = []
-            undefined = []
-            for read in readers:
-                waves.undefined[0] = None
-                sources.append(read(waves))
-                undefined.append(False if waves.undefined[0] is None else waves.undefined[0])
-            chosen = np.where(sources[2], undefined[1], undefined[0])
-            waves.undefined[0] = np.broadcast_to(chosen, waves.exec.shape) if chosen.any() else None
-        else:
-            sources = [read(waves) for read in readers]
+        sources = sources_of(waves, readers)
         if mixes:
             waves.undefined[0] = None
         results = function(*sources)

@@ -88,9 +88,8 @@ class Waves:
         """A vector register. Where nobody has written it, what is made of it counts as unwritten,
         too: the compiler lets numbers be undefined that decide nothing."""
         if index in self.unwritten and (bad := self.unwritten[index] & self.lanes).any():
-            self.undefined[high] = (
-                bad if self.undefined[high] is None else bad | self.undefined[high]
-            )
+            before = self.undefined[high]
+            self.undefined[high] = bad if before is None else bad | before
         return self.vectors[index]
 
     def take_high(self) -> None:
@@ -107,8 +106,8 @@ class Waves:
 
     def scalar(self, index: int, count: int = 1) -> np.ndarray:
         for place in range(index, index + count):
-            bad = self.here & self.unwritten_scalars.get(place, False)
-            if bad.any():
+            unwritten = self.unwritten_scalars.get(place)
+            if unwritten is not None and (bad := unwritten & self.here).any():
                 raise Fault(f"uses s{place}, which nobody has written", bad)
         return self.scalars[:, index : index + count]
 
