@@ -20,6 +20,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -133,16 +134,15 @@ def subjects(precision: str) -> Iterator[Subject]:
                 yield subject
 
 
-def mutants(subject: Subject, number: int, chance: random.Random) -> Iterator[Outcome]:
-    """So many of those that can be executed."""
+def mutants(subject: Subject, chance: random.Random) -> Iterator[Outcome]:
+    """Of those that can be executed, one after the other."""
     places = [place for place in subject.executed() if CHANGED.match(subject.lines[place])]
     chance.shuffle(places)
     for place in places:
         line = subject.lines[place]
         others = [line.replace(a, b, 1) for a, b in OTHERS.items() if a in line]
         outcome = subject.outcome(place, chance.choice([*others, "\ts_nop 0"]))
-        if outcome and number:
-            number -= 1
+        if outcome:
             yield outcome
 
 
@@ -150,7 +150,7 @@ def measured(precision: str, each: int) -> dict:
     """The row of a precision."""
     found, barriers, chance = [], [], random.Random(0)
     for subject in subjects(precision):
-        found += mutants(subject, each, chance)
+        found += itertools.islice(mutants(subject, chance), each)
         if precision == BARRIERS:
             places = [place for place, line in enumerate(subject.lines) if "\ts_barrier" in line]
             barriers += [subject.outcome(place, "\ts_nop 0") for place in places]
