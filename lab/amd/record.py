@@ -185,11 +185,11 @@ def launches_of(file: Path, argv: Sequence[str] = ()) -> list[Recorded]:
         command = ["-c", "from lab.amd.record import main; main()", name, str(file), *argv]
         done = interpreted(command)
         found = list(launches_in(folder))
-    say(*(f"{file} prints: {line}" for line in (done.stdout + done.stderr).splitlines()))
+    if done.returncode:
+        say(*(f"{file} prints: {line}" for line in (done.stdout + done.stderr).splitlines()))
+        note(f"{file} ended with status {done.returncode}")
     if not found:
         raise ToolError(f"{file} launches no kernel")
-    if done.returncode:
-        note(f"{file} ended with status {done.returncode}")
     return found
 
 
