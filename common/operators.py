@@ -5,8 +5,7 @@ def operator(function: Callable, changes: tuple[str, ...] = ()) -> Callable:
     It allocates its results, or writes into those of its arguments that `changes` names and
     returns nothing.
     """
-    script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # a copy of any name
-    name = f"{script}::{function.__name__}"
+    name = f"{NAMESPACE}::{function.__name__}"
     if not INTERPRETED:
         return triton_op(name, function, mutates_args=changes)
     opaque = torch.library.custom_op(name, function, mutates_args=changes)
