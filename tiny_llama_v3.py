@@ -252,12 +252,10 @@ class AddRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_normed: Tensor, grad_summed: Tensor | None = None):
-        summed, weight, rstd = ctx.saved_tensors
         grad_normed = grad_normed.contiguous()
         grad_summed = None if grad_summed is None else grad_summed.contiguous()
-        grad_x, grad_update, grad_weight = rms_norm_backward(
-            grad_normed, grad_summed, summed, weight, rstd
-        )
+        grads = rms_norm_backward(grad_normed, grad_summed, *ctx.saved_tensors)
+        grad_x, grad_update, grad_weight = grads
         return grad_x, None if grad_summed is None else grad_update, grad_weight, None, None
 
 
@@ -683,12 +681,13 @@ def swiglu_forward_kernel(
     GATE_UP [rows, 2 C], a row holds all gates, then all ups; OUT [rows, C]. A program owns ROWS
     rows of BLOCK_C channels.
     """
+    UP: tl.constexpr = C  # from a gate to its up
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = (row < rows)[:, None] & (channel < C)[None, :]
     gate_at = row[:, None] * (2 * C) + channel[None, :]
     gate = tl.load(GATE_UP + gate_at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(GATE_UP + gate_at + C, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(GATE_UP + gate_at + UP, mask=inside, other=0.0).to(tl.float32)
     at = OUT + row[:, None] * C + channel[None, :]
     tl.store(at, gate * tl.sigmoid(gate) * up, mask=inside)
 
@@ -705,6 +704,7 @@ def swiglu_backward_kernel(
     GRAD [rows, C], GATE_UP and GRAD_GATE_UP [rows, 2 C], all gates of a row first. A program owns
     ROWS rows of BLOCK_C channels.
     """
+    UP: tl.constexpr = C  # from a gate to its up
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = (row < rows)[:, None] & (channel < C)[None, :]
@@ -712,10 +712,10 @@ def swiglu_backward_kernel(
     at = GRAD + row[:, None] * C + channel[None, :]
     grad = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(GATE_UP + gate_at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(GATE_UP + gate_at + C, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(GATE_UP + gate_at + UP, mask=inside, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     tl.store(GRAD_GATE_UP + gate_at, grad * up * sigmoid * (1 + gate * (1 - sigmoid)), mask=inside)
-    tl.store(GRAD_GATE_UP + gate_at + C, grad * gate * sigmoid, mask=inside)
+    tl.store(GRAD_GATE_UP + gate_at + UP, grad * gate * sigmoid, mask=inside)
 
 
 @operator
