@@ -3645,13 +3645,11 @@ class Interpreted(triton.KernelInterface):
         self.kernel = kernel
         name = f"{NAMESPACE}::{kernel.__name__}"
         schema = "(int[] grid, Dict(str, Any) named) -> ()"
-        self.operator = torch.library.custom_op(
-            name, self.interpret, mutates_args=(), schema=schema
-        )
-        self.operator.register_fake(lambda grid, named: None)  # torch.compile asks for shapes
+        self.launch = torch.library.custom_op(name, self.interpret, mutates_args=(), schema=schema)
+        self.launch.register_fake(lambda grid, named: None)  # torch.compile asks for shapes
 
     def run(self, *args: Tensor | None, grid: tuple[int, ...], warmup: bool, **named) -> None:
-        self.operator(grid, dict(zip(self.kernel.arg_names, args, strict=False), **named))
+        self.launch(grid, dict(zip(self.kernel.arg_names, args, strict=False), **named))
 
     def interpret(self, grid: list[int], named: dict) -> None:
         # float32 copies, as the interpreter silently multiplies bfloat16 as integers
