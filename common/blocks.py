@@ -4,6 +4,7 @@ BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cud
 NAMESPACE = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # of our operators
 Sizes = dict[str, int]
 BLOCKS: dict[str, dict[str, Sizes]] = {}  # the sizes of each kernel in each case
+OVERRIDES: dict[str, Sizes] = {}  # what --blocks replaces, for this run
 
 
 def block_sizes(

@@ -1,7 +1,4 @@
 # Copied from common/launch.py by tools/sync_common.py: edit it there.
-OVERRIDES: dict[str, Sizes] = {}  # what --blocks replaces, for this run
-
-
 def read_blocks(text: str) -> str:
     """Check "kernel:NAME=number,..." of --blocks, and return it (an argparse type)."""
     wrong = argparse.ArgumentTypeError
@@ -46,7 +43,7 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 
 @cache
-class Interpreted(triton.KernelInterface):
+class Interpreted:
     """Launches a kernel in Triton's interpreter, as an operator that counters and profilers see."""
 
     def __init__(self, kernel: Callable):
@@ -56,8 +53,9 @@ class Interpreted(triton.KernelInterface):
         self.launch = torch.library.custom_op(name, self.interpret, mutates_args=(), schema=schema)
         self.launch.register_fake(lambda grid, named: None)  # torch.compile asks for shapes
 
-    def run(self, *args: Tensor | None, grid: tuple[int, ...], warmup: bool, **named) -> None:
-        self.launch(grid, dict(zip(self.kernel.arg_names, args, strict=False), **named))
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+        names = self.kernel.arg_names
+        return lambda *args, **more: self.launch(grid, dict(zip(names, args, strict=False), **more))
 
     def interpret(self, grid: list[int], named: dict) -> None:
         # float32 copies, as the interpreter silently multiplies bfloat16 as integers
