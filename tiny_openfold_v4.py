@@ -13,7 +13,7 @@ transition-fusion     narrow rows: one kernel forward, the hidden layer is never
                       the first GEMM adds bias and ReLU
 embedding-fusion      one GEMM embeds tokens for the MSA, and one for the pairs
 loss-fusion           a head's loss (distances, masked residues) is one kernel and two small sums
-fused-optimizer       AdamW is one kernel. It also writes the weights in the type of the next GEMMs
+fused-optimizer       AdamW is one kernel
 overlap               gradients of parameters on a stream (kernel queue) beside the backward pass
 
 Begin with norm_project_kernel, with H = 0 (no pair bias): it loads x, norms it, and multiplies by
@@ -48,7 +48,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -101,7 +102,7 @@ class Fusions:
     triton_attention: Annotated[bool, "attention with pair bias and gate as one kernel"] = True
     triton_triangle: Annotated[bool, "a kernel before and one after a triangle product"] = True
     triton_outer_product: Annotated[bool, "outer products as the projection reads them"] = True
-    fused_optimizer: Annotated[bool, "AdamW as one kernel, which also casts weights"] = True
+    fused_optimizer: Annotated[bool, "AdamW as one kernel"] = True
     transition_fusion: Annotated[bool, "a transition of narrow rows as one kernel"] = True
     embedding_fusion: Annotated[bool, "one product embeds tokens for each representation"] = True
     loss_fusion: Annotated[bool, "the loss of a head as one kernel, and its gradient"] = True
@@ -190,6 +191,20 @@ def wrap_triton(kernel: Callable) -> Callable:
     return Interpreted(kernel) if INTERPRETED else kernel
 
 
+def without_second_derivative(backward: Callable) -> staticmethod:
+    """Return a Function's backward pass that refuses to be differentiated.
+
+    PyTorch's once_differentiable takes it for a constant if the gradient that it gets is one.
+    """
+
+    def checked(ctx, *grads: Tensor | None):
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph: V4's kernels have no second derivatives; V1 has")
+        return backward(ctx, *grads)
+
+    return staticmethod(checked)
+
+
 @block_sizes({"TILE": 4096, "ROWS": 512, "num_warps": 8})
 @triton.jit
 def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
@@ -223,315 +238,174 @@ def sum_parts(
     return out
 
 
-# --- optimizer
-# Copied from common/optimizer.py by tools/sync_common.py: edit it there.
-# The backward pass writes gradients where AdamW reads them. In a step that is captured as a graph,
-# weight gradients and updates overlap it. A parameter of FusedAdamW has an attribute `slot`.
+# --- streams
+# Copied from common/streams.py by tools/sync_common.py: edit it there.
+# A forward pass casts its weights together. In a step that is captured as a graph, casts, weight
+# gradients and updates overlap the rest.
+CASTS: ContextVar[dict[Tensor, Tensor]] = ContextVar("CASTS")  # of parameters, in a forward pass
 
 
-@dataclass(eq=False)
-class Slot:
-    """A parameter's place in the buffers of FusedAdamW, from element `begin` to `end`.
+def side_by_side(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Allocate tensors of these shapes as one piece, each from a multiple of 64 elements on."""
+    sizes = [triton.cdiv(t.numel(), 64) * 64 for t in tensors]
+    make = torch.zeros if any(t.numel() % 64 for t in tensors) else torch.empty  # gaps are read
+    piece = make(sum(sizes), device=tensors[0].device, dtype=dtype)
+    parts = zip(piece.split(sizes), tensors, strict=True)
+    return [part[: t.numel()].view(t.shape) for part, t in parts]
 
-    `cast` is the parameter in the type of the GEMMs, up to date if `version` is the parameter's;
-    None for float32. (Megatron attaches its `main_grad` to a parameter in the same way.)
+
+def cast_of(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a parameter in this type: the cast of cast_weights, else one of its own."""
+    cast = CASTS.get({}).get(parameter)
+    usable = cast is not None and cast.dtype == dtype
+    return cast if usable else parameter.detach().to(dtype).contiguous()
+
+
+@contextlib.contextmanager
+def cast_weights(
+    weights: Iterable[Tensor], dtype: torch.dtype, side: SideStreams
+) -> Iterator[None]:
+    """Cast weights together, in few launches, for the operations inside.
+
+    Each forward pass has casts of its own, which its backward pass keeps: so weights may change in
+    any way between two passes.
     """
-
-    buffer: GradientBuffer
-    begin: int
-    end: int
-    cast: Tensor | None
-    version: int = -1  # not written yet
-
-
-def cached_cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a parameter in this type, from the optimizer's cast if it has one.
-
-    The cast is renewed first if something else has changed the parameter since.
-    """
-    slot = getattr(parameter, "slot", None)
-    if slot is None or slot.cast is None or slot.cast.dtype != dtype:
-        return parameter.detach().to(dtype)
-    if slot.version != parameter._version:
-        slot.cast.copy_(parameter.detach())
-        slot.version = parameter._version
-    return slot.cast
-
-
-def renew_casts(module: nn.Module, *unused) -> None:
-    """Renew the casts of loaded parameters (load_state_dict's hook): a graph would not do it."""
-    for parameter in module.parameters():
-        slot = getattr(parameter, "slot", None)
-        if slot and slot.cast is not None:
-            cached_cast(parameter, slot.cast.dtype)
+    weights, casts = [w for w in weights if w.dtype != dtype], []
+    if weights:  # on the main stream where a block is computed again in the backward pass
+        with torch.no_grad(), side.beside(None if side.written else side.gradients):
+            casts = side_by_side(weights, dtype)
+            torch._foreach_copy_(casts, weights)
+    token = CASTS.set(CASTS.get({}) | dict(zip(weights, casts, strict=True)))
+    try:
+        yield
+    finally:
+        CASTS.reset(token)
 
 
 class SideStreams:
-    """Overlap weight gradients, averages and updates with the main stream of a training step.
+    """Overlap casts, weight gradients and updates with the main stream of a training step.
 
     For a step that is captured as a graph: that stores what depends on what, not the order of
     launches, so work on a side stream runs as soon as there is room for it. One step; time goes
     down, and a stream waits where an arrow ends:
 
         main (forward, backward)        gradients                 updates
-        begin_step -------------------------------------------->  corrections of the moments
-        grad of layer L's output ----->  run: its weight gradient
-        grad of its input
-        weight no longer needed --- release: waits for both ---->  AdamW, cast of this weight
+        begin_step -------------------> casts of a layer
+        forward pass of the layer <---- done
+        grad of layer L's input
+        weight no longer needed ------> run: its gradient ------> AdamW
         DEPTH pieces of work later,
-        or BYTES of inputs <------------  done: its inputs may be freed
-        ... next layer                  ...                       ...
-        grad of the embedding <--------  join: all of them
-        end of optimizer.step <---------------------------------  all of them
-
-    Only TinyLlama releases weights early; TinyOpenFold's are one group, updated at the end.
-
-    On several GPUs a third stream averages the gradients of a buffer over them: it waits as an
-    update does here, and both the update and the main stream before optimizer.step wait for it.
-
-    What work on a side stream reads must not change before the main stream has waited for that
-    work; `pending` holds it, so that it is not freed. Nor may autograd add to a gradient before
-    then: join raises RuntimeError if it did.
+        or BYTES of inputs <----------- done: its inputs may be freed
+        grad of the embedding <-------- join: all of them
+        end of optimizer.step <---------------------------------- all of them
     """
 
     DEPTH, BYTES = 4, 2 * 10**8
 
     def __init__(self):
         self.streams: tuple[torch.cuda.Stream, ...] = ()
-        self.pending = collections.deque()  # of events, and what the work before them reads
         self.begin_step(False)
 
-    def __deepcopy__(self, memo: dict) -> SideStreams:
-        """Return new ones: a copy of a model has no optimizer."""
-        return SideStreams()
+    def __reduce__(self) -> tuple:
+        return SideStreams, ()  # a copy of a model or parameter has no optimizer
 
     def begin_step(self, overlap: bool) -> None:
         """Start a step at its forward pass; `overlap` has an effect while a graph is captured."""
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         self.active = overlap and capturing
         self.joined = not self.active
+        self.gradients = self.updates = None  # the main stream
         # cleared here, as a failed capture does not end its step
-        self.addresses: dict[Tensor, int] = {}  # of the parameters' gradients
-        self.released: set[Tensor] = set()  # parameters that this step no longer needs
-        # of a buffer: its tensor and version, and the events that an update waits for
-        self.ready: dict[GradientBuffer, tuple[Tensor, int, list[torch.cuda.Event]]] = {}
+        self.pending = collections.deque()  # of events, and what the work before them reads
+        self.written: dict[Tensor, tuple] = {}  # event, address and version of a gradient
         self.return_workspaces()
         if self.active:
             self.main = torch.cuda.current_stream()
-            self.begun = self.main.record_event()
-            # a graph may only wait for streams that belong to it, also where one gets no work
-            self.stream(0).wait_event(self.begun)
+            self.streams = self.streams or (torch.cuda.Stream(), torch.cuda.Stream())
+            self.gradients, self.updates = self.streams
+            for stream in self.streams:  # a graph may only wait for streams that belong to it
+                stream.wait_stream(self.main)
 
     def return_workspaces(self) -> None:
         """Give memory back that GEMMs keep for each stream and thread; two streams need more."""
         if self.active:
             torch._C._cuda_clearCublasWorkspaces()
 
-    def stream(self, number: int) -> torch.cuda.Stream | None:
-        """Return the stream of gradients (0), of updates (1), of averages (2); None: the main one.
-
-        Averages have the main stream's priority: nothing hides a late one.
-        """
-        make = torch.cuda.Stream
-        if self.active:
-            self.streams = self.streams or (make(), make(), make(priority=-1))
-        return self.streams[number] if self.active else None
-
-    def run(self, work: Callable, *inputs: Tensor) -> object:
-        """Run work on the stream of gradients, and return its result.
-
-        The inputs are all tensors that it reads and that are freed after the caller's work.
-        """
-        if self.joined:
-            return work()
-        current, stream = torch.cuda.current_stream(), self.stream(0)
-        stream.wait_stream(current)
+    @contextlib.contextmanager
+    def beside(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        """Launch what is inside on this stream; what follows waits for it."""
         with torch.cuda.stream(stream):
-            result = work()
-            self.pending.append((stream.record_event(), inputs))
-        while len(self.pending) > self.DEPTH or self.pending_bytes() > self.BYTES:
+            yield
+        if stream:
+            torch.cuda.current_stream().wait_stream(stream)
+
+    def run(self, work: Callable, grads: dict[Tensor, Tensor], inputs: Sequence[Tensor]) -> None:
+        """Run work that writes gradients of parameters; until then its inputs are not freed."""
+        current = torch.cuda.current_stream()
+        self.gradients.wait_stream(current)
+        with torch.cuda.stream(self.gradients):
+            work()
+        done = self.gradients.record_event()
+        self.written |= {p: (done, grad.data_ptr(), grad._version) for p, grad in grads.items()}
+        self.pending.append((done, sum(tensor.nbytes for tensor in inputs), inputs))
+        while len(self.pending) > self.DEPTH or sum(n for _, n, _ in self.pending) > self.BYTES:
             current.wait_event(self.pending[0][0])
             self.pending.popleft()
-        return result
 
-    def pending_bytes(self) -> int:
-        return sum(tensor.nbytes for _, inputs in self.pending for tensor in inputs)
+    def changed(self, parameter: Tensor) -> bool:
+        """Tell whether its gradient is not, or no longer, what the side stream writes."""
+        now = parameter.grad.data_ptr(), parameter.grad._version
+        return now != self.written.get(parameter, (None,))[1:]
 
-    def release(self, parameter: Tensor) -> None:
-        """Record that this step no longer needs a parameter whose gradient has been launched."""
-        buffer = parameter.slot.buffer
-        if self.active and buffer.written:
-            self.released.add(parameter)
-            if self.released.issuperset(buffer.parameters):  # norms are never released
-                self.record(buffer, torch.cuda.current_stream(), self.stream(0))
+    def wait_for(self, parameters: Sequence[Tensor]) -> None:
+        """Let the current stream wait for these gradients; else for all of the main stream."""
+        if self.active:
+            known = not any(map(self.changed, parameters))
+            events = {self.written[p][0] for p in parameters} if known else ()
+            for event in events or [self.main.record_event()]:
+                torch.cuda.current_stream().wait_event(event)
 
-    def record(self, buffer: GradientBuffer, *streams: torch.cuda.Stream) -> None:
-        """Have an update of this buffer wait for what these streams have been given so far."""
-        events = [stream.record_event() for stream in streams]
-        self.ready[buffer] = buffer.tensor, buffer.tensor._version, events
-
-    def wait_for(self, buffer: GradientBuffer) -> None:
-        """Let the current stream wait for a buffer's gradients and the last use of their weights.
-
-        If the gradients have changed since that was recorded, it waits for the main stream.
-        """
-        if not self.active:
-            return
-        tensor, version, events = self.ready.pop(buffer, (None, 0, []))
-        if tensor is not buffer.tensor or version != tensor._version:
-            events = [self.main.record_event()]
-        for event in events:
-            torch.cuda.current_stream().wait_event(event)
-
-    def join(self) -> None:
+    def join(self, *unused) -> None:
         """Let the main stream wait for all gradients; later work of this step runs on it.
 
-        Raises RuntimeError if autograd added to a gradient that a side stream computes.
+        Raises RuntimeError if autograd changed a gradient while a side stream computed it.
         """
-        if self.joined:
-            return
-        self.joined = True
-        torch.cuda.current_stream().wait_stream(self.stream(0))
-        self.pending.clear()
-        if any(p.grad is not None and p.grad.data_ptr() != at for p, at in self.addresses.items()):
-            wrong = "a weight got more than one gradient in a backward pass"
-            raise RuntimeError(f"overlap: {wrong}: use --disable-overlap")
-
-    def average(self, buffer: GradientBuffer) -> None:
-        """Average a buffer over the processes, as soon as its gradients are there."""
-        with torch.cuda.stream(self.stream(2)):
-            self.wait_for(buffer)
-            buffer.average()
-            if self.active:
-                self.record(buffer, self.stream(2))
-
-    def main_waits_for(self, number: int) -> None:
-        """Let the main stream wait for a side stream."""
-        if self.active:
-            self.main.wait_stream(self.stream(number))
+        if not self.joined:
+            self.joined = True
+            torch.cuda.current_stream().wait_stream(self.gradients)
+            self.pending.clear()
+            if any(p.grad is not None and self.changed(p) for p in self.written):
+                wrong = "a weight got more than one gradient in a backward pass"
+                raise RuntimeError(f"overlap: {wrong}: use --disable-overlap")
 
 
-class JoinSideStreams(torch.autograd.Function):
-    """Return the tensors; in the backward pass, join the stream of gradients here."""
-
-    @staticmethod
-    def forward(ctx, side: SideStreams, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.side = side
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        ctx.side.join()
-        return None, *grads
-
-
-class GradientBuffer:
-    """One tensor with the gradients of some parameters, which the optimizer reads.
-
-    It exists from the first gradient of a step to the end of the update. A parameter's first
-    gradient in a step is written here, in `dtype`; autograd adds later ones to it, in float32.
-    """
-
-    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype, side: SideStreams):
-        self.parameters, self.side = parameters, side
-        self.clear()
-        self.set_dtype(dtype)
-
-    def set_dtype(self, dtype: torch.dtype) -> None:
-        """Set the type of the gradients, also of those that exist."""
-        self.dtype = dtype
-        for parameter in self.parameters:
-            if dtype != (getattr(parameter, "grad_dtype", None) or parameter.dtype):
-                grad, parameter.grad = parameter.grad, None
-                parameter.grad_dtype = dtype  # else autograd would cast the gradient
-                parameter.grad = grad if grad is None else grad.to(dtype)
-
-    def clear(self) -> None:
-        """Drop the gradients."""
-        self.tensor, self.written = None, set()
-
-    def claim(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
-        """Return the part [elements] for the first gradients in a step of these parameters.
-
-        None for later gradients, or if the parameters are not neighbours in the buffer.
-        """
-        if any(p.grad is not None or p in self.written for p in parameters):
-            if self.dtype != torch.float32:
-                self.set_dtype(torch.float32)  # for sums
-            return None
-        ends = [p.slot.begin + p.numel() for p in parameters]
-        if ends[:-1] != [p.slot.begin for p in parameters[1:]]:
-            return None
-        self.written.update(parameters)
-        return self.elements(parameters[0].slot.begin, ends[-1])
-
-    def elements(self, begin: int, end: int) -> Tensor:
-        """Return elements of the tensor, counted as in the optimizer's buffers."""
-        first, last = self.parameters[0].slot.begin, self.parameters[-1].slot.end
-        if self.tensor is None:
-            filled = sum(p.numel() for p in self.parameters)  # gaps are read, too: zeros
-            make = torch.zeros if self.parameters[1:] and last - first > filled else torch.empty
-            self.tensor = make(last - first, device=self.parameters[0].device, dtype=self.dtype)
-        return self.tensor[begin - first : end - first]
-
-    def part(self, parameter: nn.Parameter) -> Tensor:
-        """Return the part for a parameter, in its shape."""
-        begin = parameter.slot.begin
-        return self.elements(begin, begin + parameter.numel()).view_as(parameter)
-
-    def collect(self) -> bool:
-        """Copy gradients that are elsewhere into the tensor; return whether there are gradients.
-
-        Sums that autograd has made are elsewhere, and gradients of PyTorch's own operators.
-        """
-        present = [p for p in self.parameters if p.grad is not None]
-        elsewhere = [p for p in present if p.grad.data_ptr() != self.part(p).data_ptr()]
-        if any(p in self.written for p in elsewhere):
-            # The caller of torch.autograd.grad may have the tensor.
-            self.tensor, elsewhere = None, present
-        if elsewhere:
-            torch._foreach_copy_([self.part(p) for p in elsewhere], [p.grad for p in elsewhere])
-        return bool(present)
-
-    def average(self) -> None:
-        """Average the gradients over the processes, and make each `.grad` a part of the tensor."""
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                parameter.grad = self.part(parameter)
-        if self.tensor.is_cuda:
-            dist.all_reduce(self.tensor, dist.ReduceOp.AVG)
-        else:  # gloo has no AVG
-            dist.all_reduce(self.tensor)
-            self.tensor /= dist.get_world_size()
-
-
-def gradients_into_buffer(
-    groups: Sequence[Sequence[Tensor]], compute: Callable[..., None], *inputs: Tensor
-) -> tuple[Tensor, ...]:
+def gradients_of(
+    groups: Sequence[Sequence[Tensor]], compute: Callable[..., None], *inputs: Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:  # fmt: skip
     """Return the gradients of groups of parameters, which `compute` makes of these inputs.
 
     `compute` gets a tensor [elements] for each group, and writes the gradients of the group's
-    parameters into it, one after the other. It is the optimizer's buffer, unless the parameters
-    have gradients already, to which autograd will add these.
+    parameters into it, one after the other. Call this last: in a graph a parameter may be updated
+    as soon as its gradient is there. Nothing overlaps where autograd or a hook reads a gradient.
     """
-    parameters = [parameter for group in groups for parameter in group]
-    slots = [getattr(parameter, "slot", None) for parameter in parameters]
-    buffer = slots[0].buffer if all(slots) else None
-    outs, grads, overlaps = [], [], buffer is not None
-    for group in groups:
-        sizes, out = [p.numel() for p in group], buffer.claim(group) if buffer else None
-        if out is None:  # autograd may add to it as soon as this function returns
-            out, overlaps = torch.empty(sum(sizes), device=group[0].device), False
-        outs.append(out)
-        grads += [part.view_as(p) for part, p in zip(out.split(sizes), group, strict=True)]
-    if not overlaps:
+    parameters = [p for group in groups for p in group]
+    sizes = [[p.numel() for p in group] for group in groups]
+    outs = [parameters[0].new_empty(sum(group), dtype=dtype) for group in sizes]
+    parts = (part for out, group in zip(outs, sizes, strict=True) for part in out.split(group))
+    grads = {p: part.view_as(p) for p, part in zip(parameters, parts, strict=True)}
+    side = getattr(parameters[0], "side", None)
+    overlaps = side is not None and not side.joined
+    for p in parameters:
+        if p.is_leaf and p.grad is not None:  # autograd adds the second gradient, in float32
+            p.grad = p.grad.to(p.dtype)
+            overlaps = False
+        overlaps &= not (p._backward_hooks or p._post_accumulate_grad_hooks)
+    if overlaps:
+        side.run(partial(compute, *outs), grads, inputs)
+    else:
         compute(*outs)
-        return tuple(grads)
-    buffer.side.run(partial(compute, *outs), *inputs)
-    if not buffer.side.joined:
-        addresses = [grad.data_ptr() for grad in grads]
-        buffer.side.addresses |= zip(parameters, addresses, strict=True)
-    return tuple(grads)
+    return list(grads.values())
 
 
 WIDE_RESULTS = "dtype_out" in torch.ops.aten.mm.overloads()  # from PyTorch 2.8 on
@@ -547,28 +421,47 @@ def matmul_out(grad: Tensor, x: Tensor, out: Tensor, direct: bool) -> None:
         out.copy_(grad.t() @ x)
 
 
+# --- end of streams
+
+
+# --- optimizer
+# Copied from common/optimizer.py by tools/sync_common.py: edit it there.
+# AdamW is a kernel, which reads weights and gradients where they lie.
+
+
+def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return tensors that lie as side_by_side allocates them as one [elements]; None for others."""
+    first, last, size = tensors[0], tensors[-1], 0
+    for t in tensors:
+        place = first.data_ptr() + size * first.element_size()
+        if t.data_ptr() != place or t.dtype != first.dtype or not t.is_contiguous():
+            return None
+        size += triton.cdiv(t.numel(), 64) * 64
+    one = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    return first.detach().as_strided((size - -last.numel() % 64,), (1,)) if one else None
+
+
 @block_sizes({"BLOCK": 1024, "PROGRAMS": 1024})
 @triton.jit
 def adamw_kernel(
-    WEIGHTS, CASTS, GRADS, AVERAGES, SQUARES, CORRECTIONS, LR, SCALE, FOUND_INF, size,
-    BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, DECAY: tl.constexpr,
-    BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+    WEIGHTS, GRADS, AVERAGES, SQUARES, POWER1, POWER2, LR, SCALE, FOUND_INF, size,
+    share1, share2, eps, decay, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Update weights w from their gradients g, and cast them to the type of the GEMMs.
+    """Update weights w from their gradients g.
 
-        m += (1 - beta1) * (g - m);  v += (1 - beta2) * (g^2 - v)
+        m += (1 - beta1) * (g - m);  v += (1 - beta2) * (g^2 - v);  c = 1 - beta^steps
         w = w * (1 - lr * decay) - lr / c1 * m / (sqrt(v) / sqrt(c2) + eps)
 
-    WEIGHTS, CASTS (or None), GRADS, AVERAGES (m), SQUARES (v) [size]. CORRECTIONS [2] are
-    c = 1 - beta^steps; LR [] is the learning rate. SCALE [] and FOUND_INF [] are a gradient
-    scaler's, or None: gradients are divided by SCALE, and nothing is updated if FOUND_INF. A
-    program owns every PROGRAMS-th block of BLOCK elements.
+    WEIGHTS, GRADS, AVERAGES (m), SQUARES (v) [size]; share is 1 - beta, POWER [] beta^steps, LR []
+    the learning rate. SCALE [] and FOUND_INF [] are a gradient scaler's, or None: gradients are
+    divided by SCALE, and nothing is updated if FOUND_INF. A program owns every PROGRAMS-th block of
+    BLOCK elements.
     """
     if FOUND_INF is not None:
         size = tl.where(tl.load(FOUND_INF) > 0, 0, size)
     lr = tl.load(LR).to(tl.float32)
-    root_of_correction = tl.sqrt(tl.load(CORRECTIONS + 1)).to(tl.float32)
-    rate = lr / tl.load(CORRECTIONS).to(tl.float32)
+    root_of_correction = tl.sqrt(1 - tl.load(POWER2)).to(tl.float32)
+    rate = lr / (1 - tl.load(POWER1)).to(tl.float32)
     for start in range(tl.program_id(0) * BLOCK, size, PROGRAMS * BLOCK):
         at = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
         inside = at < size
@@ -576,177 +469,162 @@ def adamw_kernel(
         if SCALE is not None:
             grad /= tl.load(SCALE)
         average = tl.load(AVERAGES + at, mask=inside, other=0.0)
-        average += (1 - BETA1) * (grad - average)
+        average += share1 * (grad - average)
         square = tl.load(SQUARES + at, mask=inside, other=0.0)
-        square += (1 - BETA2) * (grad * grad - square)
-        weight = tl.load(WEIGHTS + at, mask=inside, other=0.0) * (1 - lr * DECAY)
-        weight -= rate * average / (tl.sqrt(square) / root_of_correction + EPS)
+        square += share2 * (grad * grad - square)
+        weight = tl.load(WEIGHTS + at, mask=inside, other=0.0) * (1 - lr * decay)
+        weight -= rate * average / (tl.sqrt(square) / root_of_correction + eps)
         tl.store(AVERAGES + at, average, mask=inside)
         tl.store(SQUARES + at, square, mask=inside)
         tl.store(WEIGHTS + at, weight, mask=inside)
-        if CASTS is not None:
-            tl.store(CASTS + at, weight, mask=inside)
-
-
-class Options(dict):
-    """The optimizer's options, of which only the learning rate may change.
-
-    The kernel reads the learning rate from the device. Assigning it, as some schedulers do, writes
-    it there, so that a captured graph follows. The kernel is compiled for the other options:
-    another value for one raises ValueError.
-    """
-
-    def __setitem__(self, name: str, value: object) -> None:
-        if name == "lr" and name in self:
-            self[name].fill_(value)
-        elif name in ("betas", "eps", "weight_decay") and value != self.get(name, value):
-            wrong = f"{name} was {self[name]} when it was made and cannot become {value}"
-            raise ValueError(f"FusedAdamW: {wrong}")
-        else:
-            super().__setitem__(name, value)
 
 
 class FusedAdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019) as one kernel over all parameters in one buffer.
+    """AdamW (Loshchilov and Hutter 2019): one launch for each of `groups`, which lie side by side.
 
-    Weights, their casts to `dtype` for the GEMMs and moments are in buffers of the same order, so
-    the kernel needs no list of addresses. It is launched once for each of `groups`. A group has a
-    GradientBuffer, in `grad_dtype` for a single parameter, else in float32. `side`: the streams on
-    which the model computes gradients.
-
-    On several GPUs it replaces DistributedDataParallel, which would copy each gradient to another
-    buffer: call average_gradients before every step.
+    Parameters that have been given other memory are updated there, one by one. `narrow`: the
+    gradient of a group of one may have another type. `side`: the model's streams. On several GPUs
+    it replaces DistributedDataParallel: call average_gradients before every step.
     """
 
     _step_supports_amp_scaling = True  # the kernel divides by GradScaler's scale and skips a step
+    averaged = False  # over several GPUs
 
     def __init__(
-        self, groups: Iterable[list[nn.Parameter]], lr: float, dtype: torch.dtype,
-        grad_dtype: torch.dtype = torch.float32, side: SideStreams | None = None,
+        self, groups: Iterable[list[nn.Parameter]], lr: float, side: SideStreams | None = None,
+        narrow: bool = False,
     ):  # fmt: skip
-        groups, self.side = list(groups), side or SideStreams()
-        parameters = [parameter for group in groups for parameter in group]
+        self.groups, self.side = list(groups), side or SideStreams()
         defaults = {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-        super().__init__(parameters, defaults)
-        # each parameter begins at a multiple of 128 bytes
-        sizes = [triton.cdiv(p.numel(), 64) * 64 for p in parameters]
-        spans = itertools.pairwise([0, *itertools.accumulate(sizes)])
-        size, device = sum(sizes), parameters[0].device
-        rate = torch.full((), lr, device=device, dtype=torch.float64)
-        self.param_groups = [Options(self.param_groups[0], lr=rate)]
-        names = ("weight", "exp_avg", "exp_avg_sq")
-        self.buffers = {name: torch.zeros(size, device=device) for name in names}
-        if dtype != torch.float32:
-            self.buffers["cast"] = torch.zeros(size, device=device, dtype=dtype)
-        self.steps = torch.zeros((), device=device)  # of all parameters
-        self.betas = torch.tensor(self.defaults["betas"], device=device, dtype=torch.float64)
-        self.gradients = []
-        for group in groups:
-            buffer_dtype = grad_dtype if len(group) == 1 else torch.float32
-            self.gradients.append(GradientBuffer(group, buffer_dtype, self.side))
-            for parameter in group:
-                begin, end = next(spans)
-                # .data: views would share one version counter
-                views = {
-                    name: buffer[begin:][: parameter.numel()].view_as(parameter).data
-                    for name, buffer in self.buffers.items()
-                }
-                parameter.data = views.pop("weight").copy_(parameter.detach())
-                parameter.slot = Slot(self.gradients[-1], begin, end, views.get("cast"))
-                self.state[parameter] = {"step": self.steps, **views}
-        self.averaged = False  # over several GPUs
-        if dist.is_initialized():
-            # One seed gives one set of weights on equal machines; this makes sure.
-            dist.broadcast(self.buffers["weight"], 0)
+        super().__init__([p for group in self.groups for p in group], defaults)
+        self.parameters = self.param_groups[0]["params"]
+        self.steps = self.parameters[0].new_zeros(len(self.parameters), dtype=torch.float64)
+        self.counts = dict.fromkeys(self.parameters, 0)  # the same on the host, skipped ones too
+        steps = iter(self.steps)
+        for group in self.groups:
+            pieces = [side_by_side(group, torch.float32) for _ in range(3)]
+            for p, weight, average, square in zip(group, *pieces, strict=True):
+                p.data, p.side = weight.copy_(p.detach()), self.side
+                moments = {"exp_avg": average.zero_(), "exp_avg_sq": square.zero_()}
+                self.state[p] = {"step": next(steps), **moments}
+            if narrow and len(group) == 1:
+                p.grad_dtype = None  # any type
+            if dist.is_initialized():  # one seed gives equal weights on equal machines only
+                dist.broadcast(as_one(group), 0)
+
+    def __getstate__(self) -> dict:
+        raise TypeError("FusedAdamW: copy or save its state_dict, not the optimizer")
+
+    def add_param_group(self, param_group: dict) -> None:
+        if self.param_groups:
+            raise ValueError("FusedAdamW: build a new one for more parameters")
+        super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Copy options, moments and numbers of steps to where the kernel reads them.
-
-        Raises ValueError if they are in another order, or have not taken equally many steps.
-        """
+        """Copy options and state to where the kernel reads them; ValueError if they do not fit."""
         loaded, own = state_dict["state"], self.state_dict()["state"]
         shapes = [{i: v["exp_avg"].shape for i, v in state.items()} for state in (loaded, own)]
         if shapes[0] != shapes[1]:
             wrong = "the state is of other parameters, or in another order"
             raise ValueError(f"{wrong}, such as that of PyTorch's AdamW")
-        if len({float(values["step"]) for values in loaded.values()}) > 1:
-            raise ValueError("FusedAdamW: the parameters have not taken equally many steps")
-        for name, value in state_dict["param_groups"][0].items():
-            if name != "params":
-                self.param_groups[0][name] = value
-        for index, values in own.items():  # they share memory with the optimizer's
-            for name in ("step", "exp_avg", "exp_avg_sq"):
-                values[name].copy_(loaded[index][name])
+        options = {**state_dict["param_groups"][0], "params": self.parameters}
+        options["lr"] = self.rate().fill_(options["lr"])
+        self.param_groups[0].update(options)
+        for i, p in enumerate(self.parameters):
+            self.counts[p] = int(loaded[i]["step"])
+            for name, value in self.state[p].items():
+                value.copy_(loaded[i][name])
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
-        super().zero_grad(set_to_none)
-        self.averaged = False
-        for buffer in self.gradients if set_to_none else ():
-            buffer.clear()
+    def rate(self) -> Tensor:
+        """Return the learning rate, a number on the device, as a graph needs it."""
+        options = self.param_groups[0]
+        if not isinstance(options["lr"], Tensor):  # as it was given, or assigned since
+            options["lr"] = self.steps.new_tensor(options["lr"])
+        return options["lr"]
+
+    def collect(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """Return gradients as one tensor [elements]; they are copied if they do not lie so."""
+        grads = [p.grad for p in parameters]
+        if as_one(grads) is None:
+            parts = side_by_side(grads, torch.float32)
+            torch._foreach_copy_(parts, grads)
+            for p, part in zip(parameters, parts, strict=True):
+                p.grad = part
+        return as_one([p.grad for p in parameters])
 
     @torch.no_grad()
     def average_gradients(self) -> None:
         """Average the gradients over all processes; a single process returns at once.
 
-        Call it before a gradient scaler reads the gradients: an infinity of one process has reached
-        all by then, so all skip the same steps. No backward pass may follow before step. Raises
+        Call it before a gradient scaler reads them, so that all skip the same steps. Raises
         RuntimeError if a parameter that needs a gradient has none, for which others would wait.
         """
         if not dist.is_initialized():
             return
         self.side.join()
-        if any(p.grad is None and p.requires_grad for p in self.param_groups[0]["params"]):
+        if any(p.grad is None and p.requires_grad for p in self.parameters):
             raise RuntimeError("FusedAdamW: on several GPUs each parameter needs a gradient")
-        for buffer in reversed(self.gradients):
-            if buffer.collect():
-                self.side.average(buffer)
-        self.side.main_waits_for(2)
+        kept = [p.grad for p in self.parameters]  # until what reads them has been waited for
+        with self.side.beside(self.side.updates):
+            for group in reversed(self.groups):
+                if present := [p for p in group if p.grad is not None]:
+                    self.side.wait_for(present)
+                    dist.all_reduce(grads := self.collect(present))
+                    grads /= dist.get_world_size()
+        del kept
         self.averaged = True
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        """Update all parameters that have a gradient.
-
-        In a graph with overlap each group is updated as soon as it can be. The steps are those of
-        the optimizer: a parameter that had no gradient in some is corrected for these, too.
-        """
+    def step(self) -> None:
+        """Update all parameters that have a gradient; in a graph with overlap as soon as it can."""
         if dist.is_initialized() and not self.averaged:
             raise RuntimeError("FusedAdamW: on several GPUs, call average_gradients before step")
-        self.side.join()
-        skipped = getattr(self, "found_inf", None)
-        buffers = [buffer for buffer in reversed(self.gradients) if buffer.collect()]
-        with torch.cuda.stream(self.side.stream(1)):
-            if self.side.active:
-                begun = self.side.begun if skipped is None else self.side.main.record_event()
-                torch.cuda.current_stream().wait_event(begun)
-            self.steps += 1 if skipped is None else 1 - skipped
-            corrections = 1 - self.betas**self.steps
-            for buffer in buffers:
-                self.side.wait_for(buffer)
-                present = [[p] for p in buffer.parameters if p.grad is not None]
-                whole = len(present) == len(buffer.parameters)
-                for part in [buffer.parameters] if whole else present:
-                    self.update(part, corrections)
-        self.side.main_waits_for(1)
-        for buffer in self.gradients:
-            buffer.clear()
         self.averaged = False
+        self.side.join()
+        present = [p for p in self.parameters if p.grad is not None]
+        if not present:
+            return
+        for p in present:
+            self.counts[p] += 1
+            if (p.dtype, p.device) != (torch.float32, self.steps.device):
+                raise TypeError(f"FusedAdamW: a parameter is {p.dtype} on {p.device} by now")
+        skipped, rate = getattr(self, "found_inf", None), self.rate()
+        kept = [p.grad for p in present]  # until what reads them has been waited for
+        with self.side.beside(self.side.updates):
+            if skipped is not None:
+                self.side.wait_for([])
+            one = torch.ones_like(rate) if skipped is None else 1 - skipped
+            torch._foreach_add_([self.state[p]["step"] for p in present], one)
+            powers = [beta**self.steps for beta in self.param_groups[0]["betas"]]
+            for group in reversed(self.groups):
+                together = itertools.groupby(group, lambda p: p.grad is not None and self.counts[p])
+                for count, parameters in together:
+                    if count:
+                        self.update([*parameters], powers, rate)
+        del kept
 
-    def update(self, parameters: list[nn.Parameter], corrections: Tensor) -> None:
-        """Update neighbours in the buffers."""
-        begin, end = parameters[0].slot.begin, parameters[-1].slot.end
-        parts = {name: buffer[begin:end] for name, buffer in self.buffers.items()}
-        parts["gradient"] = parameters[0].slot.buffer.elements(begin, end)
-        names = ("weight", "cast", "gradient", "exp_avg", "exp_avg_sq")
-        options, chosen = self.param_groups[0], blocks("adamw")
-        tensors = *map(parts.get, names), corrections, options["lr"]
+    def update(self, group: list[nn.Parameter], powers: list[Tensor], rate: Tensor) -> None:
+        """Update parameters by one launch if they lie side by side, else each where it lies."""
+        weights = as_one(group)
+        if weights is None and len(group) > 1:
+            for p in group:
+                self.update([p], powers, rate)
+            return
+        memory = group[0].contiguous() if weights is None else weights
+        states = [self.state[p] for p in group]
+        moments = [as_one([state[name] for state in states]) for name in ("exp_avg", "exp_avg_sq")]
+        powers = [power[states[0]["step"].storage_offset()] for power in powers]
+        tensors = memory, self.collect(group), *moments, *powers, rate
         tensors += getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        constants = dict(zip(("BETA1", "BETA2"), options["betas"], strict=True))
-        constants |= {"EPS": options["eps"], "DECAY": options["weight_decay"]}
-        most = triton.next_power_of_2(triton.cdiv(end - begin, chosen["BLOCK"]))
+        options, chosen, size = self.param_groups[0], blocks("adamw"), moments[0].numel()
+        shares = {f"share{i}": 1 - beta for i, beta in enumerate(options["betas"], 1)}
+        settings = {"size": size, **shares, "eps": options["eps"], "decay": options["weight_decay"]}
+        most = triton.next_power_of_2(triton.cdiv(size, chosen["BLOCK"]))
         programs = chosen["PROGRAMS"] = min(chosen["PROGRAMS"], most)
-        wrap_triton(adamw_kernel)[(programs,)](*tensors, size=end - begin, **constants, **chosen)
+        wrap_triton(adamw_kernel)[(programs,)](*tensors, **settings, **chosen)
+        if weights is None:
+            group[0].copy_(memory)
+        torch.autograd.graph.increment_version(group)  # no kernel does
 
 
 # --- end of optimizer
@@ -757,15 +635,19 @@ def parameter_gradients(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of ctx.parameters, in their order; None for those in no group.
 
-    `compute` writes them from these inputs, see gradients_into_buffer. What one launch writes side
-    by side is a group. If its parameters do not follow each other in the model, too, its gradients
-    are copied and nothing overlaps.
+    `compute` writes them from these inputs, see gradients_of. What one launch writes side by side
+    is a group.
     """
     parameters, grads = [parameter for group in groups for parameter in group], {}
     if any(parameter.requires_grad for parameter in parameters):
-        written = gradients_into_buffer(groups, compute, *inputs)
+        written = gradients_of(groups, compute, *inputs)
         grads = dict(zip(parameters, written, strict=True))
     return tuple(grads.get(parameter) for parameter in ctx.parameters)
+
+
+def with_casts(parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return the parameters as kernels take them: weights of projections in this type."""
+    return [cast_of(p, dtype if p.ndim == 2 else p.dtype) for p in parameters]
 
 
 LOG2E = tl.constexpr(math.log2(math.e))  # exp2 is what the hardware computes
@@ -1289,6 +1171,8 @@ class GatedAttentionFunction(torch.autograd.Function):
     ) -> Tensor:
         samples, rows, length, heads, dim = attention_sizes(qkvg, columns)
         qkvg, bias = qkvg.contiguous(), None if bias is None else bias.contiguous()
+        ctx.columns, ctx.parameters = columns, (gate_bias,)
+        gate_bias = gate_bias.contiguous()
         out = qkvg.new_empty(*qkvg.shape[:3], heads * dim)
         log_sum_exp = qkvg.new_empty(samples, rows, heads, length, dtype=torch.float32)
         options = attention_options("attention_forward", qkvg, columns)
@@ -1296,10 +1180,9 @@ class GatedAttentionFunction(torch.autograd.Function):
         launch = wrap_triton(attention_forward_kernel)[(programs,)]
         launch(qkvg, gate_bias, bias, out, log_sum_exp, **options)
         ctx.save_for_backward(qkvg, gate_bias, bias, out, log_sum_exp)
-        ctx.columns, ctx.parameters = columns, (gate_bias,)
         return out
 
-    @staticmethod
+    @without_second_derivative
     def backward(ctx, grad_out: Tensor):
         saved, columns = ctx.saved_tensors, ctx.columns  # with checkpoints they are read once
         qkvg, _, bias, out, log_sum_exp = saved
@@ -1782,8 +1665,9 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
     def forward(
         ctx, x: Tensor, present: Tensor | None, incoming: bool, eps: float, *parameters: Tensor
     ) -> Tensor:
-        x, dim, (*norms, weight, bias) = x.contiguous(), x.shape[-1], parameters
-        positions, weight = x.numel() // dim, cached_cast(weight, gemm_dtype(x))
+        x, dim = x.contiguous(), x.shape[-1]
+        *norms, weight, bias = with_casts(parameters, gemm_dtype(x))
+        positions = x.numel() // dim
         ab = weight.new_empty(2 * dim, positions)
         out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
         statistics = [x.new_empty(2, positions, dtype=torch.float32) for _ in range(2)]
@@ -1803,7 +1687,7 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
         ctx.incoming, ctx.parameters = incoming, parameters
         return out
 
-    @staticmethod
+    @without_second_derivative
     def backward(ctx, grad_out: Tensor):
         present, ab, product, *inputs = ctx.saved_tensors
         x, weight, incoming = inputs[0], inputs[5], ctx.incoming
@@ -1952,17 +1836,18 @@ class OuterProductWithResidual(torch.autograd.Function):
     def forward(
         ctx, ab: Tensor, pair: Tensor, sequences: Tensor | None, weight: Tensor, bias: Tensor
     ) -> Tensor:
-        ab, pair, cast = ab.contiguous(), pair.contiguous(), cached_cast(weight, ab.dtype)
+        ab, pair = ab.contiguous(), pair.contiguous()
+        ctx.parameters = weight, bias
+        cast, bias = with_casts(ctx.parameters, ab.dtype)
         if sequences is None:
             factors = ab.new_full(ab.shape[1:2], 1 / (ab.shape[2] + 1e-3), dtype=torch.float32)
         else:
             ab = ab * sequences[..., None, None]
             factors = sequences.sum(1, dtype=torch.float32).add_(1e-3).reciprocal_()
         ctx.save_for_backward(ab, cast, factors)
-        ctx.parameters = weight, bias
         return project_residual(outer_product(*ab, factors), cast, bias, pair, factors)
 
-    @staticmethod
+    @without_second_derivative
     def backward(ctx, grad: Tensor):
         ab, cast, factors = ctx.saved_tensors
         residual, grad = grad, grad.contiguous().to(ab.dtype)
@@ -1970,7 +1855,6 @@ class OuterProductWithResidual(torch.autograd.Function):
         def compute(out: Tensor) -> None:
             linear_gradients_out(grad, outer_product(*ab, factors), out, factors)
 
-        grads = parameter_gradients(ctx, (ctx.parameters,), compute, grad, ab, factors)
         _, samples, _, length, dim = ab.shape
         chosen, width = blocks("outer_product_gradient", ab.dtype), length * dim
         chosen["BLOCK_M"] = min(chosen["BLOCK_M"], max(16, triton.next_power_of_2(length)))
@@ -1984,6 +1868,7 @@ class OuterProductWithResidual(torch.autograd.Function):
         (a, b), (grad_a, grad_b) = ab.flatten(3), grad_ab.flatten(3)
         torch.bmm(b, wide.mT, out=grad_a)
         torch.bmm(a, wide, out=grad_b)
+        grads = parameter_gradients(ctx, (ctx.parameters,), compute, grad, ab, factors)
         return grad_ab, residual, None, *grads
 
 
@@ -2272,29 +2157,36 @@ class NormProjection(torch.autograd.Function):
     def forward(ctx, x: Tensor, settings: NormSettings, *parameters: Tensor | None):
         ctx.set_materialize_grads(False)
         ctx.settings, ctx.parameters = settings, NormParameters(*parameters)
-        params, rows, dim, dtype = ctx.parameters, x.contiguous(), x.shape[-1], settings.dtype
+        rows, dim, dtype = x.contiguous(), x.shape[-1], settings.dtype
+        params = (p if p is None else cast_of(p, p.dtype) for p in parameters)
+        params = NormParameters(*params)
         if params.weight is not None:
-            params = params._replace(weight=cached_cast(params.weight, dtype))
+            params = params._replace(weight=cast_of(ctx.parameters.weight, dtype))
         # Many rows keep the library's GEMM busy, too: it and a norm are faster than one kernel.
         if params.weight is None or (multiplies(dtype, dim) and x.numel() <= 2**21):
-            ctx.save_for_backward(rows, params.weight, None)
+            ctx.save_for_backward(rows, None, *params)
             return x.view_as(x), *norm_project(rows, params, settings)
         y, pair_bias = norm_project(rows, params._replace(weight=None), settings, normed=True)
-        ctx.save_for_backward(rows, params.weight, y if dtype == torch.float32 else None)
-        out = F.linear(y, params.weight, None if params.bias is None else params.bias.to(dtype))
+        ctx.save_for_backward(rows, y if dtype == torch.float32 else None, *params)
+        out = F.linear(
+            y,
+            params.weight,
+            parameters[3] if parameters[3] is None else cast_of(parameters[3], dtype),
+        )
         return x.view_as(x), out, pair_bias
 
-    @staticmethod
+    @without_second_derivative
     def backward(ctx, residual: Tensor | None, grad: Tensor | None, grad_pair_bias: Tensor | None):
-        # The parameters themselves: with checkpoints saved tensors are copies of them.
-        (x, weight, normed), params, settings = ctx.saved_tensors, ctx.parameters, ctx.settings
+        x, normed, *saved = ctx.saved_tensors  # with checkpoints they are read once
+        params, own, settings = NormParameters(*saved), ctx.parameters, ctx.settings
+        weight = params.weight
         grads = (None if g is None else g.contiguous() for g in (grad, grad_pair_bias, residual))
         grad, grad_pair_bias, residual = grads
-        groups, read, grad_rows = [params[:2]], [x], None
+        groups, read, grad_rows = [own[:2]], [x], None
         if grad_pair_bias is not None:
-            groups[0] += (params.heads,)
+            groups[0] += (own.heads,)
         if grad is not None:
-            groups.append([p for p in (params.weight, params.bias) if p is not None])
+            groups.append([p for p in (own.weight, own.bias) if p is not None])
             grad_rows = grad.flatten(0, -2)
             if not multiplies(settings.dtype, x.shape[-1]):
                 grad, weight = grad_rows @ weight, None
@@ -2335,14 +2227,14 @@ class Projection(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor) -> Tensor:
-        x, cast = x.contiguous(), cached_cast(weight, gemm_dtype(x))
+        x, cast = x.contiguous(), cast_of(weight, gemm_dtype(x))
         ctx.save_for_backward(x, cast)
         ctx.parameters = weight, bias
         if residual is None:
-            return F.linear(x, cast, cached_cast(bias, cast.dtype))
-        return project_residual(x, cast, bias, residual.contiguous())
+            return F.linear(x, cast, cast_of(bias, cast.dtype))
+        return project_residual(x, cast, cast_of(bias, bias.dtype), residual.contiguous())
 
-    @staticmethod
+    @without_second_derivative
     def backward(ctx, grad: Tensor):
         x, cast = ctx.saved_tensors
         residual = grad if ctx.needs_input_grad[1] else None
@@ -2493,11 +2385,6 @@ def transition_options(kernel: str, x: Tensor, weight_1: Tensor) -> dict[str, in
     return {**chosen, "WIDE": x.numel() >= 2**31, "PRECISION": dot_precision(weight_1.dtype)}
 
 
-def with_casts(parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return the parameters as kernels take them: weights of projections in this type."""
-    return [cached_cast(p, dtype) if p.ndim == 2 else p for p in parameters]
-
-
 class TransitionFunction(torch.autograd.Function):
     """Compute x + transition(x), x [..., C].
 
@@ -2517,7 +2404,7 @@ class TransitionFunction(torch.autograd.Function):
         wrap_triton(transition_forward_kernel)[grid](*inputs, out, eps=eps, **options)
         return out
 
-    @staticmethod
+    @without_second_derivative
     def backward(ctx, grad_out: Tensor):
         grad_out, inputs = grad_out.contiguous(), ctx.saved_tensors
         x, _, _, weight_1, *_ = inputs
@@ -2557,29 +2444,30 @@ class WideTransitionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, eps: float, *parameters: Tensor) -> Tensor:
         x, dtype = x.contiguous(), gemm_dtype(x)
-        *norm, weight_1, bias_1, weight_2, bias_2 = with_casts(parameters, dtype)
+        norm = with_casts(parameters[:2], dtype)
+        weight_1, bias_1, weight_2, bias_2 = (cast_of(p, dtype) for p in parameters[2:])
         y = layer_norm(x, *norm, eps, dtype)
         # The library's product adds the bias, and ends with the ReLU.
-        bias_1, bias_2 = cached_cast(bias_1, dtype), cached_cast(bias_2, dtype)
         relu = torch._addmm_activation(bias_1, y.flatten(0, -2), weight_1.t())
         relu = relu.view(*y.shape[:-1], -1)
-        ctx.save_for_backward(x, relu, weight_1, weight_2, y if dtype == torch.float32 else None)
+        normed = y if dtype == torch.float32 else None
+        ctx.save_for_backward(x, relu, weight_1, weight_2, normed, *norm)
         ctx.eps, ctx.parameters = eps, parameters
         return x + F.linear(relu, weight_2, bias_2)
 
-    @staticmethod
+    @without_second_derivative
     def backward(ctx, grad_out: Tensor):
-        grad_out, (x, relu, weight_1, weight_2, normed) = grad_out.contiguous(), ctx.saved_tensors
-        norm_parameters, dtype = ctx.parameters[:2], relu.dtype
+        x, relu, weight_1, weight_2, normed, *norm = ctx.saved_tensors
+        grad_out, dtype = grad_out.contiguous(), relu.dtype
         grad = grad_out.to(dtype)
         grad_h = grad @ weight_2
         torch.ops.aten.threshold_backward.grad_input(grad_h, relu, 0, grad_input=grad_h)
-        inputs = x, NormParameters(*norm_parameters), NormSettings(ctx.eps, dtype)
+        inputs = x, NormParameters(*norm), NormSettings(ctx.eps, dtype)
         grad_x, sums = norm_project_backward(*inputs, grad_h @ weight_1, None, grad_out)
 
         def compute(grad_norm: Tensor, grad_linear_1: Tensor, grad_linear_2: Tensor) -> None:
             sum_parts(sums, grad_norm)
-            y = layer_norm(x, *norm_parameters, ctx.eps, dtype) if normed is None else normed
+            y = layer_norm(x, *norm, ctx.eps, dtype) if normed is None else normed
             linear_gradients_out(grad_h, y, grad_linear_1)
             linear_gradients_out(grad, relu, grad_linear_2)
 
@@ -2695,7 +2583,7 @@ class HeadLoss(torch.autograd.Function):
         ctx.grid, ctx.options = grid, options
         return sum_parts(losses)[0]
 
-    @staticmethod
+    @without_second_derivative
     def backward(ctx, grad: Tensor):
         grad_logits = torch.empty_like(ctx.saved_tensors[0])
         launch = wrap_triton(head_loss_backward_kernel)[ctx.grid]
@@ -2773,7 +2661,7 @@ class EmbeddingFunction(torch.autograd.Function):
         weight = torch.cat([*parameters[::2], bias], 1).to(ones.dtype)
         return F.linear(ones, F.pad(weight, (0, ones.shape[-1] - weight.shape[1])))
 
-    @staticmethod
+    @without_second_derivative
     def backward(ctx, grad: Tensor):
         (ones,), grad = ctx.saved_tensors, grad.flatten(0, -2)
         widths = [weight.shape[1] for weight in ctx.parameters[::2]]
@@ -2795,7 +2683,7 @@ def embed(parts: Sequence[tuple[nn.Linear, Tensor]]) -> Tensor:
     linears, places = zip(*parts, strict=True)
     parameters = parameters_of(*linears)
     ends = [*itertools.accumulate(linear.in_features for linear in linears)]
-    places = [place + first for place, first in zip(places, (0, *ends), strict=False)]
+    places = [place.long() + first for place, first in zip(places, (0, *ends), strict=False)]
     places = torch.broadcast_tensors(*places, torch.full_like(places[0], ends[-1]))
     width = triton.cdiv(ends[-1] + 1, 8) * 8  # a GEMM reads 16 bytes at a time
     shape, dtype = (*places[0].shape, width), gemm_dtype(parameters[0])
@@ -3123,9 +3011,9 @@ def check_shape(name: str, tensor: Tensor | None, *shape: int) -> None:
 class EvoformerBlock(nn.Module):
     """One block of the Evoformer stack, without dropout (AF2 SI, algorithm 6)."""
 
-    def __init__(self, config: ModelConfig, fusions: Fusions):
+    def __init__(self, config: ModelConfig, fusions: Fusions, side: SideStreams | None = None):
         super().__init__()
-        self.dims = config.msa_dim, config.pair_dim
+        self.dims, self.side = (config.msa_dim, config.pair_dim), side or SideStreams()
         self.msa_att_row = MSARowAttentionWithPairBias(config, fusions)
         self.msa_att_col = MSAColumnAttention(config, fusions)
         self.msa_transition = MSATransition(config.msa_dim, config.transition_factor, fusions)
@@ -3154,16 +3042,20 @@ class EvoformerBlock(nn.Module):
         check_shape("pair", pair, samples, length, length, pair_dim)
         check_shape("sequences", sequences, samples, depth)
         check_shape("residues", residues, samples, length)
-        sequences, residues = (m if m is None else m.contiguous() for m in (sequences, residues))
-        msa, pair = self.msa_att_row(msa, pair, residues)
-        msa = self.msa_att_col(msa, sequences)
-        msa = self.msa_transition(msa)
-        msa, pair = self.outer_product_mean(msa, pair, sequences)
-        pair = self.tri_mul_out(pair, residues)
-        pair = self.tri_mul_in(pair, residues)
-        pair = self.tri_att_start(pair, residues)
-        pair = self.tri_att_end(pair, residues)
-        pair = self.pair_transition(pair)
+        masks = (m if m is None else m.bool().contiguous() for m in (sequences, residues))
+        sequences, residues = masks
+        parts = [part for part in self.children() if part.fused]
+        parameters = itertools.chain(*(part.parameters() for part in parts))
+        with cast_weights(parameters, gemm_dtype(msa), self.side):
+            msa, pair = self.msa_att_row(msa, pair, residues)
+            msa = self.msa_att_col(msa, sequences)
+            msa = self.msa_transition(msa)
+            msa, pair = self.outer_product_mean(msa, pair, sequences)
+            pair = self.tri_mul_out(pair, residues)
+            pair = self.tri_mul_in(pair, residues)
+            pair = self.tri_att_start(pair, residues)
+            pair = self.tri_att_end(pair, residues)
+            pair = self.pair_transition(pair)
         return msa, pair
 
 
@@ -3222,9 +3114,8 @@ class TinyOpenFold(nn.Module):
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
         self.config, self.fusions, self.side = config, fusions, SideStreams()
-        self.register_load_state_dict_post_hook(renew_casts)
         self.input_embedder = InputEmbedder(config, fusions)
-        blocks = (EvoformerBlock(config, fusions) for _ in range(config.num_blocks))
+        blocks = (EvoformerBlock(config, fusions, self.side) for _ in range(config.num_blocks))
         self.blocks = nn.ModuleList(blocks)
         self.distogram = DistogramHead(config)
         self.masked_msa = MaskedMSAHead(config)
@@ -3258,7 +3149,8 @@ class TinyOpenFold(nn.Module):
             tokens, residues = F.pad(tokens, padding, value=GAP), F.pad(residues, padding)
         msa, pair = self.input_embedder(tokens)
         if self.side.active:  # the embedding's gradients, the last ones, are on the main stream
-            msa, pair = JoinSideStreams.apply(self.side, msa, pair)
+            msa.register_hook(self.side.join)
+            pair.register_hook(self.side.join)
         for block in self.blocks:
             inputs = (msa, pair, sequences, residues)
             if self.config.checkpoint_blocks:  # without random numbers: a block draws none
@@ -3274,13 +3166,17 @@ class TinyOpenFold(nn.Module):
         check_shape("masked", masked, samples, depth, length)
         check_shape("coords", coords, samples, length, 3)
         check_shape("observed", observed, samples, length)
+        masked, observed = masked.bool(), observed.bool()  # 0 and 255, for example
         if any(padding):  # where nothing counts
             true_tokens, masked = F.pad(true_tokens, padding), F.pad(masked, padding)
             coords, observed = F.pad(coords, (0, 0, *padding)), F.pad(observed, padding)
         bins, known = self.distogram.targets(coords, observed)
         if self.fusions.loss_fusion:
-            distogram = Projection.apply(pair, None, *parameters_of(self.distogram.linear))
-            masked_msa = Projection.apply(msa, None, *parameters_of(self.masked_msa.linear))
+            of_pair = parameters_of(self.distogram.linear)
+            of_msa = parameters_of(self.masked_msa.linear)
+            with cast_weights([*of_pair, *of_msa], gemm_dtype(msa), self.side):
+                distogram = Projection.apply(pair, None, *of_pair)
+                masked_msa = Projection.apply(msa, None, *of_msa)
             self.side.return_workspaces()  # the backward pass, in another thread, has its own
             distogram = HeadLoss.apply(distogram, bins, known, True, 0.3)
             return distogram + HeadLoss.apply(masked_msa, true_tokens, masked, False, 2.0)
@@ -3312,9 +3208,7 @@ def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
 def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
     """Build AdamW over all parameters: one kernel, or a few launches of PyTorch's own."""
     if args.fused_optimizer:
-        dtype = getattr(torch, args.amp_dtype) if args.use_amp else torch.float32
-        groups = [list(model.parameters())]
-        return FusedAdamW(groups, args.learning_rate, dtype, side=model.side)
+        return FusedAdamW([list(model.parameters())], args.learning_rate, model.side)
     rate = args.learning_rate
     if args.device == "cuda":  # a tensor, so that a captured step follows a scheduler
         rate = torch.tensor(rate, device=next(model.parameters()).device)
@@ -3690,241 +3584,60 @@ def leave_to_pytorch(args: argparse.Namespace, reasons: dict[str, str]) -> None:
 
 # --- core
 # Copied from common/core.py by tools/sync_common.py: edit it there.
-# main, at the end, runs in order: arguments, training step, turns, counts, report.
+# Read `measure` first, the loop; then Trainer.compute, the step; `main` is at the end.
 SCRIPT = Path(__file__).stem
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # like views, move no data
-PROFILERS = {"ROCP_TOOL_LIBRARIES", "ROCPROFSYS_MODE", "NSYS_PROFILING_SESSION_ID"}  # variables
-PROFILERS |= {"NV_NSIGHT_INJECTION_TRANSPORT_TYPE"}  # of ncu
-SETTINGS = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", "deterministic")
-SETTINGS += ("use_amp", "amp_dtype", "matmul_precision")
-SETTINGS += ("torch_compile", "torch_compile_mode", "cuda_graph")
-NOT_YET = -1.0  # in place of a loss that is still on its way to the host
+PROFILES = ("enable_pytorch_profiler", "enable_memory_profiling", "enable_rocm_profiling")
 
 
-def say(kind: str, message: str) -> None:
-    """Print an "error", or a "note" once for all processes, on stderr."""
-    if kind == "error" or not (RANK or "TINY_LAUNCHED" in os.environ):
-        print(f"{SCRIPT}.py: {kind}: {message}", file=sys.stderr)
+def measure(*sides: Trainer) -> list[dict]:
+    """Train all of these in alternating turns; leave a record of each, however it ends."""
+    args = sides[-1].args
+    turns = 1 if len(sides) == 1 else min(10, args.num_steps)
+    region = contextlib.nullcontext()
+    end = (1, "it did not finish")
+    try:
+        if any(getattr(args, name) for name in PROFILES):
+            from lab.profile.steps import profiled_region  # before time is spent on training
+
+            region = profiled_region(sys.modules[__name__], sides)
+        for side in sides:
+            side.write(end)  # for a run that is killed
+        for side in sides:
+            side.start()
+        with region:
+            for turn, steps in enumerate(np.array_split(range(args.num_steps), turns)):
+                for side in sides if turn % 2 == 0 else reversed(sides):
+                    side.take(len(steps))
+        for side in sides if not args.under_profiler else ():
+            side.count(sides[0].groups["kernels"].get("per_step"))
+        end = (0, None)
+    except (Exception, KeyboardInterrupt) as error:
+        end = explain(error, args)
+    finally:
+        for side in sides:
+            side.write(end)
+    return [side.summary() for side in sides]
 
 
-def fail(message: str, status: int = 2) -> None:
-    """End the program with one line about what the user can put right."""
-    say("error", message)
-    raise SystemExit(status)
-
-
-def from_launcher(name: str, default: int) -> int:
-    """Return a number that torchrun sets in the environment."""
-    if not (text := os.getenv(name, str(default))).isdecimal():
-        fail(f"{name} in the environment is no number: {text!r}")
-    return int(text)
-
-
-RANK, WORLD_SIZE = from_launcher("RANK", 0), from_launcher("WORLD_SIZE", 1)
-
-
-def progress(text: str = "") -> None:
-    """Say what happens now; on a terminal in one line, which the next text replaces."""
-    terminal = sys.stderr.isatty()
-    if not RANK and (text or terminal):
-        print(text, end="\033[K\r" if terminal else "\n", file=sys.stderr, flush=True)
-
-
-def at_least(low: int) -> Callable[[str], int]:
-    """Make an argparse type: a whole number from `low`."""
-
-    def number(text: str) -> int:
-        if not (text.isdecimal() and low <= int(text) < 2**31):
-            raise argparse.ArgumentTypeError(f"must be {low} to {2**31 - 1}, not {text}")
-        return int(text)
-
-    return number
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Build the command line: the arguments of the model, and those of every version."""
-    description, _, examples = (__doc__ or "").partition("\nExamples:\n")
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(f"{SCRIPT}.py", argparse.SUPPRESS, description)
-    parser.formatter_class, parser.allow_abbrev = raw, False
-    parser.epilog = "examples:\n" + examples
-    add_model_arguments(parser)
-    switch, default = {"action": "store_true"}, "(default: %(default)s)"
-
-    group = parser.add_argument_group("fusions", "Single flags win over all-fusion.")
-    for flag, attribute, text in (
-        ("all-fusion", "all_fusion", "all (the default) but torch-compile and cuda-graph"),
-        *FUSIONS,
-        ("torch-compile", "torch_compile", "torch.compile of the model"),
-        ("cuda-graph", "cuda_graph", "the step as one graph (the default of V4)"),
-    ):
-        add = group.add_mutually_exclusive_group().add_argument
-        add(f"--enable-{flag}", dest=attribute, action="store_const", const=True, help=text)
-        add(f"--disable-{flag}", dest=attribute, action="store_const", const=False)
-    modes = ("default", *OWN_GRAPHS, "max-autotune-no-cudagraphs")
-    group.add_argument("--torch-compile-mode", choices=modes, help="compile longer to run faster")
-
-    add = parser.add_argument_group("training").add_argument
-    add("--num-steps", type=at_least(1), default=50, help=f"measured steps {default}")
-    add("--warmup-steps", type=at_least(0), help="before those (default: 5, on several GPUs 12)")
-    add("--learning-rate", type=float, default=3e-4, help=f"of AdamW {default}")
-    add("--use-amp", **switch, help="automatic mixed precision")
-    add("--amp-dtype", choices=("bfloat16", "float16"), help="(default: bfloat16)")
-    precisions = ("highest", "high", "medium")
-    add("--matmul-precision", choices=precisions, default="highest", help=f"of float32 {default}")
-    devices = ("auto", "cpu", "cuda")
-    add("--device", choices=devices, default="auto", help=f"cuda for AMD's GPUs, too {default}")
-    add("--num-gpus", type=at_least(1), help="share the batch (default: 1, or *_VISIBLE_DEVICES)")
-    add("--seed", type=at_least(0), default=42, help=f"of weights and data {default}")
-    add("--deterministic", **switch, help="the same bits in every run")
-    add("--log-interval", type=at_least(1), default=10, help=f"steps between lines {default}")
-
-    add = parser.add_argument_group("profiling").add_argument
-    add("--enable-pytorch-profiler", **switch, help="operator tables, trace of 3 steps")
-    add("--enable-memory-profiling", **switch, help="memory timeline of one step")
-    add("--enable-rocm-profiling", **switch, help="names of phases for a profiler")
-    add("--under-profiler", **switch, help="launch nothing but the training steps")
-    folder = Path(f"pytorch_profiles_v{VERSION}")
-    add("--profile-dir", type=Path, default=folder, metavar="DIR", help=f"for results {default}")
-
-    add = parser.add_argument_group("modes").add_mutually_exclusive_group().add_argument
-    add("--compare-fusion", **switch, help="all fusions off and as chosen, in turns")
-    add("--verify-accuracy", **switch, help="compare outputs and gradients with all off")
-    return parser
-
-
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse and check; what cannot work is one line on stderr and SystemExit (2 or 4)."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    flags = {name: getattr(args, name) for _, name, _ in FUSIONS}
-    for name, on in flags.items():  # a flag of its own wins over all-fusion
-        setattr(args, name, args.all_fusion is not False if on is None else on)
-    check_model_arguments(args, parser)
-    choose_devices(args)
-    graph, mode = args.cuda_graph, args.torch_compile_mode
-    least = 12 if args.num_gpus > 1 else 2  # DDP needs 11 before a capture
-    for wrong, message in (
-        (args.batch_size % args.num_gpus, f"--batch-size must divide by {args.num_gpus} GPUs"),
-        (not FUSIONS and (args.all_fusion or args.compare_fusion), "V1 has nothing to compare"),
-        (mode and not args.torch_compile, "--torch-compile-mode needs --enable-torch-compile"),
-        (args.amp_dtype and not args.use_amp, "--amp-dtype needs --use-amp"),
-        (not 0 < args.learning_rate < math.inf, "--learning-rate must be above 0"),
-        (graph and mode in OWN_GRAPHS, f"--enable-cuda-graph: mode {mode} makes its own graphs"),
-        (graph and args.warmup_steps < least, f"a graph needs --warmup-steps {least} or more"),
-    ):
-        if wrong:
-            fail(message)
-    args.amp_dtype, args.torch_compile = args.amp_dtype or "bfloat16", bool(args.torch_compile)
-    if not args.under_profiler and (found := PROFILERS & {*os.environ}):
-        say("note", f"a GPU profiler started this run ({found.pop()}): --under-profiler is on")
-        args.under_profiler = True
-    if args.under_profiler and (args.enable_pytorch_profiler or args.enable_memory_profiling):
-        say("note", "PyTorch's profiles are not written: another profiler is at work")
-    args.without_effect = without_effect(args)
-    for flag, name, _ in FUSIONS:
-        if flags[name] is not None and name in args.without_effect:
-            switch = "enable" if flags[name] else "disable"
-            say("note", f"--{switch}-{flag} has no effect: {args.without_effect[name]}")
-    return args
-
-
-def choose_devices(args: argparse.Namespace) -> None:
-    """Settle device, number of processes, warm-up and graph where no flag does."""
-    gpus = torch.cuda.device_count() if args.device != "cpu" else 0
-    listed = any(os.getenv(f"{kind}_VISIBLE_DEVICES") for kind in ("ROCR", "HIP", "CUDA"))
-    asked = args.num_gpus or (gpus if listed else 1) or 1
-    processes = WORLD_SIZE if "RANK" in os.environ else asked
-    if RANK >= WORLD_SIZE or args.num_gpus not in (None, processes):
-        fail(f"RANK {RANK}, WORLD_SIZE {WORLD_SIZE} and --num-gpus {args.num_gpus} do not fit")
-    needed = args.device == "cuda" or args.cuda_graph or (args.num_gpus and args.device != "cpu")
-    if needed and gpus < (1 if "RANK" in os.environ else asked):
-        fail(f"{asked} GPUs wanted, PyTorch finds {gpus}", 4)
-    args.device, args.num_gpus = "cuda" if gpus else "cpu", processes
-    if args.warmup_steps is None:
-        args.warmup_steps = 12 if processes > 1 else 5
-    if args.cuda_graph is None:
-        possible = args.warmup_steps > 1 and args.torch_compile_mode not in OWN_GRAPHS
-        args.cuda_graph = VERSION > 3 and gpus > 0 and possible
-
-
-def all_off(args: argparse.Namespace, **changes) -> argparse.Namespace:
-    """Return these arguments with all fusions and the compiler off, and changes."""
-    off = dict.fromkeys((name for _, name, _ in FUSIONS), False)
-    off |= {"torch_compile": False, "torch_compile_mode": None, "without_effect": {}}
-    return argparse.Namespace(**{**vars(args), **off, **changes})
-
-
-def prepare(args: argparse.Namespace) -> torch.device:
-    """Apply this run's process-wide settings; return the device."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler writes on stderr
-    if args.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(args.deterministic)
-    torch.set_float32_matmul_precision(args.matmul_precision)
-    use_settings(args)
-    return torch.empty(0, device=args.device).device
+class StaleGraph(RuntimeError):
+    """A parameter is no longer where a captured graph changes it."""
 
 
 class Trainer:
-    """A run: model, optimizer, data and their training step; and what was measured of it."""
+    """Model, optimizer, data and their training step; and what was measured of it."""
 
     def __init__(self, args: argparse.Namespace, title: str = ""):
-        self.args, self.title, self.gpu = args, title, args.device == "cuda"
+        self.args = args
+        self.title = title  # before lines of progress
+        self.gpu = args.device == "cuda"
         self.losses: list[float] = []
         self.turns_ms: list[float] = []  # mean time of a step in each turn
         self.phases: dict[str, list[float]] = {}  # milliseconds of each phase in each step
-        self.facts: dict = {"config": {}, "data": {}}  # of the model
-        self.timing: dict = {}  # of the warm-up
-        self.kernels: dict = {}
-        self.peak = self.flops = 0  # bytes and floating-point operations of a step
-        self.shown = 0.0  # when progress was last printed
-        self.status, self.error = 1, "it did not finish"
-
-    def build(self) -> Trainer:
-        """Build model, optimizer and data; return self."""
-        args, self.device = self.args, prepare(self.args)
-        dtype = getattr(torch, args.amp_dtype)
-        self.autocast = lambda: torch.autocast(args.device, dtype, enabled=args.use_amp)
-        scaled = args.use_amp and dtype == torch.float16
-        self.scaler = torch.amp.GradScaler(args.device, 4096, enabled=scaled)  # 65536 may overflow
-        self.batches = make_batches(args, torch.device("cpu"), args.seed)
-        self.inputs: dict[str, Tensor] = {}  # on a GPU: where batches are copied to
-        self.model = self.forward = build_model(args, self.device)
-        self.optimizer = build_optimizer(args, self.model)
-        self.average = getattr(self.optimizer, "average_gradients", None)  # in place of DDP
-        self.stream = torch.cuda.Stream(priority=-1) if args.cuda_graph else None
-        self.graph, self.marks = None, []
-        if args.torch_compile:
-            self.forward = torch.compile(self.model, mode=args.torch_compile_mode)
-        if WORLD_SIZE > 1 and not self.average:
-            options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
-            with torch.cuda.stream(self.stream):  # where autograd adds gradients up
-                self.forward = nn.parallel.DistributedDataParallel(self.forward, **options)
-        return self
-
-    def next_batch(self) -> dict[str, Tensor]:
-        """Return this process's share of the batch, on the device."""
-        share = self.args.batch_size // WORLD_SIZE
-        batch = {n: t[RANK * share :][:share] for n, t in self.batches.next_batch().items()}
-        if not self.gpu:
-            return batch
-        for name, value in batch.items():
-            if name not in self.inputs:
-                self.inputs[name] = torch.empty_like(value, device=self.device)
-            self.inputs[name].copy_(value.pin_memory(), non_blocking=True)  # without a wait
-        return self.inputs
-
-    def step(self) -> Tensor:
-        """Take a step; return the loss of the global batch."""
-        batch = self.next_batch()
-        self.mark("data")
-        if not self.graph:
-            return self.compute(batch)
-        self.graph.replay()
-        self.mark("graph")
-        return self.loss
+        self.peak = 0  # bytes
+        self.end = (1, "it did not finish")  # exit status and error
+        self.groups = {name: {} for name in ("config", "data", "timing", "kernels", "flops")}
 
     def compute(self, batch: dict[str, Tensor]) -> Tensor:
         """Compute what a graph captures: forward pass, backward pass, optimizer."""
@@ -3946,12 +3659,146 @@ class Trainer:
         self.mark("optimizer")
         return loss
 
+    def step(self) -> Tensor:
+        """Take a step; return the loss of the global batch."""
+        batch = self.next_batch()
+        self.mark("data")
+        if not self.graph:
+            return self.compute(batch)
+        if self.addresses() != self.captured_addresses:
+            raise StaleGraph("a parameter moved in memory: the captured graph writes the old place")
+        self.graph.replay()
+        self.mark("graph")
+        return self.loss
+
+    def take(self, steps: int, measured: bool = True) -> float:
+        """Take a turn of steps (Ctrl-C ends it, done ones count); return milliseconds of a step."""
+        args = self.args
+        prepare(args)  # another side may have had a turn
+        synchronize = torch.cuda.synchronize if self.gpu else lambda: None
+        earlier = len(self.phases.get("data", ()))
+        losses = torch.empty(steps, pin_memory=self.gpu)  # on the host, which does not wait
+        lines = []  # of progress, not shown yet: steps of this turn, and the moment of their end
+        done = 0
+        synchronize()
+        began = time.perf_counter()
+        self.marks = []
+        self.mark("start")
+        try:
+            for step in range(steps):
+                losses[step].copy_(self.step(), non_blocking=True)
+                done = step + 1
+                if measured and (earlier + done) % args.log_interval == 0:
+                    lines.append((done, self.now()))
+                if len(lines) > self.gpu:  # a GPU's come one late: it goes on while the host waits
+                    self.show(losses, *lines.pop(0))
+        finally:
+            synchronize()
+            ms = 1e3 * (time.perf_counter() - began) / max(1, done)
+            for line in lines:
+                self.show(losses, *line)
+            values = losses[:done].tolist()
+            self.losses += filter(math.isfinite, values)
+            if measured and done:
+                self.turns_ms.append(ms)
+                for (_, start), (phase, end) in zip(self.marks, self.marks[1:], strict=False):
+                    self.phases.setdefault(phase, []).append(self.milliseconds(start, end))
+        if not all(map(math.isfinite, values)):
+            raise FloatingPointError("the loss is no number any more; lower --learning-rate")
+        return ms
+
+    def show(self, losses: Tensor, done: int, end: object) -> None:
+        """Show the loss of this turn's last step before a moment, which the host waits for."""
+        if self.gpu:
+            end.synchronize()
+        seconds = self.milliseconds(self.marks[0][1], end) / done / 1e3
+        steps = self.args.num_steps
+        step = len(self.phases.get("data", ())) + done
+        pace = (
+            f"{self.args.batch_size / seconds:.1f} samples/s  {(steps - step) * seconds:.0f} s left"
+        )
+        progress(f"{self.title}step {step}/{steps}  loss {losses[done - 1]:.4f}  {pace}")
+
     def mark(self, phase: str) -> None:
         """Note the moment at which a phase ends, without a wait."""
-        now = torch.cuda.Event(enable_timing=True) if self.gpu else time.perf_counter()
+        self.marks.append((phase, self.now()))
+
+    def now(self) -> object:
+        """Return this moment of the device; on a CPU in seconds."""
+        if not self.gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def milliseconds(self, start: object, end: object) -> float:
+        """Return the time between two moments."""
+        return start.elapsed_time(end) if self.gpu else 1e3 * (end - start)
+
+    def next_batch(self) -> dict[str, Tensor]:
+        """Return this process's share of the batch, on the device."""
+        share = self.args.batch_size // WORLD_SIZE
+        batch = {n: t[RANK * share :][:share] for n, t in self.batches.next_batch().items()}
+        if not self.gpu:
+            return batch
+        for name, value in batch.items():
+            if name not in self.inputs:
+                self.inputs[name] = torch.empty_like(value, device=self.device)
+            self.inputs[name].copy_(value.pin_memory(), non_blocking=True)  # without a wait
+        return self.inputs
+
+    def start(self) -> None:
+        """Build, say what runs, warm up, and see how much memory a step needs."""
+        args = self.args
+        before = torch.cuda.memory_allocated() if self.gpu else 0
         if self.gpu:
-            now.record()
-        self.marks.append((phase, now))
+            torch._C._cuda_clearCublasWorkspaces()  # of another run
+        self.build()
+        config = asdict(self.model.config)
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.groups |= {"config": config, "parameters": parameters, "data": self.batches.source}
+        print(headline(args, config, parameters), flush=True)
+        progress(f"{self.title}{'compiling in' if args.torch_compile else 'taking'} the first step")
+        if args.warmup_steps:
+            first = self.take(1, measured=False)
+            if self.gpu:
+                torch.cuda.reset_peak_memory_stats()  # after what the first step alone needs
+            others = args.warmup_steps - 1
+            ms = self.take(others - args.cuda_graph, measured=False)
+            warmup = {"warmup_first_step_ms": first, "warmup_ms": first + others * ms}
+            self.groups["timing"] = warmup
+        if args.cuda_graph:
+            self.capture()
+            self.take(1, measured=False)  # the first replay does more
+        if self.gpu:
+            self.peak = largest(torch.cuda.max_memory_allocated() - before)
+        gc.collect()  # compiling leaves cycles that keep tensors
+
+    def build(self) -> Trainer:
+        """Build model, optimizer and data; return self."""
+        args = self.args
+        self.device = prepare(args)
+        dtype = getattr(torch, args.amp_dtype)
+        self.autocast = lambda: torch.autocast(args.device, dtype, enabled=args.use_amp)
+        scaled = args.use_amp and dtype == torch.float16
+        self.scaler = torch.amp.GradScaler(args.device, 4096, enabled=scaled)  # 65536 may overflow
+        self.batches = make_batches(args, torch.device("cpu"), args.seed)
+        self.inputs: dict[str, Tensor] = {}  # on a GPU: where batches are copied to
+        self.model = build_model(args, self.device)
+        self.forward = self.model
+        self.addresses = lambda: [parameter.data_ptr() for parameter in self.model.parameters()]
+        self.optimizer = build_optimizer(args, self.model)
+        self.average = getattr(self.optimizer, "average_gradients", None)  # in place of DDP
+        self.stream = torch.cuda.Stream(priority=-1) if args.cuda_graph else None
+        self.graph = None
+        self.marks: list[tuple] = []
+        if args.torch_compile:
+            self.forward = torch.compile(self.model, mode=args.torch_compile_mode)
+        if WORLD_SIZE > 1 and not self.average:
+            options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+            with torch.cuda.stream(self.stream):  # where autograd adds gradients up
+                self.forward = nn.parallel.DistributedDataParallel(self.forward, **options)
+        return self
 
     def capture(self) -> None:
         """Capture the step as a graph, replayed from now on; one must have run before."""
@@ -3959,142 +3806,87 @@ class Trainer:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self.stream):
             self.loss = self.compute(self.inputs)
+        self.captured_addresses = self.addresses()
         self.graph = graph
 
-    def start(self) -> None:
-        """Build, say what runs, warm up, and see how much memory a step needs."""
-        args, before = self.args, torch.cuda.memory_allocated() if self.gpu else 0
-        if self.gpu:
-            torch._C._cuda_clearCublasWorkspaces()  # of another run
-        parameters = sum(p.numel() for p in self.build().model.parameters())
-        config, data = asdict(self.model.config), self.batches.source
-        self.facts = {"config": config, "parameters": parameters, "data": data}
-        print(headline(args, self.facts), flush=True)
-        progress(f"{self.title}{'compiling in' if args.torch_compile else 'taking'} the first step")
-        if args.warmup_steps:
-            first, steps = self.take(1, "first step"), args.warmup_steps - 1
-            if self.gpu:
-                torch.cuda.reset_peak_memory_stats()  # after what the first step alone needs
-            rest = self.take(steps - args.cuda_graph, "warm-up step") if steps else 0.0
-            self.timing = {"warmup_first_step_ms": first, "warmup_ms": first + steps * rest}
-        if args.cuda_graph:
-            self.capture()
-            self.take(1, "captured step")  # the first replay does more
-        if self.gpu:
-            self.peak = torch.cuda.max_memory_allocated() - before
-        gc.collect()  # compiling leaves cycles that keep tensors
-
-    def take(self, steps: int, label: str = "step") -> float:
-        """Take a turn of steps (Ctrl-C ends it, done ones count); return milliseconds of a step."""
-        prepare(self.args)  # another run may have had a turn
-        synchronize = torch.cuda.synchronize if self.gpu else lambda: None
-        losses = torch.full((steps,), NOT_YET, pin_memory=self.gpu)
-        synchronize()
-        self.marks, began = [], time.perf_counter()
-        self.mark("start")
-        try:
-            for step in range(steps):
-                losses[step].copy_(self.step(), non_blocking=True)
-                self.show(losses, step + 1, label, began)
-        finally:
-            synchronize()
-            seconds, known = time.perf_counter() - began, losses[losses != NOT_YET].tolist()
-            ms = 1e3 * seconds / max(1, len(known))
-            self.losses += filter(math.isfinite, known)
-            if label == "step" and known:
-                self.turns_ms.append(ms)
-                for (_, start), (phase, end) in zip(self.marks, self.marks[1:], strict=False):
-                    gap = start.elapsed_time(end) if self.gpu else 1e3 * (end - start)
-                    self.phases.setdefault(phase, []).append(gap)
-        if not all(map(math.isfinite, known)):
-            raise FloatingPointError("the loss is no number any more; lower --learning-rate")
-        return ms
-
-    def show(self, losses: Tensor, steps: int, label: str, began: float) -> None:
-        """Show now and then how far the device is, of these steps, without waiting for it."""
-        earlier, now = len(self.phases.get("data", ())), time.perf_counter()
-        often = (earlier + steps) % self.args.log_interval == 0
-        if not (now > self.shown + 0.1 if sys.stderr.isatty() else often):
-            return
-        done = int((losses[:steps] != NOT_YET).sum())
-        if done:
-            self.shown, pace = now, (now - began) / done
-            goal = self.args.num_steps if label == "step" else len(losses)
-            text = f"{self.title}{label} {earlier + done}/{goal}  loss {losses[done - 1]:.4f}"
-            speed = f"{self.args.batch_size / pace:.1f} samples/s"
-            progress(f"{text}  {speed}  {(goal - earlier - done) * pace:.0f} s left")
-
-    def count(self, off: int | None = None) -> None:
-        """Count in extra steps; `off`: kernels with all off, if known."""
+    def count(self, all_off_kernels: int | None) -> None:
+        """Count in extra steps, then let go of the model; `all_off_kernels` may be known."""
         args = self.args
         prepare(args)
-        progress(f"{self.title}counting kernels")
+        progress(f"{self.title}counting kernels, memory and floating-point operations")
+        kernels = self.groups["kernels"]
         if self.gpu or not args.torch_compile:  # a loop compiled for a CPU is no operator
-            self.kernels = count_kernels(self)
-        if not self.peak:
-            progress(f"{self.title}adding up the memory of a step")
-            self.peak = max(used for _, used in memory_of_a_step(self))
-        progress(f"{self.title}counting floating-point operations")
-        self.flops = count_flops(args, self.batches.next_batch())
-        self.model = self.forward = self.optimizer = self.average = self.graph = self.loss = None
-        if self.kernels and args != all_off(args):
+            kernels |= count_kernels(self)
+        if not self.gpu:
+            self.peak = largest(max(used for _, used in memory_of_a_step(self)))
+        self.groups["flops"]["per_step"] = count_flops(args, self.batches.next_batch())
+        for name in vars(self).keys() - vars(Trainer(args)).keys():
+            delattr(self, name)  # what was built; what was measured stays
+        fused = args.torch_compile or any(getattr(args, name) for _, name, _ in FUSIONS)
+        if not (kernels and fused):
+            return
+        if not all_off_kernels:
             progress(f"{self.title}counting kernels with all off")
             torch.compiler.reset()  # lets go of its graphs
             gc.collect()
             with contextlib.suppress(torch.OutOfMemoryError):
-                off = off or count_kernels(Trainer(all_off(args)).build())["per_step"]
-            self.kernels["all_off"] = off
-            if off:
-                self.kernels["reduction_percent"] = 100 * (1 - self.kernels["per_step"] / off)
+                all_off_kernels = count_kernels(Trainer(all_off(args)).build())["per_step"]
+        kernels["all_off"] = all_off_kernels
+        if all_off_kernels:
+            kernels["reduction_percent"] = 100 * (1 - kernels["per_step"] / all_off_kernels)
 
     def summary(self) -> dict:
         """Return what is known of the run, as its JSON file has it."""
-        args, losses, timing, flops = self.args, self.losses, dict(self.timing), {}
+        args = self.args
+        timing = self.groups["timing"]
+        flops = self.groups["flops"]
+        loss = {"warmup_steps": args.warmup_steps, "curve": self.losses}
+        if self.losses:
+            loss |= {"initial": self.losses[0], "final": self.losses[-1]}
         if self.turns_ms:
-            whole = zip(*self.phases.values(), strict=False)  # Ctrl-C may cut the last step short
-            ms, steps_ms = np.median(self.turns_ms), [sum(step) for step in whole]
-            timing |= {
-                "steps": len(steps_ms),
-                "batch_ms": ms,  # the median of turns, of which most runs have one
-                "turns_ms": self.turns_ms,
-                "samples_per_sec": 1e3 * args.batch_size / ms,
-                "batch_median_ms": np.median(steps_ms),
-                "batch_p95_ms": np.quantile(steps_ms, 0.95, method="higher"),
-                **{f"{phase}_ms": np.mean(times) for phase, times in self.phases.items()},
-            }
-            if args.torch_compile and "warmup_ms" in timing:
+            ms = np.median(self.turns_ms)  # most runs have a single turn
+            steps = zip(*self.phases.values(), strict=False)  # Ctrl-C may cut the last one short
+            steps_ms = [sum(phases) for phases in steps]
+            timing |= {"steps": len(steps_ms), "batch_ms": ms, "turns_ms": self.turns_ms}
+            timing |= {f"{phase}_ms": np.mean(times) for phase, times in self.phases.items()}
+            timing["samples_per_sec"] = 1e3 * args.batch_size / ms
+            timing["batch_median_ms"] = np.median(steps_ms)
+            timing["batch_p95_ms"] = np.quantile(steps_ms, 0.95, method="higher")
+            if args.torch_compile and args.warmup_steps:
                 timing["compilation_overhead_ms"] = timing["warmup_ms"] - args.warmup_steps * ms
-            if self.flops:
-                gflop = self.flops / 1e9
-                flops = {"per_step": self.flops, "gflop": gflop, "achieved_tflops": gflop / ms}
-        loss = {"initial": losses[0], "final": losses[-1]} if losses else {}
+            if flops:
+                flops["gflop"] = flops["per_step"] / 1e9
+                flops["achieved_tflops"] = flops["gflop"] / ms
+        status, error = self.end
+        training = {n: v for n, v in vars(args).items() if isinstance(v, float | int | str | None)}
         return {
             "schema_version": 1,
             "script": SCRIPT,
-            "status": {0: "ok", 3: "oom"}.get(self.status, "failed"),
-            "exit_status": self.status,
-            "error": self.error,
+            "status": {0: "ok", 3: "oom"}.get(status, "failed"),
+            "exit_status": status,
+            "error": error,
             "fusions": {name: getattr(args, name) for _, name, _ in FUSIONS},
             "without_effect": args.without_effect,
-            "training": {n: getattr(args, n) for n in SETTINGS} | {"processes": WORLD_SIZE},
+            "training": training | {"processes": WORLD_SIZE},
             "environment": environment(torch.device(args.device)),
-            **self.facts,
-            "timing": timing,
             "memory": {"peak_mb": self.peak / 1e6} if self.peak else {},
-            "kernels": self.kernels,
-            "flops": flops,
-            "loss": {"warmup_steps": args.warmup_steps, "curve": losses, **loss},
+            "loss": loss,
+            **self.groups,
         }
 
-    def write(self) -> None:
-        """Write or replace <profile-dir>/<script>_summary.json, whole or not at all."""
+    def write(self, end: tuple[int, str | None]) -> None:
+        """Write <profile-dir>/<script>_summary.json, whole or not at all."""
+        self.end = end
         path = self.args.profile_dir / f"{SCRIPT}_summary.json"
+        unfinished = path.with_suffix(".tmp")
         if RANK:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(self.summary(), indent=1, default=str) + "\n")
-        unfinished.replace(path)
+        try:
+            unfinished.write_text(json.dumps(self.summary(), indent=1, default=str) + "\n")
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)  # where the disk is full
 
 
 class OperatorCounter(torch.utils._python_dispatch.TorchDispatchMode):
@@ -4124,10 +3916,9 @@ def trace_of_a_step(trainer: Trainer, **options: bool) -> list[dict]:
 def count_kernels(trainer: Trainer) -> dict:
     """Count the kernels of a step, on a CPU its operators; {} where none are seen."""
     if not trainer.gpu:  # of two samples: of a single one some copies are views
-        two = argparse.Namespace(**{**vars(trainer.args), "batch_size": 2 * WORLD_SIZE})
-        trainer = Trainer(two).build()
-        trainer.step()
-        batch = trainer.next_batch()
+        batch = {n: torch.cat((t, t))[:2] for n, t in trainer.next_batch().items()}
+        for _ in range(2):  # the first ones of a new Trainer do more
+            trainer.compute(batch)
         with OperatorCounter() as counter:
             trainer.compute(batch)
         return {"unit": "operator calls", "per_step": counter.calls}
@@ -4135,8 +3926,9 @@ def count_kernels(trainer: Trainer) -> dict:
     kernels = sum(event.get("cat") == "kernel" for event in events)
     calls = [e["name"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
     launches = sum("Launch" in name for name in calls)
-    counts = {"unit": "kernels", "per_step": kernels, "host_launches": launches}
-    return counts if kernels else {}  # a profiler without permission sees none
+    if not kernels:  # a profiler without permission sees none
+        return {}
+    return {"unit": "kernels", "per_step": kernels, "host_launches": launches}
 
 
 def memory_of_a_step(trainer: Trainer) -> list[tuple[float, float]]:
@@ -4144,8 +3936,7 @@ def memory_of_a_step(trainer: Trainer) -> list[tuple[float, float]]:
     tensors = [*trainer.model.parameters(), *trainer.model.buffers(), *trainer.inputs.values()]
     tensors += [t for state in trainer.optimizer.state.values() for t in state.values()]
     used = sum(tensor.nbytes for tensor in tensors)  # between two steps
-    events = trace_of_a_step(trainer, profile_memory=True)
-    events = [event for event in events if event["name"] == "[memory]"]
+    events = [e for e in trace_of_a_step(trainer, profile_memory=True) if e["name"] == "[memory]"]
     events = [e for e in events if e["args"]["Device Type"] == int(trainer.gpu)]
     events.sort(key=lambda event: event["ts"])
     return [(e["ts"] - events[0]["ts"], used := used + e["args"]["Bytes"]) for e in events]
@@ -4159,75 +3950,55 @@ def count_flops(args: argparse.Namespace, batch: dict[str, Tensor]) -> int:
     return counter.get_total_flops()
 
 
-def environment(device: torch.device) -> dict:
-    """Return what the numbers are measured on."""
-    info = Path("/proc/cpuinfo")
-    text = info.read_text() if info.exists() else ""
-    cpu = text.partition("model name\t: ")[2].partition("\n")[0] or os.uname().machine
-    return {
-        "device": device.type,
-        "device_name": torch.cuda.get_device_name() if device.type == "cuda" else cpu,
-        "cpu_threads": torch.get_num_threads(),
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "triton": getattr(sys.modules.get("triton"), "__version__", None),
-        "hip": torch.version.hip,
-        "cuda": torch.version.cuda,
-    }
+def largest(value: int) -> int:
+    """Return the largest value of all processes."""
+    values = [value] * WORLD_SIZE
+    if WORLD_SIZE > 1:
+        dist.all_gather_object(values, value)
+    return max(values)
 
 
-def headline(args: argparse.Namespace, facts: dict) -> str:
-    """Name script, device, sizes, precision and fusions in one line."""
-    device = environment(torch.device(args.device))["device_name"]
-    device += f" x {WORLD_SIZE}" if WORLD_SIZE > 1 else ""
-    sizes = {"batch_size": args.batch_size, **facts["config"]}
-    sizes = ", ".join(f"{name} {n}" for name, n in sizes.items() if type(n) is int)
-    float32 = f"float32 (matmul precision {args.matmul_precision})"
-    precision = args.amp_dtype if args.use_amp else float32
-    names = [*(name for _, name, _ in FUSIONS), "torch_compile", "cuda_graph"]
-    on = [name for name in names if getattr(args, name) and name not in args.without_effect]
-    fused, size = ", ".join(on or ["nothing fused"]).replace("_", "-"), facts["parameters"]
-    return f"{SCRIPT} on {device}: {size:,} parameters, {sizes}; {precision}; {fused}"
+LINES = """\
+timing Average training speed: {samples_per_sec:.1f} samples/sec
+timing Average batch time: {batch_ms:.1f} ms (median {batch_median_ms:.1f}, p95 {batch_p95_ms:.1f})
+timing Average forward time: {forward_ms:.1f} ms
+timing Average backward time: {backward_ms:.1f} ms
+timing Average optimizer time: {optimizer_ms:.1f} ms
+timing Average graph time: {graph_ms:.1f} ms (its phases cannot be told apart)
+timing Warmup step time: {warmup_first_step_ms:.1f} ms (first step{compiled})
+timing Compilation overhead: {compilation_overhead_ms:.1f} ms
+loss Final loss: {final:.4f} (first step {initial:.4f})
+memory Peak memory usage: {peak_mb:.1f} MB
+kernels Kernels per step: {per_step}{off}{operators}
+kernels Kernel reduction: {reduction_percent:.1f} %
+kernels Host launches per step: {host_launches}
+flops FLOPs per step: {gflop:.4g} GFLOP, achieved {achieved_tflops:.3g} TFLOP/s
+"""  # of the report, each behind the group of the result that it reads
 
 
 def report(result: dict) -> str:
     """Return the lines whose values were measured."""
-    lines = []
-    timing, kernels, off = result["timing"], result["kernels"], result["kernels"].get("all_off", 0)
-    remark = "" if off == 0 else f" (all fusions off: {off or 'out of memory'})"
-    if kernels.get("unit") == "operator calls":
-        remark += "; operator calls, counted on a CPU"
+    kernels = result["kernels"]
     triton = VERSION > 2 and result["environment"]["device"] == "cuda"
-    compiled = ", includes compilation" if triton or result["training"]["torch_compile"] else ""
-    one, loss = "{:.1f} ms", result["loss"]
-    batch = ("batch_ms", "batch_median_ms", "batch_p95_ms")
-    rate = ("gflop", "achieved_tflops")
-    for label, group, keys, text in (
-        ("Average training speed", timing, ["samples_per_sec"], "{:.1f} samples/sec"),
-        ("Average batch time", timing, batch, f"{one} (median {{:.1f}}, p95 {{:.1f}})"),
-        ("Average forward time", timing, ["forward_ms"], one),
-        ("Average backward time", timing, ["backward_ms"], one),
-        ("Average optimizer time", timing, ["optimizer_ms"], one),
-        ("Average graph time", timing, ["graph_ms"], f"{one} (its phases cannot be told apart)"),
-        ("Warmup step time", timing, ["warmup_first_step_ms"], f"{one} (first step{compiled})"),
-        ("Compilation overhead", timing, ["compilation_overhead_ms"], one),
-        ("Final loss", loss, ["final", "initial"], "{:.4f} (first step {:.4f})"),
-        ("Peak memory usage", result["memory"], ["peak_mb"], "{:.1f} MB"),
-        ("Kernels per step", kernels, ["per_step"], "{}" + remark),
-        ("Kernel reduction", kernels, ["reduction_percent"], "{:.1f} %"),
-        ("Host launches per step", kernels, ["host_launches"], "{}"),
-        ("FLOPs per step", result["flops"], rate, "{:.4g} GFLOP, achieved {:.3g} TFLOP/s"),
-    ):
-        if all(key in group for key in keys):
-            lines.append(f"{label}: {text.format(*map(group.get, keys))}")
+    compiled = triton or result["training"]["torch_compile"]
+    operators = kernels.get("unit") == "operator calls"
+    off = f" (all fusions off: {kernels.get('all_off') or 'out of memory'})"
+    remarks = {
+        "compiled": ", includes compilation" if compiled else "",
+        "off": off if "all_off" in kernels else "",
+        "operators": "; operator calls, counted on a CPU" if operators else "",
+    }
+    lines = []
+    for row in LINES.splitlines():
+        group, _, line = row.partition(" ")
+        with contextlib.suppress(KeyError):
+            lines.append(line.format(**result[group], **remarks))
     return "\n".join(lines)
 
 
-def compare(before: dict, after: dict) -> None:
-    """Print both sides, and what the ratios of their turns show."""
-    pairs = zip(before["timing"]["turns_ms"], after["timing"]["turns_ms"], strict=True)
-    ratios = [off / on for off, on in pairs]
-    print(f"\n{'':24}{'all off':>12}{'as chosen':>12}{'ratio':>9}")
+def comparison(before: dict, after: dict) -> str:
+    """Return a table of both sides, and what the ratios of their turns show."""
+    lines = [f"\n{'':24}{'all off':>12}{'as chosen':>12}{'ratio':>9}"]
     for label, group, key, digits in (
         ("batch time, ms", "timing", "batch_ms", 2),
         ("peak memory, MB", "memory", "peak_mb", 1),
@@ -4235,26 +4006,74 @@ def compare(before: dict, after: dict) -> None:
         ("final loss", "loss", "final", 4),
     ):
         if key in before[group] and key in after[group]:
-            off, on = before[group][key], after[group][key]
-            shown = f"{off / on:8.2f}x" if key != "final" else ""
-            print(f"{label:24}{off:12.{digits}f}{on:12.{digits}f}{shown}")
+            off = before[group][key]
+            on = after[group][key]
+            ratio = f"{off / on:8.2f}x" if key != "final" else ""
+            lines.append(f"{label:24}{off:12.{digits}f}{on:12.{digits}f}{ratio}")
+    turns = zip(before["timing"]["turns_ms"], after["timing"]["turns_ms"], strict=True)
+    ratios = [off / on for off, on in turns]
     low, high, median = np.round([min(ratios), max(ratios), np.median(ratios)], 2)
-    sizes = "" if high <= 1.25 * low else " on which is faster"
-    said = "no difference seen" if low <= 1 <= high else f"all turns agree{sizes}"
-    said = said if len(ratios) >= 5 else "too few turns to tell"
-    print(f"Batch time ratio in {len(ratios)} turns: {median:.2f}x", end=", ")
-    print(f"from {low:.2f}x to {high:.2f}x ({said})")
+    verdict = "all turns agree" if high <= 1.25 * low else "all turns agree on which is faster"
+    verdict = "no difference seen" if low <= 1 <= high else verdict
+    verdict = verdict if len(ratios) >= 5 else "too few turns to tell"
+    spread = f"from {low:.2f}x to {high:.2f}x ({verdict})"
+    lines.append(f"Batch time ratio in {len(ratios)} turns: {median:.2f}x, {spread}")
+    return "\n".join(lines)
+
+
+def environment(device: torch.device) -> dict:
+    """Return what the numbers are measured on."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    name = text.partition("model name\t: ")[2].partition("\n")[0] or os.uname().machine
+    name = torch.cuda.get_device_name() if device.type == "cuda" else name
+    result = {"device": device.type, "device_name": name, "cpu_threads": torch.get_num_threads()}
+    result |= {"python": sys.version.split()[0], "torch": torch.__version__}
+    result |= {"hip": torch.version.hip, "cuda": torch.version.cuda}
+    return result | {"triton": getattr(sys.modules.get("triton"), "__version__", None)}
+
+
+def headline(args: argparse.Namespace, config: dict, parameters: int) -> str:
+    """Name script, device, sizes, precision and fusions in one line."""
+    device = environment(torch.device(args.device))["device_name"]
+    device += f" x {WORLD_SIZE}" if WORLD_SIZE > 1 else ""
+    sizes = {"batch_size": args.batch_size, **config}.items()
+    sizes = ", ".join(f"{name} {size}" for name, size in sizes if type(size) is int)
+    precision = f"float32 (matmul precision {args.matmul_precision})"
+    precision = args.amp_dtype if args.use_amp else precision
+    names = [*(name for _, name, _ in FUSIONS), "torch_compile", "cuda_graph"]
+    on = [name for name in names if getattr(args, name) and name not in args.without_effect]
+    fused = ", ".join(on or ["nothing fused"]).replace("_", "-")
+    return f"{SCRIPT} on {device}: {parameters:,} parameters, {sizes}; {precision}; {fused}"
+
+
+def progress(text: str = "") -> None:
+    """Say what happens now; on a terminal in one line, which the next text replaces."""
+    terminal = sys.stderr.isatty()
+    if not RANK and (text or terminal):
+        print(text, end="\033[K\r" if terminal else "\n", file=sys.stderr, flush=True)
+
+
+def say(kind: str, message: str) -> None:
+    """Print an "error", or a "note" once for all processes, on stderr."""
+    if kind == "error" or not (RANK or "TINY_LAUNCHED" in os.environ):
+        print(f"{SCRIPT}.py: {kind}: {message}", file=sys.stderr)
+
+
+def fail(message: str, status: int = 2) -> None:
+    """End the program with one line about what the user can put right."""
+    say("error", message)
+    raise SystemExit(status)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Tell whether it is, or covers, one: the end of a capture raises an error of its own."""
-    if error is None or isinstance(error, MemoryError):
-        return error is not None
-    signs = ("out of memory", "allocate memory", "ALLOC_FAILED")
-    return any(sign in str(error) for sign in signs) or is_out_of_memory(error.__context__)
+    signs = ("MemoryError", "out of memory", "allocate memory", "ALLOC_FAILED")
+    covers = error is not None and is_out_of_memory(error.__context__)
+    return covers or any(sign in repr(error) for sign in signs)
 
 
-def explain(error: BaseException) -> tuple[int, str]:
+def explain(error: BaseException, args: argparse.Namespace) -> tuple[int, str]:
     """Return exit status and line for what a user can mend; raise any other error."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     if isinstance(error, KeyboardInterrupt):
@@ -4264,59 +4083,164 @@ def explain(error: BaseException) -> tuple[int, str]:
     if isinstance(error, OSError):
         return 2, f"cannot write {error.filename or 'output or --profile-dir'}: {error.strerror}"
     if isinstance(error, ImportError):
-        return 4, f"this flag needs {error.name}: install it, or put it beside this script"
+        if (error.name or "").partition(".")[0] == "lab":
+            name = next(name for name in ("verify_accuracy", *PROFILES) if getattr(args, name))
+            flag = f"--{name.replace('_', '-')}"
+            return 4, f"{flag} needs the folder lab of this repository beside this script"
+        package = f"the package {error.name} is missing: install it"
+        return 4, package if isinstance(error, ModuleNotFoundError) else line
     library = type(error).__module__.startswith(("torch.", "torch._", "triton"))
-    if library or isinstance(error, FloatingPointError):
+    if library or isinstance(error, (FloatingPointError, StaleGraph)):
         return 1, line
     raise error
 
 
-def measure(*trainers: Trainer) -> list[dict]:
-    """Train all of these in alternating turns; leave a record of each, however it ends."""
-    args = trainers[-1].args
-    steps, turns = args.num_steps, 1 if len(trainers) == 1 else min(10, args.num_steps)
-    end, region = (1, "it did not finish"), contextlib.nullcontext
-    try:
-        profiles = args.enable_pytorch_profiler or args.enable_memory_profiling
-        if profiles or args.enable_rocm_profiling:
-            from lab.profile import steps as profiled  # before time is spent on training
-        if args.enable_rocm_profiling:
-            region = profiled.recorded_region
-        for trainer in trainers:
-            trainer.write()  # for a run that is killed
-        for trainer in trainers:
-            trainer.start()
-        with region(trainers):
-            for turn in range(turns):
-                for trainer in trainers[:: 1 if turn % 2 == 0 else -1]:
-                    trainer.take(steps * (turn + 1) // turns - steps * turn // turns)
-        for trainer in trainers if not args.under_profiler else ():
-            if profiles:
-                profiled.write_profile(sys.modules[__name__], trainer)
-            trainer.count(trainers[0].kernels.get("per_step"))
-        if WORLD_SIZE > 1:
-            for trainer in trainers:
-                dist.all_gather_object(peaks := [0] * WORLD_SIZE, trainer.peak)
-                trainer.peak = max(peaks)
-        end = 0, None
-    except (Exception, KeyboardInterrupt) as error:
-        end = explain(error)
-    finally:
-        for trainer in trainers:
-            trainer.status, trainer.error = end
-            trainer.write()
-    return [trainer.summary() for trainer in trainers]
+def at_least(low: int) -> Callable[[str], int]:
+    """Make an argparse type: a whole number from `low`."""
+
+    def number(text: str) -> int:
+        if not (text.isdecimal() and low <= int(text) < 2**31):
+            raise argparse.ArgumentTypeError(f"must be {low} to {2**31 - 1}, not {text}")
+        return int(text)
+
+    return number
 
 
-def train(args: argparse.Namespace) -> dict:
-    """Train, measure and count; the result is in its JSON file, too."""
-    return measure(Trainer(args))[0]
+def build_parser() -> argparse.ArgumentParser:
+    """Build the command line: the arguments of the model, and those of every version."""
+    description, _, examples = (__doc__ or "").partition("\nExamples:\n")
+    parser = argparse.ArgumentParser(f"{SCRIPT}.py", argparse.SUPPRESS, description)
+    parser.epilog = "examples:\n" + examples
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.allow_abbrev = False
+    add_model_arguments(parser)
+    group = parser.add_argument_group("fusions", "Single flags win over all-fusion.")
+    for flag, attribute, text in (
+        ("all-fusion", "all_fusion", "all (the default) but torch-compile and cuda-graph"),
+        *FUSIONS,
+        ("torch-compile", "torch_compile", "torch.compile of the model"),
+        ("cuda-graph", "cuda_graph", "the step as one graph (the default of V4)"),
+    ):
+        add = group.add_mutually_exclusive_group().add_argument
+        add(f"--enable-{flag}", dest=attribute, action="store_const", const=True, help=text)
+        add(f"--disable-{flag}", dest=attribute, action="store_const", const=False)
+    modes = ("default", *OWN_GRAPHS, "max-autotune-no-cudagraphs")
+    group.add_argument("--torch-compile-mode", choices=modes, help="compile longer to run faster")
+    switch = {"action": "store_true"}
+    default = "(default: %(default)s)"
+    add = parser.add_argument_group("training").add_argument
+    add("--num-steps", type=at_least(1), default=50, help=f"measured steps {default}")
+    add("--warmup-steps", type=at_least(0), help="before those (default: 5, on several GPUs 12)")
+    add("--learning-rate", type=float, default=3e-4, help=f"of AdamW {default}")
+    add("--use-amp", **switch, help="automatic mixed precision")
+    add("--amp-dtype", choices=("bfloat16", "float16"), help="(default: bfloat16)")
+    precisions = ("highest", "high", "medium")
+    add("--matmul-precision", choices=precisions, default="highest", help=f"of float32 {default}")
+    devices = ("auto", "cpu", "cuda")
+    add("--device", choices=devices, default="auto", help=f"cuda for AMD's GPUs, too {default}")
+    add("--num-gpus", type=at_least(1), help="share the batch (default: 1, or *_VISIBLE_DEVICES)")
+    add("--seed", type=at_least(0), default=42, help=f"of weights and data {default}")
+    add("--deterministic", **switch, help="the same bits in every run")
+    add("--log-interval", type=at_least(1), default=10, help=f"steps between lines {default}")
+    add = parser.add_argument_group("profiling").add_argument
+    add("--enable-pytorch-profiler", **switch, help="operator tables, trace of 3 steps")
+    add("--enable-memory-profiling", **switch, help="memory timeline of one step")
+    add("--enable-rocm-profiling", **switch, help="names of phases for a profiler")
+    add("--under-profiler", **switch, help="launch nothing but the training steps")
+    folder = Path(f"pytorch_profiles_v{VERSION}")
+    add("--profile-dir", type=Path, default=folder, metavar="DIR", help=f"for results {default}")
+    add = parser.add_argument_group("modes").add_mutually_exclusive_group().add_argument
+    add("--compare-fusion", **switch, help="all fusions off and as chosen, in turns")
+    add("--verify-accuracy", **switch, help="compare outputs and gradients with all off")
+    return parser
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse and check; what cannot work is one line on stderr and SystemExit (2 or 4)."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    flags = {name: getattr(args, name) for _, name, _ in FUSIONS}
+    for name, on in flags.items():  # a flag of its own wins over all-fusion
+        setattr(args, name, args.all_fusion is not False if on is None else on)
+    check_model_arguments(args, parser)
+    gpus = torch.cuda.device_count() if args.device != "cpu" else 0
+    listed = any(os.getenv(f"{kind}_VISIBLE_DEVICES") for kind in ("ROCR", "HIP", "CUDA"))
+    wanted = args.num_gpus or (gpus if listed else 1) or 1
+    launched = "RANK" in os.environ
+    processes = WORLD_SIZE if launched else wanted
+    if RANK >= WORLD_SIZE or args.num_gpus not in (None, processes):
+        fail(f"RANK {RANK}, WORLD_SIZE {WORLD_SIZE} and --num-gpus {args.num_gpus} do not fit")
+    needed = args.device == "cuda" or args.cuda_graph or (args.num_gpus and args.device != "cpu")
+    if needed and gpus < (1 if launched else wanted):
+        fail(f"{wanted} GPUs wanted, PyTorch finds {gpus}", 4)
+    args.device = "cuda" if gpus else "cpu"
+    args.num_gpus = processes
+    mode = args.torch_compile_mode
+    if args.warmup_steps is None:
+        args.warmup_steps = 12 if processes > 1 else 5
+    if args.cuda_graph is None:
+        possible = args.warmup_steps > 1 and mode not in OWN_GRAPHS
+        args.cuda_graph = VERSION > 3 and gpus > 0 and possible
+    graph = args.cuda_graph
+    least = 12 if args.num_gpus > 1 else 2  # DDP needs 11 before a capture
+    for wrong, message in (
+        (args.batch_size % args.num_gpus, f"--batch-size must divide by {args.num_gpus} GPUs"),
+        (not FUSIONS and (args.all_fusion or args.compare_fusion), "V1 has nothing to compare"),
+        (mode and not args.torch_compile, "--torch-compile-mode needs --enable-torch-compile"),
+        (args.amp_dtype and not args.use_amp, "--amp-dtype needs --use-amp"),
+        (not 0 < args.learning_rate < math.inf, "--learning-rate must be above 0"),
+        (graph and mode in OWN_GRAPHS, f"--enable-cuda-graph: mode {mode} makes its own graphs"),
+        (graph and args.warmup_steps < least, f"a graph needs --warmup-steps {least} or more"),
+    ):
+        if wrong:
+            fail(message)
+    args.amp_dtype = args.amp_dtype or "bfloat16"
+    args.torch_compile = bool(args.torch_compile)
+    if {"NSYS_PROFILING_SESSION_ID", "NV_NSIGHT_INJECTION_TRANSPORT_TYPE"} & {*os.environ}:
+        say("note", "nsys or ncu started this run: --under-profiler is on")
+        args.under_profiler = True
+    if args.under_profiler and (args.enable_pytorch_profiler or args.enable_memory_profiling):
+        say("note", "PyTorch's profiles are not written: another profiler is at work")
+    args.without_effect = without_effect(args)
+    for flag, name, _ in FUSIONS:
+        if flags[name] is not None and name in args.without_effect:
+            switch = "enable" if flags[name] else "disable"
+            say("note", f"--{switch}-{flag} has no effect: {args.without_effect[name]}")
+    return args
+
+
+def all_off(args: argparse.Namespace, **changes) -> argparse.Namespace:
+    """Return these arguments with all fusions and the compiler off, and changes."""
+    off = dict.fromkeys((name for _, name, _ in FUSIONS), False)
+    off |= {"torch_compile": False, "torch_compile_mode": None, "without_effect": {}}
+    return argparse.Namespace(**{**vars(args), **off, **changes})
+
+
+def prepare(args: argparse.Namespace) -> torch.device:
+    """Apply this run's process-wide settings; return the device."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler writes on stderr
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(args.deterministic)
+    torch.set_float32_matmul_precision(args.matmul_precision)
+    use_settings(args)
+    return torch.empty(0, device=args.device).device
+
+
+def from_launcher(name: str, default: str) -> int:
+    """Return a number that torchrun sets in the environment."""
+    text = os.getenv(name, default)
+    return int(text) if text.isdecimal() else fail(f"{name} in the environment is {text!r}")
+
+
+RANK = from_launcher("RANK", "0")
+WORLD_SIZE = from_launcher("WORLD_SIZE", "1")
 
 
 def join_processes(args: argparse.Namespace) -> None:
     """Meet the other processes that torchrun started; only the first prints from now on."""
     if args.device == "cuda":
-        torch.cuda.set_device(from_launcher("LOCAL_RANK", 0) % torch.cuda.device_count())
+        torch.cuda.set_device(from_launcher("LOCAL_RANK", "0") % torch.cuda.device_count())
     if args.cuda_graph:
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # as PyTorch asks
     warnings.filterwarnings("ignore", ".*(broadcast_buffers|AccumulateGrad node's stream)")
@@ -4328,15 +4252,24 @@ def join_processes(args: argparse.Namespace) -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
 
 
+def train(args: argparse.Namespace) -> dict:
+    """Train, measure and count; the result is in its JSON file, too."""
+    return measure(Trainer(args))[0]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     args = parse_args(argv)
     if args.num_gpus > 1 and "RANK" not in os.environ:
         os.environ["TINY_LAUNCHED"] = "1"  # notes have been printed
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-        words = [*torchrun, str(args.num_gpus), __file__, *(sys.argv[1:] if argv is None else argv)]
-        os.execv(sys.executable, [sys.executable, *words])
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        torchrun += ["--nproc-per-node", str(args.num_gpus), __file__]
+        os.execv(sys.executable, torchrun + (sys.argv[1:] if argv is None else argv))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # from a scheduler: as Ctrl-C
+    sides = [Trainer(args, "as chosen: " if args.compare_fusion else "")]
+    if args.compare_fusion:
+        off = all_off(args, profile_dir=args.profile_dir / "baseline")
+        sides.insert(0, Trainer(off, "all off: "))
     try:
         if WORLD_SIZE > 1:
             join_processes(args)
@@ -4344,19 +4277,18 @@ def main(argv: list[str] | None = None) -> int:
             from lab.modes import verify_accuracy
 
             return verify_accuracy(sys.modules[__name__], args)
-        if args.compare_fusion:
-            off = all_off(args, profile_dir=args.profile_dir / "baseline")
-            before, result = measure(Trainer(off, "all off: "), Trainer(args, "as chosen: "))
-        else:
-            result = train(args)
-        progress()
-        if args.compare_fusion and result["status"] == "ok":
-            compare(before, result)
-        else:
-            print(report(result))
-        status, message = result["exit_status"], result["error"]
+        try:
+            measure(*sides)
+        finally:  # also of a run whose result found no room on the disk
+            progress()
+            results = [side.summary() for side in sides]
+            whole = all(result["timing"].get("steps") == args.num_steps for result in results)
+            compared = args.compare_fusion and whole
+            lines = comparison(*results) if compared else report(results[-1])
+            print(lines, end="\n" if lines else "")
+        status, message = sides[-1].end
     except (Exception, KeyboardInterrupt) as error:
-        status, message = explain(error)
+        status, message = explain(error, args)
     if message:
         say("error", message)
     if WORLD_SIZE > 1:
