@@ -117,9 +117,9 @@ def test_sync_tool_names_the_script_that_differs_and_repairs_it(tmp_path: Path):
 
 CHANGED = {  # of V3's kernels in V4
     "llama": {
-        *("rms_norm_backward_kernel", "attention_backward_queries_kernel"),
-        *("attention_backward_keys_kernel", "cross_entropy_forward_kernel"),
-        "cross_entropy_backward_kernel",
+        *("rms_norm_forward_kernel", "rms_norm_backward_kernel"),
+        *("attention_backward_queries_kernel", "attention_backward_keys_kernel"),
+        *("cross_entropy_forward_kernel", "cross_entropy_backward_kernel"),
     },
     "openfold": {"triangle_output_kernel", "triangle_project_backward_kernel"},
 }
