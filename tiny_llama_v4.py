@@ -92,7 +92,7 @@ class Fusions:
     triton_cross_entropy: Annotated[bool, "loss without a float32 copy of the logits"] = True
     direct_gradients: Annotated[bool, "weight gradients reach the optimizer without a cast"] = True
     fused_optimizer: Annotated[bool, "AdamW as one kernel"] = True
-    norm_from_output: Annotated[bool, "a norm keeps its result for the backward pass"] = True
+    norm_from_output: Annotated[bool, "a norm keeps its normalised input as GEMMs take it"] = True
     overlap: Annotated[bool, "in a graph, weight gradients and updates overlap the rest"] = True
 
 
@@ -316,7 +316,7 @@ class Projection(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, fusions: Fusions, multiple: int = 1) -> Tensor:
-    """Compute x weight^T by Projection, or by PyTorch if neither fusion is on, see there."""
+    """Compute x weight^T by Projection if one of its two fusions is on, else by PyTorch."""
     if not (fusions.direct_gradients or fusions.fused_optimizer):
         return F.linear(x, weight)
     return Projection.apply(x.to(gemm_dtype(x)), weight, fusions.direct_gradients, multiple)

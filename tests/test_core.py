@@ -113,6 +113,30 @@ def test_sync_tool_names_the_script_that_differs_and_repairs_it(tmp_path: Path):
     assert (sync(tmp_path).returncode, path.read_text()) == (0, original)
 
 
+# Order
+
+
+@pytest.mark.parametrize(
+    ("script", "word", "most"),
+    [
+        ("tiny_llama_v1", "(nn.Module)", 75),
+        ("tiny_llama_v2", "(nn.Module)", 75),
+        ("tiny_llama_v3", "_kernel(", 150),
+        ("tiny_llama_v4", "_kernel(", 150),
+    ],
+)
+def test_a_reader_soon_meets_the_operations_in_the_order_of_v1(script: str, word: str, most: int):
+    lines = (ROOT / f"{script}.py").read_text().splitlines()
+    definitions = [n for n, line in enumerate(lines, 1) if re.match(r"(class|def) ", line)]
+    assert next(n for n in definitions if word in lines[n - 1]) <= most
+    own, first = (
+        re.findall(r"(?m)^# --- ([\w ]+)", (ROOT / f"{name}.py").read_text())
+        for name in (script, "tiny_llama_v1")
+    )
+    assert len(first) > 10
+    assert [section for section in own if section in first] == first
+
+
 # Kernels
 
 CHANGED = {  # of V3's kernels in V4
