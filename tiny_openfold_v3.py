@@ -185,8 +185,7 @@ def block_sizes(
 def operator(function: Callable, changes: tuple[str, ...] = ()) -> Callable:
     """Make a function that launches kernels an operator; torch.compile sees the kernels in it.
 
-    It allocates its results, or writes into those of its arguments that `changes` names and
-    returns nothing.
+    It allocates its results, or writes into its arguments `changes` and returns nothing.
     """
     name = f"{NAMESPACE}::{function.__name__}"
     if not INTERPRETED:
