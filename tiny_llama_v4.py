@@ -469,8 +469,7 @@ def store_unrotated(
     token_at [ROWS]: offsets of the head in GRAD. position [ROWS]: of its tokens, below seq.
     """
     first, second = tl.split(tl.permute(tl.reshape(grad, (ROWS, 2, D // 2)), (0, 2, 1)))
-    channel = tl.arange(0, D // 2)
-    inside = (position < seq)[:, None]
+    channel, inside = tl.arange(0, D // 2), (position < seq)[:, None]
     angle = position[:, None] * D + channel[None, :]
     cos = tl.load(COS + angle, mask=inside, other=0.0).to(tl.float32)
     sin = tl.load(SIN + angle, mask=inside, other=0.0).to(tl.float32)
