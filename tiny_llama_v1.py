@@ -95,7 +95,7 @@ class RotaryEmbedding(nn.Module):
         return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-# --- attention: update = o_proj(softmax(q k^T / sqrt(head_dim)) v), each token sees those before it
+# --- attention: update = o_proj(softmax(q k^T / sqrt(head_dim)) v), causal
 class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads, [B, S, D] -> [B, S, D]."""
 

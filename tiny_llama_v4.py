@@ -388,7 +388,7 @@ class RotaryEmbedding(nn.Module):
         return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-# --- attention: update = o_proj(softmax(q k^T / sqrt(head_dim)) v), each token sees those before it
+# --- attention: update = o_proj(softmax(q k^T / sqrt(head_dim)) v), causal
 # QKV [B, S, H + 2 K, D] has the H query heads of a token, its K key heads, its K value heads. A key
 # head serves a group of H / K query heads.
 LOG2E = tl.constexpr(math.log2(math.e))  # scores are in base 2: the hardware computes exp2
