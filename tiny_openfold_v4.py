@@ -3522,7 +3522,7 @@ def use_settings(args: argparse.Namespace) -> None:
 def blocks(kernel: str, dtype: torch.dtype | None = None) -> Sizes:
     """Return block sizes and warps of a kernel that multiplies matrices of this type."""
     holds = {BACKEND, dot_precision(dtype), str(dtype).removeprefix("torch."), "any"}
-    cases = BLOCKS[kernel]
+    cases = BLOCKS[kernel]  # in the order of block_sizes: the first applies whose words all hold
     special = next(sizes for case, sizes in cases.items() if holds.issuperset(case.split("_")))
     chosen = {"num_warps": 4, **cases["any"], **special}
     if INTERPRETED and "TILE" in chosen:
@@ -3549,6 +3549,7 @@ class Interpreted:
         self.launch.register_fake(lambda grid, named: None)  # torch.compile asks for shapes
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+        """Return what launches the kernel on this grid by `(TENSOR, ..., NAME=value, ...)`."""
         names = self.kernel.arg_names
         return lambda *args, **more: self.launch(grid, dict(zip(names, args, strict=False), **more))
 
