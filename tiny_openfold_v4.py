@@ -607,8 +607,10 @@ class FusedAdamW(torch.optim.Optimizer):
             for group in reversed(self.groups):
                 together = itertools.groupby(group, lambda p: p.grad is not None and self.counts[p])
                 for count, parameters in together:
+                    parameters = [*parameters]
                     if count:
-                        self.update([*parameters], powers, rate)
+                        self.side.wait_for(parameters)
+                        self.update(parameters, powers, rate)
         del kept
 
     def update(self, group: list[nn.Parameter], powers: list[Tensor], rate: Tensor) -> None:

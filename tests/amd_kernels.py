@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from exercises.amd.kernels import add_relu_kernel, product_kernel, row_sum_kernel
+from lab.amd.agreement import error_of
 from lab.amd.launch import Fault, Kernel, compile_for, run_grid
 
 
@@ -45,8 +46,29 @@ def row_sum_case() -> tuple:
 
 
 def product_case(dtype: torch.dtype = torch.float32) -> tuple:
-    a, b, c = torch.randn(3, 64, 64).to(dtype)
+    a, b, c = (8 * torch.randn(3, 64, 64)).to(dtype)
+    if dtype == torch.int8:
+        c = c.int()
+    elif dtype.itemsize == 1:
+        c = c.float()
     return product_kernel, (1,), {"A": a, "B": b, "OUT": c, "N": 64}, c, a.double() @ b.double()
+
+
+@triton.jit
+def adamw(W, G, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    weight = tl.load(W + at, mask=at < n)
+    gradient = tl.load(G + at, mask=at < n).to(tl.float32)
+    step = gradient / (tl.sqrt(gradient * gradient) + 1e-8)
+    changed = weight * (1 - 3e-6) - 3e-4 * step
+    tl.store(W + at, changed.to(W.dtype.element_ty), mask=at < n)
+
+
+def adamw_case() -> tuple:
+    """The first step of AdamW on weights of bfloat16, in place."""
+    weights, gradients = (0.02 * torch.randn(2, 4096)).bfloat16()
+    expected = (weights.float() * (1 - 3e-6) - 3e-4 * gradients.float().sign()).bfloat16()
+    return adamw, (16,), {"W": weights, "G": gradients, "n": 4096, "BLOCK": 256}, weights, expected
 
 
 def dropped(pattern: str, number: int = 0):
@@ -68,6 +90,7 @@ def replaced(pattern: str, by: str):
     return edit
 
 
+ROUNDS = r"v_add3_u32 v\d+, v\d+, v\d+, s\d+"  # adds 0x7fff and the last bit that is kept
 FAULTS = {
     "a barrier dropped": (row_sum_case, dropped("s_barrier")),
     "a barrier dropped in a product": (product_case, dropped("s_barrier")),
@@ -80,6 +103,9 @@ FAULTS = {
         r"(v_mfma\S+ \S+), (\S+), (\S+),", r"\1, \3, \2,")),
     "a lane's neighbour wrong": (row_sum_case, replaced("row_shr:8", "row_shr:4")),
     "an operand swapped": (row_sum_case, replaced("v_add_f32_dpp", "v_sub_f32_dpp")),
+    "AdamW as it is": (adamw_case, lambda text: text),
+    "the store of the weights dropped": (adamw_case, dropped("buffer_store")),
+    "not rounded to bfloat16": (adamw_case, dropped(ROUNDS)),
     "an unknown instruction": (add_relu_case, replaced("v_max_f32_e32", "v_best_f32_e32")),
 }  # fmt: skip
 
@@ -88,6 +114,7 @@ def outcome(case: tuple, target: str = "gfx942", edit=None) -> dict:
     """The error of a launch, or what stopped it, and counts."""
     kernel, grid, arguments, out, expected = case
     compiled = compile_for(kernel, target, arguments)
+    before = out.clone()
     try:
         text = edit(compiled.asm["amdgcn"]) if edit else None
         counts = run_grid(Kernel(compiled, text), grid, arguments, watch=True)
@@ -95,8 +122,15 @@ def outcome(case: tuple, target: str = "gfx942", edit=None) -> dict:
         kind = "Fault" if isinstance(error, Fault) else type(error).__name__
         return {"stopped": f"{kind}: {error}"}
     error = (out - expected).abs().max() / expected.abs().max()
+    _, wrong = error_of(out, expected.to(out.dtype), before if "W" in counts.read else None)
     noted = {name: counts.total(name) for name in ("bytes read", "bytes written")}
-    return {"error": float(error), "flop": counts.flop(), **noted, **counts.hardware()}
+    return {
+        "error": float(error),
+        "wrong": wrong,
+        "flop": counts.flop(),
+        **noted,
+        **counts.hardware(),
+    }
 
 
 if __name__ == "__main__":
@@ -111,4 +145,6 @@ if __name__ == "__main__":
             f"{target} product float16": outcome(product_case(torch.float16), target),
         }
         results[f"{target} vcopy"] = outcome(vcopy_case(), target)
+    for dtype in (torch.float64, torch.int8, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
+        results[f"product {dtype}"] = outcome(product_case(dtype))
     print(json.dumps(results))

@@ -8,18 +8,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT
 
-from lab.amd import checksums, execute
+from lab.amd import agreement, checksums, execute
 from lab.amd.assembly import Program, Unknown, instruction
-from lab.amd.counters import conflict_cycles, least_us
+from lab.amd.counters import conflict_cycles, least_us, operations
 from lab.amd.memory import Fault, Memory
 from lab.amd.waves import Waves
 
 LANES = np.arange(64)
 
 
-def program(*lines: str) -> Program:
+def program(*lines: str, target: str = "gfx942") -> Program:
     """A program of these instructions; `name:` is a label."""
     code, labels = [], {}
     for line in (*lines, "s_endpgm"):
@@ -27,30 +28,31 @@ def program(*lines: str) -> Program:
             labels[line[:-1]] = len(code)
         else:
             code.append(instruction(line, f"test.py:{len(code) + 1}"))
-    return Program("test", "gfx942", code, labels, {}, [])
+    return Program("test", target, code, labels, {}, [])
 
 
 def run(
-    *lines: str, waves: int = 1, groups: int = 1, lds: int = 1024, tensor: int = 0, **registers
-) -> Waves:
+    *lines: str, waves: int = 1, groups: int = 1, lds: int = 1024, tensor: int = 0,
+    target: str = "gfx942", **registers,
+) -> Waves:  # fmt: skip
     """Execute instructions on waves whose registers (v1=..., s2=...) hold these values, floats as
     float32; s[4:7] may be the buffer of a tensor of so many bytes."""
-    written = program(*lines)
+    written = program(*lines, target=target)
     execute.prepare(written)
     state = Waves(written, 300, groups, waves, lds)
     state.memory = Memory()
     if tensor:
         address = state.memory.add("X", np.arange(tensor, dtype=np.uint8))
-        state.scalars[:, 4:8] = address & 0xFFFFFFFF, address >> 32, tensor, 0
+        state.put_scalar(4, np.array([[address & 0xFFFFFFFF, address >> 32, tensor, 0]], np.uint32))
         state.scratch = address + 4 * LANES.astype(np.uint64)[None]
     for name, value in registers.items():
         value = np.asarray(value)
         words = value.astype(np.float32).view(np.uint32) if value.dtype.kind == "f" else value
         words = words.astype(np.int64).astype(np.uint32)
         if name[0] == "v":
-            state.vectors[int(name[1:])] = words
+            state.put(int(name[1:]), words)
         else:
-            state.scalars[:, int(name[1:])] = words
+            state.put_scalar(int(name[1:]), words.reshape(-1, 1))
     state.run()
     return state
 
@@ -99,13 +101,49 @@ def lane0(state: Waves, number: int, kind: type = np.uint32):
         ("v_fma_mix_f32 v0, v1, v2, 1.0 op_sel:[1,0,0] op_sel_hi:[1,0,0]",
          (0x40000000, 0x40400000), 0x40E00000),  # 2.0 in the upper half, 3.0, 1.0
         ("v_max3_f32 v0, v1, v2, 0", (0xBF800000, 0x7FC00000), 0),  # -1, NaN
+        ("v_med3_f32 v0, v1, 0.5, v2", (0xBF800000, 0x7FC00000), 0xBF800000),  # as min3
+        ("v_med3_f32 v0, v1, 0.5, v2", (0xBF800000, 0x40000000), 0x3F000000),
+        ("v_max_f32_e32 v0, v1, v2", (0, 0x80000000), 0),
+        ("v_max_f32_e32 v0, v1, v2", (0x80000000, 0), 0),
+        ("v_min_f32_e32 v0, v1, v2", (0, 0x80000000), 0x80000000),
+        ("v_max_f16_e32 v0, v1, v2", (0x8000, 0), 0),
+        ("v_max_f32_e32 v0, v1, v2", (0x3F800000, 0x7FC00000), 0x3F800000),
+        ("v_max_f32_e32 v0, v1, v2", (0x3F800000, 0x7F800001), 0x7FC00001),  # a signalling NaN
+        ("v_max_i32_e32 v0, v1, v2", (0xFFFFFFFF, 3), 3),
+        ("v_maximum3_f32 v0, v1, v2, 0", (0xBF800000, 0x7FC00000), 0x7FC00000),
+        ("v_perm_b32 v0, v1, v2, 0x0b0a0908", (0x80000000, 0x80007FFF), 0xFF00FF00),
+        ("v_perm_b32 v0, v1, v2, 0x0d0c0b0a", (0x7FFF8000, 0x80008000), 0xFF0000FF),
+        ("v_mul_hi_u32_u24_e32 v0, v1, v2", (0xFF800000, 0x00FFFFFF), 0x7FFF),
+        ("v_mul_hi_i32_i24_e32 v0, v1, v2", (0x00800000, 0x007FFFFF), 0xFFFFC000),
+        ("v_fma_f32 v0, v1, v1, v2", (0x3F800800, 0x17800000), 0x3F801001),  # rounded once
+        ("v_fma_f32 v0, v1, v1, v2", (0x3F800800, 0x97800000), 0x3F801000),
+        ("v_pk_fma_f32 v[0:1], v[4:5], v[4:5], v[6:7]", (0, 0), 0x3F801001),
+        ("v_rcp_f32_e32 v0, v1", (0x80400000, 0), 0xFF800000),  # denormal numbers are 0
+        ("v_rcp_f32_e32 v0, v1", (0x7F000000, 0), 0),
+        ("v_rsq_f32_e32 v0, v1", (0x00400000, 0), 0x7F800000),
+        ("v_sqrt_f32_e32 v0, v1", (0x00400000, 0), 0),
+        ("v_log_f32_e32 v0, v1", (0x00400000, 0), 0xFF800000),
+        ("v_exp_f32_e32 v0, v1", (0xC3000000, 0), 0),  # 2**-128
+        ("v_rcp_f16_e32 v0, v1", (0x0200, 0), 0x7800),  # but those of float16
+        ("v_div_fixup_f32 v0, v1, v2, 2.0", (0x7FC00000, 0x40000000), 0x7FC00000),
+        ("v_div_fixup_f32 v0, v1, v2, 2.0", (0xBF800000, 0x40000000), 0x3F800000),
+        ("v_div_fixup_f32 v0, v1, v2, 2.0", (0x3F800000, 0x80000000), 0xFF800000),
+        ("v_div_fixup_f32 v0, v1, v2, 0", (0x3F800000, 0), 0xFFC00000),
+        ("v_sub_u32_e64 v0, v1, v2 clamp", (3, 5), 0),
+        ("v_add_u32_e64 v0, v1, v2 clamp", (0xFFFFFFFE, 5), 0xFFFFFFFF),
+        ("v_pk_sub_u16 v0, v1, v2 clamp", (0x00050003, 0x00030005), 0x00020000),
+        ("v_add_f32_e64 v0, v1, v2 clamp", (0x40000000, 0), 0x3F800000),
+        ("v_ffbh_i32_e32 v0, v1", (0xFFFF0000, 0), 16),
+        ("v_ffbh_i32_e32 v0, v1", (0xFFFFFFFF, 0), 0xFFFFFFFF),
+        ("v_dot4c_i32_i8_e32 v5, v1, v2\nv_mov_b32_e32 v0, v5", (0x01FF0302, 0x050607FE), 16),
         ("v_ldexp_f32 v0, v1, 3", (0x3F800000, 0), 0x41000000),
         ("v_mul_f32_e64 v0, -v1, |v2|", (0x40000000, 0xC0400000), 0xC0C00000),
         ("v_bitop3_b32 v0, v1, v2, 15 bitop3:0x6c", (12, 10), 10 ^ (12 & 15)),  # b xor (a and c)
     ],
 )  # fmt: skip
 def test_one_instruction(line: str, sources: tuple[int, int], expected: int):
-    state = run(line, v1=sources[0], v2=sources[1])
+    state = run(*line.split("\n"), v1=sources[0], v2=sources[1],
+                v4=0x3F800800, v5=0, v6=0x17800000, v7=0)  # fmt: skip
     assert hex(lane0(state, 0)) == hex(expected)
 
 
@@ -203,10 +241,10 @@ def test_lanes_that_are_off_keep_their_registers_and_waves_go_their_own_ways():
 
 
 def test_a_loop_without_end_is_a_fault(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lab.amd.waves.TURN", 10)
-    monkeypatch.setattr("lab.amd.waves.TURNS", 10)
-    with pytest.raises(Fault, match="never ends"):
-        run("again:", "s_branch again")
+    monkeypatch.setattr("lab.amd.waves.MOST", 100)
+    for body in ((), ("s_barrier",)):
+        with pytest.raises(Fault, match="does not end after 100 instructions"):
+            run("again:", *body, "s_branch again", waves=2)
 
 
 def test_carry_and_64_bits():
@@ -268,6 +306,12 @@ MINE = 4 * np.arange(128).reshape(2, 64)
          None),
         ([WRITE, BARRIER, READ, "ds_write_b32 v1, v5"], {"v1": MINE, "v2": 7, "v4": OTHER, "v5": 8},
          "race: writes what another wave has read"),
+        # a sum over waves: each writes its own, reads all, and writes again
+        ([WRITE, BARRIER, READ, "ds_read_b32 v3, v1", "ds_write_b32 v1, v5"],
+         {"v1": MINE, "v2": 7, "v4": OTHER, "v5": 8}, "race: writes what another wave has read"),
+        # both write the same, and one of them something else
+        ([WRITE, "s_cmp_eq_u32 s7, 1", "s_cbranch_scc1 end", "ds_write_b32 v1, v5", "end:"],
+         {"v1": 0, "v2": 7, "v5": 8}, "race: writes what another wave has written"),
         ([WRITE], {"v1": 0, "v2": MINE}, "race: two waves write different values"),
         ([WRITE], {"v1": 0, "v2": 7}, None),
         ([READ], {"v4": 0}, "reads LDS that nobody has written"),
@@ -277,7 +321,7 @@ MINE = 4 * np.arange(128).reshape(2, 64)
     ],
 )  # fmt: skip
 def test_what_waves_do_wrong_in_lds_is_found(lines: list[str], registers: dict, words: str | None):
-    branches = ["s_cmp_eq_u32 s7, 1"] if "end:" in lines else []
+    branches = ["s_cmp_eq_u32 s7, 1"] if lines[-1] == "end:" else []
     call = {"waves": 2, "s7": np.arange(2)} | registers
     if words is None:
         run(*branches, *lines, **call)
@@ -308,6 +352,79 @@ def test_bank_conflicts_by_the_lanes_that_lds_serves_together():
     assert conflict_cycles(2 * in_a_row, on, 8, False) == 0
     assert conflict_cycles(4 * in_a_row, on, 16, False) == 0
     assert conflict_cycles(32 * in_a_row, on & (LANES < 4), 4, False) == 3
+    assert conflict_cycles(2 * in_a_row, on, 4, False, banks=64) == 1
+    assert conflict_cycles(32 * in_a_row, on & (LANES < 4), 4, False, banks=64) == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "a", "b", "c", "expected"),
+    [
+        # 1 + 2**-11 + 2**-20 keeps 10 bits of its fraction
+        ("gfx942", "16x16x8_xf32", 0x3F801008, 0x3F800000, 0, 0x3F800000),
+        ("gfx942", "16x16x8_xf32", 0xBF803FFF, 0x3F800000, 0, 0xBF802000),
+        ("gfx942", "16x16x4_f32", 0x3F801008, 0x3F800000, 0, 0x3F801008),
+        # a denormal float16 is 0 on an MI200; so is a denormal result
+        ("gfx90a", "16x16x16f16", 0x0200, 0x3C00, 0, 0),
+        ("gfx942", "16x16x16_f16", 0x0200, 0x3C00, 0, 0x38000000),
+        ("gfx90a", "16x16x16bf16_1k", 0x0040, 0x4F80, 0, 0),
+        ("gfx942", "16x16x16_bf16", 0x0040, 0x4F80, 0, 0x10000000),
+        ("gfx90a", "16x16x16bf16_1k", 0, 0, 0x00400000, 0),
+        ("gfx90a", "16x16x4f32", 0x00400000, 0x4F800000, 0, 0x10000000),
+        ("gfx942", "16x16x32_fp8_fp8", 0x48, 0x48, 0x40000000, 0x40C00000),  # 2 times 2
+        ("gfx950", "16x16x32_fp8_fp8", 0x48, 0x48, 0, 0x41800000),  # 4 times 4
+        ("gfx942", "16x16x32_bf8_fp8", 0x44, 0x40, 0, 0x40000000),  # 2 times 1
+    ],
+)  # fmt: skip
+def test_a_product_has_the_digits_of_its_type(target, kind, a, b, c, expected):
+    """Lane 0 has the only elements that are not 0."""
+    width = 1 if kind.endswith("4_f32") or kind.endswith("4f32") else 2
+    first, second = ("v0", "v2") if width == 1 else ("v[0:1]", "v[2:3]")
+    values = {f"v{i}": 0 for i in range(4)} | {f"v{i}": c for i in range(4, 8)}
+    values["v0"], values["v2"] = np.where(LANES == 0, a, 0), np.where(LANES == 0, b, 0)
+    state = run(f"v_mfma_f32_{kind} v[4:7], {first}, {second}, v[4:7]", target=target, **values)
+    assert hex(lane0(state, 4)) == hex(expected)
+
+
+def test_products_of_xf32_have_their_own_rate():
+    name = "v_mfma_f32_32x32x4_xf32"
+    counted = operations(instruction(f"{name} a[0:15], v[0:1], v[2:3], a[0:15]", ""))
+    assert counted["SQ_INSTS_VALU_MFMA_MOPS_XF32"] == 2 * 32 * 32 * 4 // 512
+    one, twice = (least_us(0, {kind: 1e9}, 0)["matrix units"] for kind in ("XF32", "F32"))
+    assert twice / one == pytest.approx(4, rel=1e-3)  # AMD's 653.7 and 163.4 TFLOP/s
+
+
+USED = "ds_write_b32 v10, v0"
+
+
+@pytest.mark.parametrize(
+    ("lines", "noticed"),
+    [
+        (["v_max_f32_e32 v0, v1, v2", USED], True),  # a NaN would not show
+        (["v_pk_add_f32 v[4:5], v[2:3], v[2:3]", "v_mov_b32_e32 v0, v4", USED], True),
+        (["ds_write_b32 v2, v1"], True),
+        (["v_cmp_gt_f32_e32 vcc, v1, v2"], True),
+        (["v_mov_b32_e32 v0, s9"], True),
+        (["s_add_i32 s3, s9, 1"], True),
+        (["s_mov_b64 exec, 0xff", "v_mov_b32_e32 v2, 1", "s_mov_b64 exec, -1",
+          "v_add_f32_e32 v0, v1, v2", USED], True),
+        (["v_cndmask_b32_e64 v0, v1, v1, s[8:9]"], True),
+        (["s_and_saveexec_b64 s[2:3], vcc"], True),
+        # what decides nothing may be undefined, as compilers know
+        (["v_max_f32_e32 v0, v1, v2"], False),
+        (["v_cndmask_b32_e64 v0, v2, v1, -1", USED], False),
+        (["v_mad_u64_u32 v[4:5], s[0:1], 3, v1, v[1:2]", "v_mov_b32_e32 v0, v4", USED], False),
+        (["v_pk_add_f32 v[4:5], v[10:11], v[10:11]", "v_mov_b32_e32 v0, v4", USED], False),
+        (["v_writelane_b32 v2, 7, 3", "v_readlane_b32 s0, v2, 3", "v_mov_b32_e32 v0, s0", USED],
+         False),
+    ],
+)  # fmt: skip
+def test_a_register_that_nobody_wrote_decides_nothing(lines: list[str], noticed: bool):
+    values = {"v1": 1.0, "v10": 4 * LANES}
+    if noticed:
+        with pytest.raises(Fault, match="nobody has written"):
+            run(*lines, **values)
+    else:
+        run(*lines, **values)
 
 
 def test_no_kernel_of_an_mi300x_is_faster_than_its_bound():
@@ -365,10 +482,87 @@ def test_atomic_additions_are_one_after_the_other():
     assert vector(state, 2)[:3].tolist() == [first, first + 1, first + 2]
 
 
+@pytest.mark.parametrize(
+    ("name", "operands", "expected"),
+    [
+        ("add_x2", (0xFFFFFFFF, 1), 0x0706050403020100 + 0x1FFFFFFFF),
+        ("swap_x2", (5, 6), (6 << 32) + 5),
+        ("smax_x2", (0, 0x80000000), 0x0706050403020100),
+        ("umax_x2", (0, 0x80000000), 0x8000000000000000),
+        ("cmpswap_x2", (5, 6, 0x03020100, 0x07060504), (6 << 32) + 5),
+        ("cmpswap_x2", (5, 6, 0, 0), 0x0706050403020100),
+    ],
+)  # fmt: skip
+def test_atomic_operations_of_64_bits_return_both_words(name, operands, expected):
+    values = {f"v{4 + i}": value for i, value in enumerate(operands)}
+    data = f"v[4:{3 + len(operands)}]"
+    state = run("s_mov_b64 exec, 1", f"global_atomic_{name} v[2:3], v1, {data}, s[4:5] sc0",
+                tensor=256, v1=0, **values)  # fmt: skip
+    assert state.memory.parts[0].content()[:8].view(np.uint64).item() == expected
+    assert (lane0(state, 2), lane0(state, 3)) == (0x03020100, 0x07060504)
+
+
 @pytest.mark.parametrize("line", ["v_no_such_b32 v0, v1", "v_add_f32_e64 v0, v1, v2 strange:1"])
 def test_what_is_not_known_ends_with_its_name_and_line(line: str):
     with pytest.raises(Unknown, match=rf"test, test\.py:1: {line[:8]}"):
         execute.prepare(program(line))
+
+
+# --- what agrees
+
+VALUES = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+VALUES[5] *= 2e-2  # a row of small numbers, such as a token's that hardly counts
+NOISE = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
+CHANGE = 3e-4 * NOISE.sign()  # AdamW's first step
+
+
+def with_row(number: int, value: float | torch.Tensor) -> torch.Tensor:
+    changed = VALUES.clone()
+    changed[number] = value
+    return changed
+
+
+def with_last(value: float) -> torch.Tensor:
+    return torch.tensor([300.0] * 15 + [value])
+
+
+def truncated(x: torch.Tensor) -> torch.Tensor:
+    """To bfloat16, towards zero."""
+    return (x.view(torch.int32) >> 16 << 16).view(torch.float32).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "before", "agrees"),
+    [
+        (VALUES * (1 + 3e-7 * NOISE), VALUES, None, True),  # another order of a sum
+        (VALUES * (1 + 1e-4 * NOISE), VALUES, None, False),
+        (with_row(5, 0), VALUES, None, False),
+        (with_row(9, VALUES[9].roll(1)), VALUES, None, False),
+        (with_row(9, torch.nan), VALUES, None, False),
+        (with_row(9, torch.nan), with_row(9, torch.nan), None, True),
+        (VALUES.flatten(), with_row(9, VALUES[9].clamp(max=1)).flatten(), None, False),
+        ((VALUES * (1 + 1e-6 * NOISE)).bfloat16(), VALUES.bfloat16(), None, True),
+        (truncated(VALUES), VALUES.bfloat16(), None, False),
+        # one of sixteen rounded the other way
+        (with_last(256.0).bfloat16(), with_last(258.0).bfloat16(), None, True),
+        (torch.empty(0, 4), torch.empty(0, 4), None, True),
+        (VALUES.half().bfloat16(), VALUES.bfloat16(), None, False),
+        ((VALUES * (1 + 1e-3)).bfloat16(), VALUES.bfloat16(), None, False),
+        # updated in place: the store deleted, right, and half of the step
+        (VALUES, VALUES + CHANGE, VALUES, False),
+        (VALUES + CHANGE * (1 + 1e-5 * NOISE), VALUES + CHANGE, VALUES, True),
+        (VALUES + CHANGE / 2, VALUES + CHANGE, VALUES, False),
+        (VALUES + CHANGE * 1.001, VALUES + CHANGE, VALUES, False),
+        (VALUES.bfloat16(), (VALUES + CHANGE).bfloat16(), VALUES.bfloat16(), False),
+        # what was there before and is not read counts for nothing
+        (VALUES * (1 + 3e-7 * NOISE), VALUES, VALUES * (1 + 1e-6), False),
+        (VALUES.long() + 1, VALUES.long(), None, False),
+        (VALUES.double() * (1 + 1e-9), VALUES.double(), None, False),
+    ],
+)  # fmt: skip
+def test_a_tensor_agrees_by_its_own_type_and_scale(found, expected, before, agrees: bool):
+    _, wrong = agreement.error_of(found, expected, before)
+    assert (not wrong) == agrees, wrong
 
 
 # --- which kernel a result is of

@@ -58,6 +58,19 @@ def test_a_fault_that_computes_something_else_shows_in_the_result(fault: str):
     assert results()[fault]["error"] > 0.1
 
 
+@pytest.mark.parametrize(
+    ("case", "wrong"),
+    [
+        ("AdamW as it is", ""),
+        ("the store of the weights dropped", "off by 1.0e+00 of their change"),
+        ("not rounded to bfloat16", "of their change"),
+    ],
+)
+def test_weights_that_are_updated_in_place_are_held_to_their_change(case: str, wrong: str):
+    assert results()[case]["wrong"].endswith(wrong)
+    assert bool(results()[case]["wrong"]) == bool(wrong)
+
+
 @pytest.mark.parametrize("target", ["gfx90a", "gfx942", "gfx950"])
 def test_kernels_are_right_and_counted_on_each_target(target: str):
     found = {name.removeprefix(f"{target} "): row for name, row in results().items()
@@ -80,6 +93,16 @@ def test_kernels_are_right_and_counted_on_each_target(target: str):
 
 
 @pytest.mark.parametrize(
+    ("dtype", "limit"),
+    [("float64", 1e-15), ("int8", 0), ("float8_e4m3fnuz", 1e-7), ("float8_e5m2fnuz", 1e-7)],
+)
+def test_products_of_other_types_are_right(dtype: str, limit: float):
+    found = results()[f"product torch.{dtype}"]
+    assert found["error"] <= limit
+    assert found["SQ_INSTS_MFMA"] > 0
+
+
+@pytest.mark.parametrize(
     ("target", "measured"),
     [
         ("gfx90a", {"TCP_TCC_READ_REQ_sum": 131072, "TCP_TCC_WRITE_REQ_sum": 131072,
@@ -97,14 +120,16 @@ def test_counters_are_those_of_a_gpu(target: str, measured: dict[str, int]):
     found = results()[f"{target} vcopy"]
     for name, value in measured.items():
         assert 0.995 * value <= 16 * found[name] <= value, name
+    assert found["SQ_INSTS_SALU"] == 8 * found["SQ_WAVES"] or target == "gfx90a"
     assert found["SQ_INSTS_SMEM"] == 0  # a GPU has loaded the arguments when the kernel begins
 
 
 def test_a_training_step_agrees_with_the_interpreter_and_leaves_counters(tmp_path: Path):
     done = run(ROOT / "tools/run_on_amd.py", *SMALL.split(), "--counters", tmp_path)
     assert done.returncode == 0, done.stderr
-    launches = int(done.stdout.split(" launches executed, ")[0].split()[-1])
-    assert f"{launches} launches executed, {launches} agree" in done.stdout
+    last = done.stdout.splitlines()[-1]
+    launches = int(last.partition(" launches: ")[0])
+    assert last.startswith(f"{launches} launches: {launches} agree, 0 disagree, 0 not executed (")
     with (tmp_path / "workloads/executed/gfx942/pmc_perf.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == launches
@@ -114,6 +139,60 @@ def test_a_training_step_agrees_with_the_interpreter_and_leaves_counters(tmp_pat
     with (tmp_path / "executed_counter_collection.csv").open(newline="") as file:
         waves = [row for row in csv.DictReader(file) if row["Counter_Name"] == "SQ_WAVES"]
     assert [row["Counter_Value"] for row in waves] == [row["SQ_WAVES"] for row in rows]
+
+
+PROGRAM = """
+import sys, torch, triton, triton.language as tl
+
+@triton.autotune([triton.Config({"BLOCK": 64}, num_warps=1), triton.Config({"BLOCK": 128})], ["n"])
+@triton.heuristics({"EVEN": lambda given: given["n"] % given["BLOCK"] == 0})
+@triton.jit
+def double(X, OUT, n, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(X + at, mask=EVEN | (at < n))
+    tl.store(OUT + at, 2 * x, mask=EVEN | (at < n))
+
+@triton.jit
+def variance(X, OUT, C, BLOCK: tl.constexpr):  # lanes beyond C count, too
+    at = tl.arange(0, BLOCK)
+    x = tl.load(X + at, mask=at < C, other=0.0)
+    mean = tl.sum(x, 0) / C
+    tl.store(OUT + at, tl.zeros_like(x) + tl.sum((x - mean) * (x - mean), 0) / C, mask=at < C)
+
+@triton.jit
+def product(X, OUT, N: tl.constexpr):
+    at = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    tl.store(OUT + at, tl.dot(tl.load(X + at), tl.load(X + at)))
+
+@triton.jit
+def cosine(X, OUT, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(OUT + at, tl.cos(tl.load(X + at)))
+
+x, out = torch.randn(2, 1024) + 1
+double[lambda given: (triton.cdiv(1000, given["BLOCK"]),)](x, out, 1000)
+product[(1,)](x, out, N=32)
+cosine[(1,)](x.double(), out.double(), BLOCK=64)
+variance[(1,)](x, out, 100, BLOCK=128)
+off = (out[:100] - x[:100].var(correction=0)).abs().max().item()
+print(f"variance is off by {off:.3f}")
+sys.exit(off > 1e-3)
+"""
+
+
+def test_agree_not_executed_and_failed_are_three_things(tmp_path: Path):
+    """The interpreter has the same wrong idea; what the program says of it is passed on."""
+    (tmp_path / "mine.py").write_text(PROGRAM)
+    done = run(ROOT / "tools/run_on_amd.py", tmp_path / "mine.py")
+    assert done.returncode == 1
+    last = done.stdout.splitlines()[-1]
+    outcomes = "4 launches: 3 agree, 0 disagree, 1 not executed; 1 programs failed ("
+    assert last.startswith(outcomes), done.stderr
+    assert "the compiler's code with Triton's interpreter" in last
+    assert "variance is off by 0." in done.stderr
+    assert "double: the first of 2 configurations, BLOCK: 64, num_warps: 1" in done.stderr
+    assert "not executed: cosine, mine.py:27: v_trig_preop_f64" in done.stderr
+    assert "program failed: it ended with status 1" in done.stderr
 
 
 def test_what_was_executed_of_another_source_is_stale(tmp_path: Path):

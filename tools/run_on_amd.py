@@ -3,12 +3,17 @@
 
 A training step of each script, and each program of the exercises that has kernels, runs in Triton's
 interpreter. Every launch is compiled for the GPU, as the script would launch it there, and its
-assembly is executed on the same tensors (lab/amd): results are compared with the interpreter's, and
-an access outside of a tensor, a race in LDS or a barrier that not all waves reach is found. Prints
-a table; the exit status is 1 if anything disagrees.
+assembly is executed on the same tensors (lab/amd). Prints a table, and how many launches
 
-An error is the largest difference over the largest value of a tensor. It may be rounding: 1e-5 in
-float32, a unit in the last place of the narrowest type of a launch in others.
+  agree         each tensor is what the interpreter computed, by the rule of lab/amd/agreement.py
+  disagree      one is not, or there is an access outside of a tensor, a race in LDS, a barrier that
+                not all waves reach, a register that nobody wrote, a loop without end
+  not executed  the compiler refuses it, or its code has an instruction that is not known here
+
+and how many programs failed themselves. The exit status is 0 if all agree.
+
+What a program prints is passed on to stderr. An error is a root mean square, as a share of a
+tensor's values, or of their change where it is updated in place.
 
 --counters writes what hardware would have counted in the forms of rocprofv3 and rocprof-compute:
 executed, not measured. There are no times among it.
@@ -30,6 +35,7 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -41,7 +47,6 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # without it Triton 3.9 
 
 import _path
 import torch
-from torch import Tensor
 
 from lab.amd import checksums
 from lab.cli import Parser, ToolError, documented_parser, note, program, say
@@ -93,7 +98,7 @@ PROGRAMS = (  # of the exercises, with the arguments that make them small
     "exercises/amd/kernels.py",
 )
 MIX = ("VALU", "VMEM", "LDS", "MFMA", "SALU", "SMEM", "BRANCH")
-LIMITS = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+AGREE, DISAGREE, NOT_EXECUTED, FAILED = "agree", "disagree", "not executed", "program failed"
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,7 @@ class Case:
 
 @dataclass
 class Executed:
-    """A launch on a target: its largest error, or what is wrong with it."""
+    """A launch on a target, with its largest error; or that a program failed."""
 
     case: Case
     target: str
@@ -123,7 +128,8 @@ class Executed:
     source: str = ""  # checksums of its source and its machine code
     code: str = ""
     error: float = 0.0
-    wrong: str = ""
+    outcome: str = AGREE
+    remark: str = ""  # why it is another
     dispatch: dict = field(default_factory=dict)  # with its counters
 
 
@@ -159,32 +165,17 @@ def record_step() -> None:
 # --- the machine code's side, in workers
 
 
-def difference(found: Tensor, expected: Tensor) -> float:
-    """The largest difference over the largest value, or the smallest that is no denormal number:
-    below it numbers are as far apart; infinite where only one is a number."""
-    if not expected.is_floating_point():
-        return 0.0 if torch.equal(found, expected) else float("inf")
-    least = torch.finfo(expected.dtype).tiny
-    found, expected = found.double(), expected.double()
-    numbers = expected.isfinite()
-    same = (found == expected) | (found.isnan() & expected.isnan())
-    if not (same | numbers & found.isfinite()).all():
-        return float("inf")
-    largest = (found - expected)[numbers].abs().max().item() if numbers.any() else 0.0
-    return largest / max(expected[numbers].abs().max().item(), least) if largest else 0.0
-
-
 def execute_launch(
     case: Case, launch, target: str, watch: bool, codes: set[str]
 ) -> Executed | None:
     """Compile and execute a recorded launch, and compare all storages; None if its machine code is
     among those of a large case that have been executed."""
+    from lab.amd.agreement import difference
     from lab.amd.assembly import Unknown
     from lab.amd.launch import Fault, Kernel, compiled_launch, run_grid
-    from lab.amd.record import View
 
     file = Path(launch.file)
-    source = checksums.of_kernels(file)[launch.kernel]
+    source = checksums.of_kernels(file).get(launch.kernel, "")
     name = file.relative_to(ROOT) if file.is_relative_to(ROOT) else file
     done = Executed(case, target, f"{name}:{launch.kernel}", source)
     storages = [storage.clone() for storage in launch.before]
@@ -196,34 +187,29 @@ def execute_launch(
         codes.add(done.code)
         kernel = Kernel(compiled)
         counts = run_grid(kernel, launch.grid, launch.with_tensors(storages), watch=watch)
-    except (Unknown, Fault) as error:
-        done.wrong = str(error)
+    except Fault as fault:
+        done.outcome, done.remark = DISAGREE, str(fault)
+        return done
+    except Unknown as error:
+        done.outcome, done.remark = NOT_EXECUTED, str(error)
         return done
     except Exception as error:  # of many kinds, down to a failed pass of the compiler
-        done.wrong = f"{launch.kernel}: {(str(error) or repr(error)).splitlines()[-1]}"
+        reason = (str(error) or repr(error)).splitlines()[-1]
+        done.outcome, done.remark = NOT_EXECUTED, f"{launch.kernel}: {reason}"
         return done
-    views = {n: v for n, v in launch.arguments.items() if isinstance(v, View)}
-    limit = max((LIMITS.get(view.dtype, 0.0) for view in views.values()), default=0.0)
-    for name, view in views.items():
-        error = difference(view.of(storages), view.of(launch.after))
-        done.error = max(done.error, error)
-        if not error <= limit:
-            done.wrong = f"{launch.kernel}: {name} is off by {error:.2g} of its largest value"
-    # what lies between and behind the views, too
-    for number, (found, expected) in enumerate(zip(storages, launch.after, strict=True)):
-        seen = torch.zeros(len(found), dtype=torch.bool)
-        for view in (view for view in views.values() if view.storage == number):
-            view.of_bytes(seen).fill_(True)
-        if not torch.equal(found[~seen], expected[~seen]):
-            done.wrong = f"{launch.kernel}: writes outside of its tensors"
+    done.error, wrong = difference(launch, storages, counts.read, kernel.multiplies_in_xf32)
+    if wrong:
+        done.outcome, done.remark = DISAGREE, f"{launch.kernel}: {wrong}"
     if watch:
         done.dispatch = dispatch(kernel, counts)
     return done
 
 
-def execute_case(case: Case, targets: list[str], watch: bool) -> tuple[Case, list[Executed], float]:
+def execute_case(
+    case: Case, targets: list[str], watch: bool
+) -> tuple[Case, list[Executed], list[str], float]:
     """Record a program's launches and execute each on each target; equal ones of a program that
-    repeats them (same kernel, sizes and constants) once."""
+    repeats them (same kernel, sizes and constants) once. Returns what it has printed, too."""
     from lab.amd.record import interpreted, launches_in
 
     torch.set_num_threads(1)
@@ -245,15 +231,18 @@ def execute_case(case: Case, targets: list[str], watch: bool) -> tuple[Case, lis
             seen.add(key)
             done_now = [execute_launch(case, launch, t, watch, codes[t]) for t in targets]
             found += filter(None, done_now)
-    wrong = ""
-    if done.returncode or not found:
-        said = (done.stderr.strip() or "it launches no kernel").splitlines()[-1]
-        wrong = f"not all of it ran: {said}"
+    failed, printed = "", []
+    if done.returncode or not is_step:
+        printed = [*done.stdout.splitlines(), *done.stderr.splitlines()]
+    if done.returncode:
+        failed = f"it ended with status {done.returncode}"
+    elif not found:
+        failed = "it launches no kernel"
     elif is_step and getattr(torch, case.precision) not in types:
-        wrong = f"no kernel got a tensor in {case.precision}"
-    if wrong:
-        found.append(Executed(case, targets[0], wrong=wrong))
-    return case, found, time.perf_counter() - began
+        failed = f"no kernel got a tensor in {case.precision}"
+    if failed:
+        found.append(Executed(case, targets[0], outcome=FAILED, remark=failed))
+    return case, found, printed, time.perf_counter() - began
 
 
 # --- counters
@@ -332,24 +321,33 @@ def cases_of(scripts: Iterable[str], precisions: list[str], sizes: list[str]) ->
 
 
 def execute_all(cases: dict[Case, list[str]], args: argparse.Namespace) -> Iterator[list[Executed]]:
-    """Each case on its targets in a worker; one line for each on stderr, and for each launch that
-    disagrees."""
+    """Each case on its targets in a worker; what each prints goes to stderr, and one line for each
+    and for each launch that does not agree."""
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(args.jobs, context) as pool:
         watch = bool(args.counters)
         jobs = [pool.submit(execute_case, c, targets, watch) for c, targets in cases.items()]
         for job in as_completed(jobs):
             try:
-                case, launches, seconds = job.result()
+                case, launches, printed, seconds = job.result()
             except BrokenProcessPool as error:
                 reason = "a worker ended, as where memory is short or the compiler crashes"
                 raise ToolError(f"{reason}: fewer programs at once show where", 1) from error
+            say(*(f"{case} prints: {line}" for line in printed))
             worst = max(launch.error for launch in launches)
-            wrong = [launch for launch in launches if launch.wrong]
-            note(f"{case}: {len(launches)} launches, {len(wrong)} wrong, "
-                 f"largest error {worst:.1e}, {seconds:.0f} s")  # fmt: skip
-            say(*dict.fromkeys(f"{case}, {x.target}: {x.wrong}" for x in wrong))
+            note(f"{case}: {outcomes(launches)}, largest error {worst:.1e}, {seconds:.0f} s")
+            others = [launch for launch in launches if launch.outcome != AGREE]
+            lines = (f"{case}, {x.target}: {x.outcome}: {x.remark}" for x in others)
+            say(*dict.fromkeys(lines))
             yield launches
+
+
+def outcomes(found: list[Executed]) -> str:
+    number = Counter(launch.outcome for launch in found)
+    launches = len(found) - number[FAILED]
+    of_each = ", ".join(f"{number[name]} {name}" for name in (AGREE, DISAGREE, NOT_EXECUTED))
+    failed = f"; {number[FAILED]} programs failed" if number[FAILED] else ""
+    return f"{launches} launches: {of_each}{failed}"
 
 
 def version(case: Case) -> dict[str, str]:
@@ -373,10 +371,10 @@ def rows_of(launches: list[Executed]) -> list[dict]:
                 "precision": case.precision,
                 "size": case.size,
                 **version(case),
-                "kernels": dict(sorted({(x.kernel, x.source) for x in of_target})),
-                "codes": sorted({launch.code for launch in of_target}),
-                "launches": len(of_target),
-                "agree": sum(not launch.wrong for launch in of_target),
+                "kernels": dict(sorted({(x.kernel, x.source) for x in of_target if x.kernel})),
+                "codes": sorted({launch.code for launch in of_target if launch.code}),
+                "launches": sum(launch.outcome != FAILED for launch in of_target),
+                "agree": sum(launch.outcome == AGREE for launch in of_target),
                 "error": worst.error,
                 "kernel": worst.kernel,
             }
@@ -384,7 +382,7 @@ def rows_of(launches: list[Executed]) -> list[dict]:
     return rows
 
 
-SCHEMA, KEYS = 2, ("script", "target", "precision", "size")
+SCHEMA, KEYS = 3, ("script", "target", "precision", "size")
 
 
 def saved(path: Path = RESULT) -> dict[tuple, dict]:
@@ -470,12 +468,10 @@ def run(args: argparse.Namespace) -> int:
     for launches in execute_all(wanted, args):
         found += launches
         rows += (new := rows_of(launches))
-        if args.write and not any(launch.wrong for launch in launches):
+        if args.write and all(launch.outcome == AGREE for launch in launches):
             save(new)
     if rows:
         print(table(rows))
-    wrong = sum(bool(launch.wrong) for launch in found)
-    print(f"\n{len(found)} launches executed, {len(found) - wrong} agree")
     if args.counters:
         for target in args.target:
             of_target = [x.dispatch for x in found if x.dispatch and x.target == target]
@@ -484,7 +480,9 @@ def run(args: argparse.Namespace) -> int:
                 write_counters(folder, target, of_target)
                 print(f"\n{target}, instructions per wave of a launch, executed, not measured:")
                 print(f"\n{instruction_mix(of_target)}")
-    return int(bool(wrong))
+    compared = "the compiler's code with Triton's interpreter: a kernel whose idea is wrong agrees"
+    print(f"\n{outcomes(found)} (compared: {compared})")
+    return int(any(launch.outcome != AGREE for launch in found))
 
 
 def build_parser() -> Parser:

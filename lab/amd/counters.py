@@ -13,7 +13,7 @@ from lab.amd.assembly import Instruction, Program
 from lab.amd.waves import Waves
 
 LANES = np.arange(64)
-BANKS = 32  # of LDS, 4 bytes wide
+BANKS = {"gfx90a": 32, "gfx942": 32, "gfx950": 64}  # of LDS, 4 bytes wide
 # the lanes that LDS serves together, by the bytes of each: as many as 32 banks can, in their order
 # but for reads of 16 bytes ("Avoiding LDS Bank Conflicts on AMD GPUs", AMD's ROCm blogs)
 TOGETHER = {1: 32, 2: 32, 4: 32, 8: 16, 12: 8, 16: 8}
@@ -32,14 +32,15 @@ READS = {
 # Infinity Cache and memory, and the bytes per second of each; floating-point operations of its
 # matrix and vector units
 LEVELS = ((0, 34.4e12), (32 << 20, 17.2e12), (288 << 20, 5.3e12))
-PEAK = {"BF16": 1307.4e12, "F16": 1307.4e12, "F32": 163.4e12, "F64": 163.4e12}
+PEAK = {"BF16": 1307.4e12, "F16": 1307.4e12, "XF32": 653.7e12, "F32": 163.4e12, "F64": 163.4e12,
+        "F8": 2614.9e12, "I8": 2614.9e12}  # fmt: skip
 FLOAT = re.compile(
     r"v_(?:pk_)?(?:(add|sub|subrev|mul|fma|fmac|fmamk|fmaak|mac|mad)"
     r"|(rcp|rsq|sqrt|exp|log|sin|cos)(?:_iflag)?)_f(16|32|64)$"
 )
 KINDS = ("MFMA", "SALU", "SMEM", "VMEM", "LDS", "branch")  # that have a counter of their own
 OPERATION = {"add": "ADD", "sub": "ADD", "subrev": "ADD", "mul": "MUL"}
-MFMA = re.compile(r"v_mfma_f(?:32|64)_(\d+)x(\d+)x(\d+)_?(x?f32|b?f16|f64)")
+MFMA = re.compile(r"v_mfma_[fi]\d\d_(\d+)x(\d+)x(\d+)_?(x?f32|b?f16|f64|i8|[bf][fp]8)")
 VALU = "SQ_INSTS_VALU_"  # floating-point operations of what is counted by these names
 FLOP = {f"{VALU}{name}_F{bits}": 64 * each for bits in (16, 32, 64)
         for name, each in {"ADD": 1, "MUL": 1, "FMA": 2, "TRANS": 1}.items()}  # fmt: skip
@@ -51,7 +52,8 @@ def operations(instruction: Instruction) -> dict[str, int]:
     two."""
     if found := MFMA.match(instruction.mnemonic):
         *sizes, kind = found.groups()
-        kind, flop = kind.replace("xf32", "f32").upper(), 2 * math.prod(map(int, sizes))
+        kind = kind.upper().replace("FP8", "F8").replace("BF8", "F8")
+        flop = 2 * math.prod(map(int, sizes))
         return {f"{VALU}MFMA_{kind}": 1, f"{VALU}MFMA_MOPS_{kind}": flop // 512}
     if found := FLOAT.match(instruction.mnemonic):
         name = "TRANS" if found[2] else OPERATION.get(found[1], "FMA")
@@ -80,20 +82,22 @@ def lines_of(address: np.ndarray, active: np.ndarray, size: int, line: int) -> i
     return int((new & (numbers >= 0)).sum())
 
 
-def conflict_cycles(address: np.ndarray, active: np.ndarray, size: int, write: bool) -> int:
+def conflict_cycles(
+    address: np.ndarray, active: np.ndarray, size: int, write: bool, banks: int = 32
+) -> int:
     """Cycles beyond one that LDS takes for lanes that it could serve together: as many as the most
-    words that they want of one bank. The same word is one."""
+    words that they want of one bank. The same word is one. 64 banks serve twice as many lanes."""
     order = READS_OF_16 if size == 16 and not write else LANES
-    together, words = TOGETHER[size], max(1, size // 4)
+    together, words = TOGETHER[size] * banks // 32, max(1, size // 4)
     shape = (len(address), 64 // together, together)
     first = (address // 4)[:, order].reshape(shape)
     on = np.repeat(active[:, order].reshape(shape), words, axis=2)
     word = (first[..., None] + np.arange(words)).reshape(*shape[:2], -1)
     word = np.sort(np.where(on, word, -1), axis=2)
     new = (np.diff(word, axis=2, prepend=-1) != 0) & (word >= 0)
-    wanted = np.zeros((*shape[:2], BANKS), np.int64)
+    wanted = np.zeros((*shape[:2], banks), np.int64)
     groups = np.indices(word.shape)
-    np.add.at(wanted, (groups[0][new], groups[1][new], word[new] % BANKS), 1)
+    np.add.at(wanted, (groups[0][new], groups[1][new], word[new] % banks), 1)
     return int(np.maximum(wanted.max(2) - 1, 0).sum())
 
 
@@ -121,9 +125,11 @@ class Watch:
 
     def lds(self, address: np.ndarray, size: int, offsets: list[int], write: bool) -> None:
         note, active = self.note(), self.waves.lanes
+        banks = BANKS[self.waves.program.target]
         for offset in offsets:
             note["LDS bytes"] += size * int(active.sum())
-            note["LDS conflict cycles"] += conflict_cycles(address + offset, active, size, write)
+            cycles = conflict_cycles(address + offset, active, size, write, banks)
+            note["LDS conflict cycles"] += cycles
 
 
 class Counts:
@@ -136,6 +142,7 @@ class Counts:
         self.waves = 0
         self.executed = np.zeros(len(program.code), np.int64)
         self.noted: dict[int, Counter] = {}
+        self.read: set[str] = set()  # arguments whose tensors it has read
         # lines, by number
         self.touched: dict[str, list[np.ndarray]] = {"read": [], "written": []}
 

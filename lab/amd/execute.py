@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 
 import numpy as np
+import torch
 
 from lab.amd import manual, transfers
 from lab.amd.assembly import Instruction, Operand, Program, Unknown
@@ -17,7 +18,7 @@ Run = Callable[[Waves], None]
 LANES = np.arange(64)
 # 16 bits of results that leave the other half of the register as it is; others make it 0
 KEEP_HALF = ("v_fma_f16", "v_mad_u16", "v_div_fixup_f16", "v_fma_mixlo_f16", "v_fma_mixhi_f16")
-KNOWN_MODIFIERS = {"op_sel", "op_sel_hi", "dst_sel", "dst_unused", "src0_sel", "src1_sel",
+KNOWN_MODIFIERS = {"op_sel", "op_sel_hi", "dst_sel", "dst_unused", "src0_sel", "src1_sel", "clamp",
                    "row_mask", "bank_mask", "bound_ctrl"}  # fmt: skip
 
 
@@ -51,7 +52,7 @@ def reader(op: Operand, kind: str, place: int = 0, part: str = "DWORD") -> Read:
         low = selected(word(op, place), part, op.extended)
         read = lambda waves: low(waves).view(dtype)  # noqa: E731
     else:
-        low, high = word(op), word(op, 1)
+        low, high = word(op, place), word(op, place + 1, high=True)
         read = lambda waves: (low(waves) | high(waves).astype(np.uint64) << 32).view(dtype)  # noqa: E731
     return signed(read, op, dtype)
 
@@ -115,7 +116,9 @@ def across_lanes(instruction: Instruction, read: Read) -> tuple[Read, Read]:
     bound_ctrl, source = "bound_ctrl" in modifiers, np.maximum(source, 0)
 
     def moved(waves: Waves) -> np.ndarray:
+        own = waves.undefined[0]
         values = np.broadcast_to(read(waves), waves.exec.shape)[:, source]
+        waves.undefined[0] = own  # not of this lane
         return np.where(there & waves.exec[:, source], values, values.dtype.type(0))
 
     def written(waves: Waves) -> np.ndarray:
@@ -139,7 +142,14 @@ def words_of(value: np.ndarray, kind: str) -> list[np.ndarray]:
 def writer(instruction: Instruction, op: Operand, kind: str, written: Read | None) -> Callable:
     """A function (waves, value) that writes a result; `written` are the lanes that DPP writes."""
     if kind == "mask":
-        return lambda waves, value: waves.put_mask(op.index, value)
+        compares = instruction.mnemonic.startswith("v_cmp")
+
+        def write_mask(waves: Waves, value: np.ndarray) -> None:
+            if compares:
+                waves.must_be_written()
+            waves.put_mask(op.index, value)
+
+        return write_mask
     if op.kind == "s":
         join = lambda value: np.concatenate(words_of(value, kind), axis=1)  # noqa: E731
         return lambda waves, value: waves.put_scalar(op.index, join(value))
@@ -147,6 +157,8 @@ def writer(instruction: Instruction, op: Operand, kind: str, written: Read | Non
 
     def write(waves: Waves, value: np.ndarray) -> None:
         for i, words in enumerate(words_of(value, kind)):
+            if i:
+                waves.take_high()
             waves.put(op.index + i, words, written and written(waves), field)
 
     return write
@@ -168,6 +180,40 @@ def target_field(instruction: Instruction, kind: str) -> tuple[int, int, bool] |
 
 
 # --- instructions of the manual's tables
+
+
+def clamped(instruction: Instruction, function: Callable, kind: str) -> Callable:
+    """With the modifier clamp: a float between 0 and 1, a sum of integers within their type."""
+    if "clamp" not in instruction.modifiers:
+        return function
+    if kind[0] == "f":
+        return lambda *sources: (np.clip(np.nan_to_num(function(*sources)[0], nan=0), 0, 1),)
+    if not re.match(r"v_(pk_)?(add|sub|subrev)_[ui]", instruction.mnemonic):
+        raise Unknown("modifier clamp")
+    dtype = dtype_of(kind)
+    limits = np.iinfo(dtype)
+
+    def within(*sources: np.ndarray) -> tuple:
+        exact = function(*(source.astype(np.int64) for source in sources))[0]
+        return (np.clip(exact, limits.min, limits.max).astype(dtype),)
+
+    return within
+
+
+def all_sources(waves: Waves, readers: list[Read]) -> list[np.ndarray]:
+    return [read(waves) for read in readers]
+
+
+def selected_sources(waves: Waves, readers: list[Read]) -> list[np.ndarray]:
+    """Of v_cndmask, which depends in each lane on one of its two sources."""
+    sources, undefined = [], []
+    for read in readers:
+        waves.undefined[0] = None
+        sources.append(read(waves))
+        undefined.append(False if waves.undefined[0] is None else waves.undefined[0])
+    chosen = np.where(sources[2], undefined[1], undefined[0])
+    waves.undefined[0] = np.broadcast_to(chosen, waves.exec.shape) if chosen.any() else None
+    return sources
 
 
 def of_table(instruction: Instruction, row: manual.Row) -> Run:
@@ -199,10 +245,16 @@ def of_table(instruction: Instruction, row: manual.Row) -> Run:
         WRITE[name] if name in WRITE else writer(instruction, targets[name], kind, written)
         for name, kind in row.results.items()
     ]
-    function = row.function
+    function = clamped(instruction, row.function, row.results.get("D", ""))
+    sources_of = selected_sources if instruction.mnemonic == "v_cndmask_b32" else all_sources
+    # of these it is not known which lane or which bits are used
+    mixes = instruction.mnemonic in ("ds_bpermute_b32", "v_bfi_b32", "v_perm_b32")
 
     def run(waves: Waves) -> None:
-        results = function(*[read(waves) for read in readers])
+        sources = sources_of(waves, readers)
+        if mixes:
+            waves.undefined[0] = None
+        results = function(*sources)
         for write, result in zip(writers, results, strict=True):
             write(waves, result)
 
@@ -225,13 +277,16 @@ def in_pairs(instruction: Instruction, row: manual.Row) -> Run:
     """v_pk_...: the row's function twice. op_sel and op_sel_hi choose which half of each source
     makes the low and the high result."""
     target, *operands = instruction.operands
+    if len(operands) != len([name for name in row.sources if name != "D"]):
+        raise Unknown(f"{len(operands)} sources")
     kind = row.results["D"]
     choices = [
         instruction.numbers("op_sel", [0] * 3),
         instruction.numbers("op_sel_hi", [1] * 3),
     ]
     signs = [instruction.numbers(name, [0] * 3) for name in ("neg_lo", "neg_hi")]
-    if unknown := instruction.modifiers.keys() - {"op_sel", "op_sel_hi", "neg_lo", "neg_hi"}:
+    known = {"op_sel", "op_sel_hi", "neg_lo", "neg_hi", "clamp"}
+    if unknown := instruction.modifiers.keys() - known:
         raise Unknown(f"modifier {unknown.pop()}")
 
     def half_of(number: int, result: int) -> Read:
@@ -244,16 +299,22 @@ def in_pairs(instruction: Instruction, row: manual.Row) -> Run:
         return (lambda waves: np.negative(read(waves))) if signs[result][number] else read
 
     readers = [[half_of(number, result) for number in range(len(operands))] for result in (0, 1)]
+    function = clamped(instruction, row.function, kind)
     if "D" in row.sources:  # v_pk_fmac
         for result in (0, 1):
             readers[result].append(reader(target, kind, result))
 
     def run(waves: Waves) -> None:
-        results = [row.function(*[read(waves) for read in half])[0] for half in readers]
+        results, undefined = [], []
+        for half in readers:
+            waves.undefined[0] = None
+            results.append(function(*[read(waves) for read in half])[0])
+            undefined.append(waves.undefined[0])
         words = [words_of(result, kind)[0] for result in results]
         if kind.endswith("16"):
             words = [words[0] | words[1] << 16]
         for i, each in enumerate(words):
+            waves.undefined[0] = undefined[i]
             waves.put(target.index + i, each)
 
     return run
@@ -283,8 +344,7 @@ def writelane(instruction: Instruction) -> Run:
     read, which = reader(value, "u32"), reader(lane, "u32")
 
     def run(waves: Waves) -> None:
-        here = waves.here & (which(waves) % 64 == LANES)
-        np.copyto(waves.vectors[target.index], read(waves), where=here)
+        waves.put_lanes(target.index, read(waves), waves.here & (which(waves) % 64 == LANES))
 
     return run
 
@@ -323,41 +383,94 @@ def bitop3(instruction: Instruction) -> Run:
     return run
 
 
-MFMA = re.compile(r"v_mfma_f32_(\d+)x\1x(\d+)_?(f32|f16|bf16|xf32)(_1k)?$")
+MFMA = re.compile(r"v_mfma_(f32|i32|f64)_(\d+)x\2x(\d+)_?(f32|f16|bf16|xf32|f64|i8|[bf][pf]8)"
+                  r"(?:_([bf][pf]8))?(_1k)?$")  # fmt: skip
+EIGHT_BITS = {  # what the 256 numbers of a type are
+    "gfx942": {"fp8": torch.float8_e4m3fnuz, "bf8": torch.float8_e5m2fnuz, "i8": torch.int8},
+    "gfx950": {"fp8": torch.float8_e4m3fn, "bf8": torch.float8_e5m2, "i8": torch.int8},
+    "gfx90a": {"i8": torch.int8},
+}
 
 
-def mfma(instruction: Instruction, rows: int, depth: int, kind: str) -> Run:
+def factor(op: Operand, kind: str, target: str) -> Callable[[int], Read]:
+    """A function that gives a reader of element i of a lane's, as a number of the product."""
+    if kind.endswith("8"):
+        numbers = torch.arange(256, dtype=torch.uint8).view(EIGHT_BITS[target][kind])
+        numbers = numbers.double().numpy()
+
+        def of_byte(i: int) -> Read:
+            read = word(op, i // 4)
+            return lambda waves: numbers[read(waves) >> 8 * (i % 4) & 255]
+
+        return of_byte
+    stored = {"bf16": "u16", "xf32": "u32"}.get(kind, kind)
+    widen = {
+        "bf16": manual.bf16,
+        "f16": np.float32,
+        "xf32": lambda words: (words & 0xFFFFE000).view(np.float32),  # 10 bits of the fraction
+    }.get(kind, lambda numbers: numbers)
+    if target == "gfx90a" and kind in ("bf16", "f16"):
+        least = 2.0 ** (-126 if kind == "bf16" else -14)
+        exact = widen
+        widen = lambda words: no_denormals(exact(words), least)  # noqa: E731
+
+    def of_register(i: int) -> Read:
+        read = reader(op, stored, i)
+        return lambda waves: widen(read(waves))
+
+    return of_register
+
+
+def no_denormals(values: np.ndarray, least: float = 2.0**-126) -> np.ndarray:
+    """As gfx90a takes what it multiplies in 16 bits, and what it adds to."""
+    return np.where(np.abs(values) < least, values.dtype.type(0), values)
+
+
+def mfma(instruction: Instruction, target: str, found: re.Match) -> Run:
     """D = A B + C for a tile of rows x rows, by a wave, whether lanes are at work or not.
 
     Lane l has row (of A; of B column) l % rows, and of it as many neighbours of the K dimension as
     its registers hold, from l // rows times their number on. Register r of the result is row
-    4 (64 / rows) (r // 4) + 4 (l // rows) + r % 4 of column l % rows.
+    4 (64 / rows) (r // 4) + 4 (l // rows) + r % 4 of column l % rows; of float64, two registers
+    each, row 4 r + l // rows.
     """
-    target, *factors, added = instruction.operands
     if unknown := instruction.modifiers:
         raise Unknown(f"modifier {next(iter(unknown))}")
-    each = rows * depth // 64
+    kind, rows, depth, kinds = found[1], int(found[2]), int(found[3]), (found[4], found[5])
+    flushes = target == "gfx90a" and found[4] in ("bf16", "f16")
+    into, *operands, added = instruction.operands
+    each, size = rows * depth // 64, 2 if kind == "f64" else 1
     column, group = LANES % rows, LANES // rows
     registers = range(rows * rows // 64)
     row_of = [4 * (64 // rows) * (r // 4) + 4 * group + r % 4 for r in registers]
-    start = [reader(added, "f32", r if added.kind == "v" else 0) for r in registers]
-    stored = {"bf16": "u16", "f16": "f16"}.get(kind, "f32")
-    widen = manual.bf16 if kind == "bf16" else np.float32
-    factors = [[reader(op, stored, i) for i in range(each)] for op in factors]
+    if kind == "f64":
+        row_of = [4 * r + group for r in registers]
+    start = [reader(added, kind, size * r if added.kind == "v" else 0) for r in registers]
+    factors = []
+    for op, own in zip(operands, (kinds[0], kinds[1] or kinds[0]), strict=True):
+        element = factor(op, own, target)
+        factors.append([element(i) for i in range(each)])
+    precise = np.float32 if found[4].endswith(("f32", "f16")) else np.float64
 
     def tile(waves: Waves, reads: list[Read]) -> np.ndarray:
-        values = np.empty((waves.count, rows, depth), np.float32)
+        values = np.empty((waves.count, rows, depth), precise)
         for i, read in enumerate(reads):
-            values[:, column, each * group + i] = widen(read(waves))
+            values[:, column, each * group + i] = read(waves)
         return values
 
     def run(waves: Waves) -> None:
         a, b = (tile(waves, reads) for reads in factors)
-        product = a @ b.transpose(0, 2, 1)
-        results = [start[r](waves) + product[:, row_of[r], column] for r in registers]
+        product = (a @ b.transpose(0, 2, 1)).astype(dtype_of(kind))
+        results = []
+        for r in registers:
+            before = start[r](waves)
+            if flushes:
+                before = no_denormals(before)
+            result = before + product[:, row_of[r], column]
+            results.append(no_denormals(result) if flushes else result)
         for r, result in enumerate(results):
-            words = result.view(np.uint32)
-            np.copyto(waves.vectors[target.index + r], words, where=waves.here)
+            for place, words in enumerate(words_of(result, kind)):
+                waves.put_lanes(into.index + size * r + place, words, waves.here)
 
     return run
 
@@ -407,10 +520,10 @@ def build(instruction: Instruction, program: Program) -> tuple[str, Run]:
     if name in BRANCHES:
         return "branch", BRANCHES[name](instruction, program)
     if found := MFMA.match(name):
-        return "MFMA", mfma(instruction, int(found[1]), int(found[2]), found[3])
+        return "MFMA", mfma(instruction, program.target, found)
     kind = {"v_": "VALU", "s_": "SALU", "ds": "LDS"}.get(name[:2], "VMEM")
     if name in OTHERS:
-        return "other" if name == "s_barrier" else kind, OTHERS[name](instruction)
+        return "other" if name in ("s_barrier", "s_endpgm") else kind, OTHERS[name](instruction)
     if row := ROWS.get(name):
         return kind, of_table(instruction, row)
     if name.startswith("v_pk_") and (row := ROWS.get(name.replace("_pk", "", 1))):

@@ -9,16 +9,19 @@ Kernels must be compilable: TRITON_INTERPRET=0 before anything imports Triton.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import struct
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import numpy as np
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.runtime.autotuner import Autotuner
 
 from lab.amd import compiling, execute
 from lab.amd.assembly import Program, Unknown, parse
@@ -27,7 +30,6 @@ from lab.amd.memory import Fault, Memory, Part
 from lab.amd.record import Recorded, bytes_of
 from lab.amd.waves import Waves
 from lab.cli import say
-from lab.script import import_file
 
 if not hasattr(triton, "knobs"):
     say(f"error: executing AMD's code needs Triton 3.4 or newer, this is {triton.__version__}")
@@ -49,6 +51,7 @@ class Kernel:
         """`text` is in place of the assembly, for tests that change it."""
         self.program: Program = parse(text or compiled.asm["amdgcn"])
         self.registers = execute.prepare(self.program)
+        self.multiplies_in_xf32 = any("_xf32" in each.mnemonic for each in self.program.code)
         self.waves = compiled.metadata.num_warps
         self.lds = compiled.metadata.shared
         names = compiled.src.fn.arg_names
@@ -69,16 +72,40 @@ def compile_for(kernel: triton.JITFunction, target: str, arguments: Mapping) -> 
     return compiling.compile_for(GPUTarget("hip", target, 64), kernel, arguments)
 
 
+def imported(path: Path, wanted: str) -> ModuleType:
+    """The module of a file, even if it ends with an error behind what is wanted: its own checks
+    fail where launches compute nothing."""
+    if (folder := str(path.parent)) not in sys.path:
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit):
+        if not hasattr(module, wanted):
+            del sys.modules[path.stem]
+            raise
+    return module
+
+
 def kernel_of(launch: Recorded) -> triton.JITFunction:
     """The kernel of a recorded launch, from its file."""
     path = Path(launch.file)
     module = sys.modules.get(path.stem)
     if getattr(module, "__file__", None) != launch.file:
         # what the file itself launches has been recorded
-        skipped = mock.patch.object(triton.JITFunction, "run", lambda *given, **named: None)
-        with skipped, contextlib.redirect_stdout(io.StringIO()):
-            module = import_file(path)
-    return getattr(module, launch.kernel)
+        with contextlib.ExitStack() as stack:
+            for kind in (triton.JITFunction, Autotuner):
+                skipped = mock.patch.object(kind, "run", lambda *given, **named: None)
+                stack.enter_context(skipped)
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            module = imported(path, launch.kernel)
+    kernel = getattr(module, launch.kernel, None)
+    while kernel is not None and not isinstance(kernel, triton.JITFunction):
+        kernel = getattr(kernel, "fn", None)  # of an autotuner or heuristics
+    if kernel is None:
+        raise Unknown(f"{path.name} has no kernel of the name {launch.kernel}, made when imported")
+    return kernel
 
 
 def compiled_launch(launch: Recorded, target: str) -> object:
@@ -125,21 +152,22 @@ class Loaded:
         waves.scratch = self.scratch + self.spilled * lanes
         wave = np.arange(waves.count)[:, None]
         # the work-item's number; in higher bits those of other dimensions, which are 0
-        waves.vectors[0] = wave % kernel.waves * 64 + np.arange(64)
+        waves.put(0, (wave % kernel.waves * 64 + np.arange(64)).astype(np.uint32))
         place = sum(n * described.get(f"user_sgpr_{name}", 0) for name, n in BEFORE.items())
-        waves.scalars[:, place] = self.address & 0xFFFFFFFF
-        waves.scalars[:, place + 1] = self.address >> 32
+        waves.put_scalar(place, np.array([[self.address]], np.uint64).view(np.uint32))
         place = described["user_sgpr_count"]
         for axis in range(3):
             if described[f"system_sgpr_workgroup_id_{'xyz'[axis]}"]:
-                waves.scalars[:, place] = np.repeat(groups[:, axis], kernel.waves)
+                number = np.repeat(groups[:, axis : axis + 1], kernel.waves, axis=0)
+                waves.put_scalar(place, number.astype(np.uint32))
                 place += 1
         return waves
 
-    def give_back(self) -> None:
-        """Write what the kernel has done to its tensors into them."""
+    def give_back(self) -> set[str]:
+        """Write what the kernel has done to its tensors into them; returns which it has read."""
         for part, content in self.tensors:
             content[:] = part.content()
+        return {part.name for part, _ in self.tensors if part.was_read}
 
 
 def explained(fault: Fault, waves: Waves, groups: np.ndarray) -> Fault:
@@ -171,7 +199,7 @@ def run_grid(
         except Fault as fault:
             raise explained(fault, waves, some) from None
         counts.add(waves)
-    loaded.give_back()
+    counts.read = loaded.give_back()
     return counts
 
 

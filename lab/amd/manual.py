@@ -47,15 +47,16 @@ def leading_zeros(x: np.ndarray) -> np.ndarray:
 
 
 def chosen_bytes(high: np.ndarray, low: np.ndarray, choice: np.ndarray) -> np.ndarray:
-    """Byte i is that of the eight whose number is byte i of the choice; 12 is 0, above 12 255."""
+    """Byte i is that of the eight whose number is byte i of the choice; 8 to 11 are 255 where byte
+    1, 3, 5 or 7 has its highest bit, 12 is 0, above 12 255."""
     both, result = high.astype(np.uint64) << 32 | low, 0
     for place in range(0, 32, 8):
         number = choice >> place & 255
         byte = both >> (8 * (number & 7)).astype(np.uint64) & 255
         if (number > 7).any():
-            if ((number > 7) & (number < 12)).any():
-                raise NotImplementedError("v_perm_b32 with a sign")
-            byte = np.where(number > 12, 255, np.where(number == 12, 0, byte))
+            sign = both >> (16 * (number & 3) + 15).astype(np.uint64) & 1
+            more = np.where(number > 12, 255, np.where(number == 12, 0, 255 * sign))
+            byte = np.where(number > 7, more, byte)
         result |= byte.astype(np.uint32) << place
     return result
 
@@ -63,18 +64,56 @@ def chosen_bytes(high: np.ndarray, low: np.ndarray, choice: np.ndarray) -> np.nd
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """a b + c, rounded once: float64 has the product of two float32 in full, and that of two
     float64 is one with its rounding error beside it (Dekker's)."""
-    if a.dtype != np.float64:
-        return (a.astype(np.float64) * b + c).astype(a.dtype)
-    parts = [(x, x * 134217729.0 - (x * 134217729.0 - x)) for x in (a, b)]
-    (a, a_high), (b, b_high) = parts
+    kind, (a, b, c) = a.dtype, (wide(x) for x in (a, b, c))
     product = a * b
-    low = (a - a_high) * (b - b_high)
-    error = low - (product - a_high * b_high - (a - a_high) * b_high - a_high * (b - b_high))
     total = product + c
     part = total - product
     lost = (product - (total - part)) + (c - part)
+    if kind != np.float64:
+        # an inexact sum gets an odd last bit: then it is no tie where it is rounded again
+        bits = total.view(np.int64)
+        even = ((lost < 0) | (lost > 0)) & (bits & 1 == 0)
+        step = np.where((lost > 0) == (total > 0), 1, -1)
+        return (bits + np.where(even, step, 0)).view(np.float64).astype(kind)
+    a_high, b_high = (x * 134217729.0 - (x * 134217729.0 - x) for x in (a, b))
+    low = (a - a_high) * (b - b_high)
+    error = low - (product - a_high * b_high - (a - a_high) * b_high - a_high * (b - b_high))
     exact = total + (lost + error)
     return np.where(np.isfinite(exact), exact, total)
+
+
+def flushed(x: np.ndarray) -> np.ndarray:
+    """Denormal numbers are 0, with their sign."""
+    return np.where(np.abs(x) < np.finfo(x.dtype).tiny, np.copysign(x.dtype.type(0), x), x)
+
+
+def choice(choose: Callable, of_equals: Callable) -> Callable:
+    """The larger or the smaller of two: a signalling NaN before all, -0 is below 0."""
+
+    def function(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        found = choose(a, b)
+        if a.dtype.kind != "f":
+            return found
+        bits, quiet = f"u{a.itemsize}", 1 << np.finfo(a.dtype).nmant - 1
+        equal = of_equals(a.view(bits), b.view(bits)).view(a.dtype)
+        found = np.where(a == b, equal, found)
+        for x in (b, a):
+            if (nan := np.isnan(x)).any():
+                number = x.view(bits)
+                signalling = nan & (number & quiet == 0)
+                found = np.where(signalling, (number | quiet).view(x.dtype), found)
+        return found
+
+    return function
+
+
+least, most = choice(np.fmin, np.bitwise_or), choice(np.fmax, np.bitwise_and)
+
+
+def of_bytes(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The sum of four products of bytes, which have a sign."""
+    a, b = ([(x << up).view(np.int32) >> 24 for up in (24, 16, 8, 0)] for x in (a, b))
+    return sum(x * y for x, y in zip(a, b, strict=True))
 
 
 def of_lane(values: np.ndarray, lane: np.ndarray) -> np.ndarray:
@@ -83,7 +122,9 @@ def of_lane(values: np.ndarray, lane: np.ndarray) -> np.ndarray:
 
 
 def median(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    return np.fmax(np.fmin(a, b), np.fmin(np.fmax(a, b), c))
+    """The smallest number where one is NaN."""
+    middle = most(least(a, b), least(most(a, b), c))
+    return np.where((a != a) | (b != b) | (c != c), least(least(a, b), c), middle)
 
 
 def whole(x: np.ndarray, kind: type) -> np.ndarray:
@@ -132,7 +173,8 @@ def div_scale(x: np.ndarray, below: np.ndarray, above: np.ndarray) -> tuple:
     cases = [
         (far, np.where(x == below, x * up, x)),
         (np.abs(below) < normal, x * up),
-        (small_inverse & small_quotient, np.where(x == below, x * up, x)),
+        # the manual says up, which overflows: no quotient would be right
+        (small_inverse & small_quotient, np.where(x == below, x * down, x)),
         (small_inverse, x * down),
         (small_quotient, np.where(x == above, x * up, x)),
         (exponent(above) <= tiny, x * up),
@@ -154,9 +196,11 @@ def div_fmas(a: np.ndarray, b: np.ndarray, c: np.ndarray, flag: np.ndarray) -> n
 
 
 def div_fixup(quotient: np.ndarray, below: np.ndarray, above: np.ndarray) -> np.ndarray:
-    """The third: where the operands are no ordinary numbers the quotient is what IEEE 754 says."""
+    """The third: where the operands are no ordinary numbers the quotient is what IEEE 754 says, and
+    its sign is theirs."""
     plain = np.isfinite(below) & np.isfinite(above) & (below != 0) & (above != 0)
-    return np.where(plain & ~np.isnan(quotient), quotient, above / below)
+    signed = np.copysign(quotient, np.copysign(above, below) * np.copysign(1, above))
+    return np.where(plain, np.where(np.isnan(quotient), quotient, signed), above / below)
 
 
 def of_class(x: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -175,12 +219,15 @@ FUNCTIONS = {
                     np.float16, np.float32, np.float64)},
     **{f.__name__: f for f in (
         np.where, np.sqrt, np.exp2, np.log2, np.sin, np.cos, np.trunc, np.floor, np.ceil, np.rint,
-        np.ldexp, np.frexp, np.abs, np.copy, np.maximum, np.minimum,
-        wide, ones, field, reversed_bits, leading_zeros, chosen_bytes, fma, of_lane, median, whole,
-        bf16, to_bf16, to_f16, toward_zero, div_scale, div_fmas, div_fixup, of_class)},
+        np.ldexp, np.frexp, np.abs, np.copy,
+        wide, ones, field, reversed_bits, leading_zeros, chosen_bytes, fma, flushed, of_bytes,
+        of_lane, median, whole, bf16, to_bf16, to_f16, toward_zero, div_scale, div_fmas, div_fixup,
+        of_class)},
     "abs": np.abs,
-    "least": np.fmin,  # a number before NaN
-    "most": np.fmax,
+    "least": least,  # a number before a quiet NaN
+    "most": most,
+    "maximum": choice(np.maximum, np.bitwise_and),
+    "minimum": choice(np.minimum, np.bitwise_or),
     "popcount": np.bitwise_count,
     "TURN": 2 * np.pi,
     "LANES_BELOW": np.array([[below & 0xFFFFFFFF for below in BELOW]], np.uint32),

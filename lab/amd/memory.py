@@ -24,7 +24,7 @@ class Part:
     """The bytes behind a tensor."""
 
     def __init__(self, name: str, content: np.ndarray):
-        self.name, self.size = name, content.size
+        self.name, self.size, self.was_read = name, content.size, False
         # longer than the tensor, so that lanes that are off may read its first elements
         self.bytes = np.zeros(-(-content.size // 64) * 64 + 64, np.uint8)
         self.bytes[: content.size] = content
@@ -68,6 +68,7 @@ class Memory:
         lanes that are not active 0."""
         found = np.zeros((count, *address.shape), np.uint32)
         for part, here, offset in self.places(address, active, size * count, "reads"):
+            part.was_read = True
             if (offset[here] % size).any():
                 for byte in range(size * count):
                     value = part.bytes[np.where(here, offset + byte, 0)].astype(np.uint32)
@@ -100,6 +101,7 @@ class Memory:
         there before."""
         before = np.zeros(address.shape, kind)
         for part, here, offset in self.places(address, active, kind.itemsize, "changes"):
+            part.was_read = True
             values = part.bytes.view(kind)
             for wave, lane in np.argwhere(here):
                 at = offset[wave, lane] // kind.itemsize
@@ -187,7 +189,8 @@ class Lds:
             others = lost.astype(writers.dtype) & ~bits
             self.check(others, bits, "two waves write different values", address, active)
         for touched, what in ((writers, "written"), (readers, "read")):
-            here = np.where(new, touched[index], 0)
+            # by others: what the wave itself has done there comes before
+            here = np.where(new, touched[index] & ~bits, 0).astype(touched.dtype)
             self.check(here, bits, f"writes what another wave has {what}", address, active)
         writers[index] = np.where(new, 0, writers[index])
         add_bits(writers, index, np.broadcast_to(bits, index.shape))

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lab.cli import ToolError, note
+from lab.cli import ToolError, note, say
 from lab.files import ROOT
 
 
@@ -103,9 +103,25 @@ def bfloat16_mended() -> contextlib.ExitStack:
     return stack
 
 
+def not_tuned(run: Callable) -> Callable:
+    """An autotuner's `run`, of its first configuration: the interpreter's times say nothing."""
+
+    def first(tuner, *given, **named):
+        tuner.nargs = dict(zip(tuner.arg_names, given, strict=False))
+        kept = tuner.prune_configs(named)
+        if len(kept) > 1:
+            name = tuner.base_fn.__name__
+            note(f"{name}: the first of {len(kept)} configurations, {kept[0]}")
+        with mock.patch.object(tuner, "configs", kept[:1]):
+            return run(tuner, *given, **named)
+
+    return first
+
+
 @contextlib.contextmanager
 def recording(seen: Callable[[Recorded], None]) -> Iterator[None]:
     """Call `seen` after each launch that is interpreted in this block."""
+    from triton.runtime.autotuner import Autotuner
     from triton.runtime.interpreter import InterpretedFunction
 
     run = InterpretedFunction.run
@@ -131,7 +147,11 @@ def recording(seen: Callable[[Recorded], None]) -> Iterator[None]:
         file = inspect.getsourcefile(function.fn)
         seen(Recorded(function.__name__, file, sizes, arguments, before, after))
 
-    with bfloat16_mended(), mock.patch.object(InterpretedFunction, "run", recorded):
+    with (
+        bfloat16_mended(),
+        mock.patch.object(InterpretedFunction, "run", recorded),
+        mock.patch.object(Autotuner, "run", not_tuned(Autotuner.run)),
+    ):
         yield
 
 
@@ -165,11 +185,11 @@ def launches_of(file: Path, argv: Sequence[str] = ()) -> list[Recorded]:
         command = ["-c", "from lab.amd.record import main; main()", name, str(file), *argv]
         done = interpreted(command)
         found = list(launches_in(folder))
-    said = (done.stderr.strip() or "it launches no kernel").splitlines()[-1]
-    if not found:
-        raise ToolError(f"{file}: {said}")
     if done.returncode:
-        note(f"{file} ended with status {done.returncode}: {said}")
+        say(*(f"{file} prints: {line}" for line in (done.stdout + done.stderr).splitlines()))
+        note(f"{file} ended with status {done.returncode}")
+    if not found:
+        raise ToolError(f"{file} launches no kernel")
     return found
 
 

@@ -34,7 +34,7 @@ from lab.amd.assembly import ACCUMULATORS, Instruction, Unknown
 from lab.amd.execute import ROWS
 from lab.amd.launch import TARGETS, Fault, Kernel, Loaded, compiled_launch, explained, run_grid
 from lab.amd.record import Recorded, launches_of
-from lab.amd.waves import EXEC, UNSET, VCC, Waves
+from lab.amd.waves import EXEC, UNSET, VCC, Waves, unpacked
 from lab.cli import Parser, ToolError, documented_parser, program, several
 from lab.files import reads, write_text
 from lab.show import Column, render
@@ -82,8 +82,9 @@ def contents(waves: Waves, instruction: Instruction, wave: int, lanes: list[int]
                 found[name] = "  ".join(number(int(word)) for word in words)
         elif op.kind == "s" and op.index != EXEC:
             if op.count == 2 and (is_mask or op.index == VCC):
-                unset = (waves.scalars[wave, op.index : op.index + 2] == UNSET).all()
-                found[op.text] = "unset" if unset else dots(waves.mask(op.index)[wave])
+                words = waves.scalars[wave, op.index : op.index + 2]
+                mask = unpacked(words[None])[0]
+                found[op.text] = "unset" if (words == UNSET).all() else dots(mask)
                 continue
             for index in range(op.index, op.index + op.count):
                 name = op.text if op.count == 1 else f"s{index}"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from lab.amd.assembly import Instruction, Operand, Unknown
+from lab.amd.manual import bf16, to_bf16
 from lab.amd.waves import Waves, word
 
 Run = Callable[[Waves], None]
@@ -35,9 +36,9 @@ def constant(instruction: Instruction, name: str = "offset") -> int:
     return int(instruction.modifiers.get(name, "0"), 0)
 
 
-def long(op: Operand) -> Callable[[Waves], np.ndarray]:
-    """An address in two registers."""
-    low, high = word(op), word(op, 1)
+def long(op: Operand, place: int = 0) -> Callable[[Waves], np.ndarray]:
+    """64 bits in two registers."""
+    low, high = word(op, place), word(op, place + 1)
     return lambda waves: low(waves) | high(waves).astype(np.uint64) << 32
 
 
@@ -103,10 +104,11 @@ def tensor_access(instruction: Instruction, form: tuple, writes: bool, put: Call
 
     def run(waves: Waves) -> None:
         where, active = address(waves)
+        words = [value(waves) >> shift for value in values]
+        waves.must_be_written()
         if waves.watch:
             waves.watch.tensor(where, active, size * count, writes)
         if writes:
-            words = [value(waves) >> shift for value in values]
             waves.memory.store(where, active, size, words)
             return
         found = waves.memory.load(where, active, size, count)
@@ -165,13 +167,14 @@ def lds_access(
 
     def run(waves: Waves) -> None:
         address = np.broadcast_to(at(waves), waves.lanes.shape).astype(np.int64)
+        read = [[value(waves) >> shift for value in parts] for parts in values]
+        waves.must_be_written()
         if waves.watch:
             waves.watch.lds(address, size * count, offsets, writes)
         if not writes:
             loads = [waves.lds.load(address + n, waves.lanes, size, count) for n in offsets]
             put(waves, operands[0].index, np.concatenate(loads))
-        for offset, parts in zip(offsets, values, strict=False):
-            words = [value(waves) >> shift for value in parts]
+        for offset, words in zip(offsets, read, strict=False):
             waves.lds.store(address + offset, waves.lanes, size, words)
 
     return run
@@ -190,7 +193,7 @@ def transposed(waves: Waves, index: int, values: np.ndarray) -> None:
 
 # --- atomic operations
 
-CHANGES = {  # new value in memory, from the old one and the operand
+CHANGES = {  # new value in memory, from the old one and the operand; _x2 is of 64 bits
     "add": ("u4", np.add),
     "sub": ("u4", np.subtract),
     "and": ("u4", np.bitwise_and),
@@ -202,34 +205,39 @@ CHANGES = {  # new value in memory, from the old one and the operand
     "smax": ("i4", np.maximum),
     "swap": ("u4", lambda old, new: new),
     "cmpswap": ("u4", lambda old, new, expected: new if old == expected else old),
-    "add_x2": ("u8", np.add),
     "add_f32": ("f4", np.add),
     "add_f64": ("f8", np.add),
     "pk_add_f16": ("2f2", np.add),
+    "pk_add_bf16": ("2u2", lambda old, more: to_bf16(bf16(old) + bf16(more))),
 }
 
 
 def atomic(instruction: Instruction, name: str) -> Run:
-    if name not in CHANGES:
+    single = name.removesuffix("_x2")
+    if single not in CHANGES:
         raise Unknown("unknown atomic operation")
-    dtype, change = CHANGES[name]
+    dtype, change = CHANGES[single]
+    if name != single:
+        dtype = dtype.replace("4", "8")
     kind, modifiers = np.dtype(dtype), instruction.modifiers
     returns = "sc0" in modifiers or "glc" in modifiers
     address = addresses(instruction, int(returns))
     op = instruction.operands[0 if instruction.mnemonic.startswith("buffer") else 1 + returns]
-    if kind.itemsize == 8:
-        values = [long(op)]
-    else:
-        values = [word(op, i) for i in range(2 if name == "cmpswap" else 1)]
+    size = kind.itemsize // 4
+    places = range(0, size * (2 if single == "cmpswap" else 1), size)
+    values = [(long if size == 2 else word)(op, place) for place in places]
 
     def run(waves: Waves) -> None:
         where, active = address(waves)
+        operands = [halves(value(waves), kind) for value in values]
+        waves.must_be_written()
         if waves.watch:
             waves.watch.tensor(where, active, kind.itemsize, True)
-        operands = [halves(value(waves), kind) for value in values]
         before = waves.memory.atomic(where, active, kind, change, operands)
         if returns:
-            waves.put(instruction.operands[0].index, before.view(np.uint32))
+            words = before.view(np.uint32).reshape(*where.shape, size)
+            for i in range(size):
+                waves.put(instruction.operands[0].index + i, words[..., i])
 
     return run
 

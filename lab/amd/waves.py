@@ -17,7 +17,7 @@ EXEC, VCC = 126, 106  # their places among the scalar registers
 UNSET = 0x7FDEAD00  # what registers hold that nobody wrote; as a float32 it is NaN
 END = 1 << 60  # where a wave stands that has ended
 TURN = 20_000  # instructions before waves that stand further ahead, and may be waited for, go on
-TURNS = 2000  # before it is taken that a kernel never ends
+MOST = 2_000_000  # instructions before it is taken that a kernel never ends
 
 
 def packed(mask: np.ndarray) -> np.ndarray:
@@ -30,15 +30,16 @@ def unpacked(words: np.ndarray) -> np.ndarray:
     return np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").view(bool)
 
 
-def word(op: Operand, place: int = 0) -> Callable[[Waves], np.ndarray]:
-    """A function that gives a register of an operand, or a constant, in 32 bits."""
+def word(op: Operand, place: int = 0, high: bool = False) -> Callable[[Waves], np.ndarray]:
+    """A function that gives a register of an operand, or a constant, in 32 bits; `high` ones are
+    the upper half of a number."""
     index = op.index + place
     if op.kind in "vs" and place >= op.count:
         raise Unknown(f"register {place} of {op.text}")
     if op.kind == "v":
-        return lambda waves: waves.vectors[index]
+        return lambda waves: waves.vector(index, high)
     if op.kind == "s":
-        return lambda waves: waves.scalars[:, index : index + 1]
+        return lambda waves: waves.scalar(index)
     if op.kind != "number":
         raise Unknown(f"operand {op.text}")
     value = np.array([[op.bits("u", 32)]], np.uint32)
@@ -53,6 +54,13 @@ class Waves:
         self.vectors = np.full((registers, self.count, 64), UNSET, np.uint32)
         self.scalars = np.full((self.count, 128), UNSET, np.uint32)
         self.scc = np.zeros((self.count, 1), bool)
+        # lanes for which nobody has written a vector register, waves for which nobody has a scalar
+        # one, by their numbers
+        nowhere = np.ones((self.count, 64), bool)
+        self.unwritten = dict.fromkeys(range(registers), nowhere)
+        self.unwritten_scalars = dict.fromkeys(range(EXEC), nowhere[:, :1])
+        # of these registers' lanes, what the instruction has read: low words and high ones
+        self.undefined: list[np.ndarray | None] = [None, None]
         self.memory: Memory | None = None
         self.scratch: np.ndarray | None = None  # addresses of the lanes' own memory
         self.lds = Lds(groups, waves, lds)
@@ -62,7 +70,7 @@ class Waves:
         self.here = np.ones((self.count, 1), bool)
         self.exec = np.ones((self.count, 64), bool)
         self.scalars[:, EXEC : EXEC + 2] = packed(self.exec)
-        self.furthest_first, self.turns = False, 0
+        self.furthest_first, self.steps = False, 0
         self.executed = [0] * len(program.code)  # how many waves, for each instruction
         self.watch = None  # what counters.py notes at accesses of memory
         self.meet()
@@ -73,6 +81,35 @@ class Waves:
         self.number = int(here.sum())
         self.lanes = self.exec & here
         self.all_lanes = bool(self.lanes.all())
+
+    # --- reading registers
+
+    def vector(self, index: int, high: bool = False) -> np.ndarray:
+        """A vector register. Where nobody has written it, what is made of it counts as unwritten,
+        too: the compiler lets numbers be undefined that decide nothing."""
+        if index in self.unwritten and (bad := self.unwritten[index] & self.lanes).any():
+            before = self.undefined[high]
+            self.undefined[high] = bad if before is None else bad | before
+        return self.vectors[index]
+
+    def take_high(self) -> None:
+        """What is written from here on depends on upper halves, too."""
+        low, high = self.undefined
+        if high is not None:
+            self.undefined[0] = high if low is None else low | high
+
+    def must_be_written(self) -> None:
+        """What has been read decides something: where to go, or what is in memory."""
+        self.take_high()
+        if self.undefined[0] is not None:
+            raise Fault("uses a vector register that nobody has written", self.undefined[0])
+
+    def scalar(self, index: int, count: int = 1) -> np.ndarray:
+        for place in range(index, index + count):
+            unwritten = self.unwritten_scalars.get(place)
+            if unwritten is not None and (bad := unwritten & self.here).any():
+                raise Fault(f"uses s{place}, which nobody has written", bad)
+        return self.scalars[:, index : index + count]
 
     # --- writing registers, where waves are here and lanes are at work
 
@@ -90,17 +127,33 @@ class Waves:
             first, bits, stay = field
             mask = np.uint32(((1 << bits) - 1) << first)
             words = words << first & mask | (register & ~mask if stay else 0)
-        if allowed is not None:
-            np.copyto(register, words, where=self.lanes & allowed)
-        elif self.all_lanes:
+        if self.all_lanes and allowed is None and self.undefined[0] is None:
             register[:] = words
-        else:
-            np.copyto(register, words, where=self.lanes)
+            self.unwritten.pop(index, None)
+            return
+        self.put_lanes(index, words, self.lanes if allowed is None else self.lanes & allowed)
+
+    def put_lanes(self, index: int, words: np.ndarray, lanes: np.ndarray) -> None:
+        """Write a vector register in these lanes, whether they are at work or not."""
+        np.copyto(self.vectors[index], words, where=lanes)
+        left = self.unwritten.pop(index, None)
+        if left is not None:
+            left = left & ~lanes
+        if self.undefined[0] is not None:
+            more = self.undefined[0] & lanes
+            left = more if left is None else left | more
+        if left is not None and left.any():
+            self.unwritten[index] = left
 
     def put_scalar(self, index: int, words: np.ndarray) -> None:
         """Write one scalar register [waves, 1], two [waves, 2] or more."""
         columns = self.scalars[:, index : index + words.shape[1]]
         np.copyto(columns, words, where=self.here)
+        for place in range(index, index + words.shape[1]):
+            if place in self.unwritten_scalars:
+                left = self.unwritten_scalars.pop(place) & ~self.here
+                if left.any():
+                    self.unwritten_scalars[place] = left
         if index + words.shape[1] > EXEC:
             self.exec = unpacked(self.scalars[:, EXEC : EXEC + 2])
             self.choose(self.here)
@@ -113,7 +166,7 @@ class Waves:
         np.copyto(self.scc, value, where=self.here)
 
     def mask(self, index: int) -> np.ndarray:
-        return unpacked(self.scalars[:, index : index + 2])
+        return unpacked(self.scalar(index, 2))
 
     # --- the way through the program
 
@@ -167,13 +220,15 @@ class Waves:
         self.executed[self.pc] += self.number
         self.pc += 1
         self.left -= 1
+        self.steps += 1
+        if self.steps > MOST:
+            raise Fault(f"does not end after {MOST:,} instructions: a loop, or a wait for "
+                        "workgroups that come later?", self.here)  # fmt: skip
+        self.undefined = [None, None]
         instruction.run(self)
         if self.pc >= self.others or self.left < 0:
             if self.left < 0:
                 self.furthest_first ^= True
-                self.turns += 1
-            if self.turns > TURNS:
-                raise Fault("never ends: does it wait for workgroups that come later?", self.here)
             self.at[self.here[:, 0]] = self.pc
             self.meet()
 
