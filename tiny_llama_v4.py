@@ -59,18 +59,13 @@ try:
     import triton
     import triton.language as tl
     from torch import Tensor, nn
-    from torch._subclasses import FakeTensor
     from torch.utils.flop_counter import FlopCounterMode
 except ImportError as error:
     print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
     sys.exit(4)
 
+
 # --- configuration
-
-VERSION = 4
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the kernels run on the CPU, in Python
-
-
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes of the model; the defaults are those of the command line."""
@@ -97,263 +92,56 @@ class Fusions:
     triton_cross_entropy: Annotated[bool, "loss without a float32 copy of the logits"] = True
     direct_gradients: Annotated[bool, "weight gradients reach the optimizer without a cast"] = True
     fused_optimizer: Annotated[bool, "AdamW as one kernel"] = True
-    norm_from_output: Annotated[
-        bool, "the norm's backward pass reads its normalised input, kept in the type of the GEMMs"
-    ] = True
-    overlap: Annotated[
-        bool, "in a graph, weight gradients and updates during the backward pass"
-    ] = True
-
-    @property
-    def own_projection(self) -> bool:
-        """Tell whether Projection multiplies, and not F.linear."""
-        return self.direct_gradients or self.fused_optimizer
+    norm_from_output: Annotated[bool, "a norm keeps its normalised input as GEMMs take it"] = True
+    overlap: Annotated[bool, "in a graph, weight gradients and updates overlap the rest"] = True
 
 
-FUSIONS = tuple(  # flag, attribute, help
-    (name.replace("_", "-"), name, hint.__metadata__[0])
-    for name, hint in get_type_hints(Fusions, include_extras=True).items()
-)
-# Fusions with kernels that the first step compiles.
-TRITON_FUSIONS = tuple(name for _, name, _ in FUSIONS if name.startswith("triton"))
-TRITON_FUSIONS += ("fused_optimizer",)
-
-
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that only this model has."""
-    sizes, add = ModelConfig(), parser.add_argument_group("model").add_argument
-    for flag, low, default, letter, text in (
-        ("vocab-size", 2, None, "V", f"(default: {sizes.vocab_size}; 256 with --text-file)"),
-        ("hidden-dim", 1, sizes.hidden_dim, "D", "width of the residual stream"),
-        ("num-layers", 1, sizes.num_layers, "L", "transformer layers"),
-        ("num-heads", 1, sizes.num_heads, "H", "query heads"),
-        ("num-kv-heads", 1, None, "K", "key/value heads (default: half of the heads)"),
-        ("intermediate-dim", 1, None, "I", "width of the MLP (default: 4 x hidden)"),
-        ("seq-len", 2, sizes.seq_len, "S", "tokens per sample"),
-        ("batch-size", 1, 8, "B", "samples per step"),
-    ):
-        text += "" if default is None else " (default: %(default)s)"
-        add(f"--{flag}", type=at_least(low), default=default, metavar=letter, help=text)
-    add = parser.add_argument_group("data").add_argument
-    add("--text-file", type=Path, metavar="FILE", help="train on the bytes of a real text")
-    add = parser.add_argument_group("kernels").add_argument
-    text = "other block sizes or warps, powers of two; a wrong name lists all; can be repeated"
-    form = "KERNEL:NAME=NUMBER,..."
-    add("--blocks", type=read_blocks, action="append", metavar=form, help=text)
-
-
-# --- kernels
-#
-# An operation has a kernel forward and one or more backward; an autograd.Function allocates the
-# results and launches the kernels. No kernel adds atomically: each program writes the sum over its
-# own rows, and another launch sums these, so that the same input gives the same bits.
-#
-# In kernels, pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas.
-
+# --- blocks
+# Copied from common/blocks.py by tools/sync_common.py: edit it there.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the kernels run on the CPU, in Python
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
-# Block sizes, warps (4 if not here) and stages of each kernel, which --blocks replaces. The first
-# line of a kernel is for 16 bits on NVIDIA's GPUs; others say what differs in float32 or on AMD's
-# GPUs. TILE: elements of a block of rows. PROGRAMS share the rows, more of them where each would
-# have more than 16 blocks.
-BLOCKS: dict[str, dict[str, int]] = {
-    "sum_parts": {"TILE": 4096, "ROWS": 512, "num_warps": 8},
-    "rms_norm_forward": {"TILE": 2048, "num_warps": 2},
-    "rms_norm_backward": {"TILE": 1024, "PROGRAMS": 1056, "num_warps": 2},
-    "rotary": {"TILE": 2048},
-    "swiglu_forward": {"TILE": 4096, "num_warps": 8},
-    "swiglu_backward": {"TILE": 4096, "num_warps": 8},
-    # three TF32 products need more registers, hence smaller blocks in float32
-    "attention_forward": {"BLOCK_M": 64, "BLOCK_N": 64},
-    "attention_forward float32": {"BLOCK_N": 32, "num_stages": 2},
-    "attention_forward hip": {"num_stages": 1},
-    "attention_forward hip float32": {"BLOCK_N": 32, "num_stages": 1},
-    "attention_backward_queries": {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 2},
-    "attention_backward_queries float32": {"BLOCK_N": 32},
-    "attention_backward_queries hip": {"BLOCK_N": 32, "num_stages": 1},
-    "attention_backward_keys": {"BLOCK_M": 64, "BLOCK_N": 64},
-    "attention_backward_keys float32": {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1},
-    "attention_backward_keys hip": {"BLOCK_M": 16, "num_stages": 1},
-    "cross_entropy_forward": {"TILE": 4096},
-    "cross_entropy_backward": {"TILE": 4096},
-    "adamw": {"BLOCK": 1024, "PROGRAMS": 1024},
-}
-# --- launch
-# Copied from common/launch.py by tools/sync_common.py: edit it there.
-OVERRIDES: dict[str, dict[str, int]] = {}  # what --blocks replaces, for this run
+NAMESPACE = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # of our operators
+Sizes = dict[str, int]
+BLOCKS: dict[str, dict[str, Sizes]] = {}  # the sizes of each kernel in each case
+OVERRIDES: dict[str, Sizes] = {}  # what --blocks replaces, for this run
 
 
-def read_blocks(text: str) -> str:
-    """Check "kernel:NAME=number,..." of --blocks, and return it (an argparse type)."""
-    wrong, (kernel, _, settings) = argparse.ArgumentTypeError, text.partition(":")
-    kernels = [name for name in BLOCKS if " " not in name]
-    if kernel not in kernels:
-        raise wrong(f"no kernel {kernel!r}; there are {', '.join(kernels)}")
-    names = {"num_warps": 4, "num_stages": 3, **BLOCKS[kernel]}
-    for name, _, value in (pair.partition("=") for pair in settings.split(",")):
-        if name not in names:
-            raise wrong(f"{kernel} has no {name!r}; it has {', '.join(names)}")
-        low = 16 if name.startswith("BLOCK") else 1
-        if not value.isdecimal() or int(value).bit_count() != 1 or int(value) < low:
-            raise wrong(f"{kernel}: {name}={value} is not a power of two from {low}")
-    return text
+def block_sizes(
+    sizes: Sizes, *, hip_float32: Sizes | None = None, hip: Sizes | None = None,
+    tf32: Sizes | None = None, float32: Sizes | None = None,
+) -> Callable[[Callable], Callable]:  # fmt: skip
+    """Give the kernel below its block sizes, warps (4 if not here) and stages.
 
-
-def use_settings(args: argparse.Namespace) -> None:
-    """Apply this run's process-wide settings: the block sizes of --blocks, of each the last one."""
-    OVERRIDES.clear()
-    for part in args.blocks.split() if args.blocks != ModelConfig.blocks else ():
-        kernel, _, settings = part.partition(":")
-        pairs = (pair.split("=") for pair in settings.split(","))
-        OVERRIDES.setdefault(kernel, {}).update((name, int(value)) for name, value in pairs)
-
-
-def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
-    """Return block sizes and warps of a kernel that multiplies matrices of this type."""
-    precisions = [" float32", ""] if dtype == torch.float32 else [""]
-    if dot_precision(dtype) == "tf32":
-        precisions = [" TF32", *precisions]
-    lines = [f"{kernel}{on}{precision}" for on in (f" {BACKEND}", "") for precision in precisions]
-    special = next(BLOCKS[line] for line in lines if line in BLOCKS)
-    chosen = {"num_warps": 4, **BLOCKS[kernel], **special}
-    if INTERPRETED and "TILE" in chosen:
-        chosen["TILE"] = 1 << 16  # its time goes by programs, not by elements
-    return chosen | OVERRIDES.get(kernel, {})
-
-
-def dot_precision(dtype: torch.dtype) -> str:
-    """Return how Triton multiplies float32 matrices; TF32 exists on NVIDIA's GPUs only."""
-    if BACKEND != "cuda" or dtype != torch.float32:
-        return "ieee"
-    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-
-
-class Interpreted:
-    """Launch a kernel in Triton's interpreter by `[grid](TENSOR, ..., NAME=value, ...)`.
-
-    A launch is an operator of the kernel's name, which counters and profilers see; PyTorch's
-    wrap_triton takes compiled kernels only. Nothing runs for FakeTensors, with which torch.compile
-    asks for shapes.
+    `sizes` are for 16 bits on NVIDIA's GPUs. The first of the other cases that applies says what
+    differs. TILE: elements of a block of rows. PROGRAMS share the rows, more of them where each
+    would have more than 16 blocks. --blocks replaces any of these.
     """
+    cases = {"hip_float32": hip_float32, "hip": hip, "tf32": tf32, "float32": float32, "any": sizes}
 
-    def __init__(self, kernel: Callable):
-        self.kernel = kernel
+    def register(kernel: Callable) -> Callable:
+        name = kernel.__name__.removesuffix("_kernel")
+        BLOCKS[name] = {case: sizes for case, sizes in cases.items() if sizes is not None}
+        return kernel
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-        return partial(self.launch, grid)
-
-    def launch(self, grid: tuple[int, ...], *tensors: Tensor | None, **arguments) -> None:
-        arguments |= zip(self.kernel.arg_names, tensors, strict=False)
-        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-        if not any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
-            sizes = {name: value for name, value in arguments.items() if name not in tensors}
-            told = json.dumps([grid, list(tensors), sizes])
-            interpreting_operator(self.kernel)(list(tensors.values()), told)
+    return register
 
 
-@cache
-def interpreting_operator(kernel: Callable) -> Callable:
-    """Return an operator of a kernel's name, which gets its tensors, and all else as JSON.
-
-    Triton 3's interpreter silently multiplies bfloat16 as integers: the kernel gets float32 copies,
-    and results are rounded.
-    """
-
-    def interpret(tensors: list[Tensor], told: str) -> None:
-        grid, names, sizes = json.loads(told)
-        narrow = [tensor for tensor in tensors if tensor.dtype == torch.bfloat16]
-        copies = (torch.empty_strided(t.shape, t.stride()).copy_(t) for t in narrow)
-        wide = dict(zip(map(id, narrow), copies, strict=True))  # of the same strides
-        inputs = (wide.get(id(tensor), tensor) for tensor in tensors)
-        kernel[tuple(grid)](**dict(zip(names, inputs, strict=True)), **sizes)
-        for tensor in narrow:
-            # Unseen by autograd, which the inputs among them belong to.
-            tensor.data.copy_(wide[id(tensor)])
-
-    script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)
-    name, schema = f"{script}::{kernel.__name__}", "(Tensor[] tensors, str told) -> ()"
-    return torch.library.custom_op(name, interpret, mutates_args=(), schema=schema)
-
-
-def row_launch(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, dict[str, int]]:
-    """Return how many rows x [..., C] has, how many programs share them, and their block sizes.
-
-    A block has the rows that fit into TILE elements. A longer row is one block with more warps if
-    it must be `whole`, else several blocks.
-    """
-    chosen, dim = blocks(kernel), x.shape[-1]
-    tile, width = chosen.pop("TILE"), triton.next_power_of_2(dim)
-    if whole and width > tile:
-        chosen["num_warps"] = min(16, chosen["num_warps"] * (width // tile))
-    width = width if whole else min(width, tile)
-    rows, tile_rows = x.numel() // dim, max(1, tile // width)
-    programs = triton.cdiv(rows, tile_rows)
-    if "PROGRAMS" in chosen:
-        most = max(chosen["PROGRAMS"], triton.cdiv(programs, 16))
-        programs = chosen["PROGRAMS"] = min(programs, most)
-    return rows, programs, {"C": dim, "BLOCK_C": width, "ROWS": tile_rows, **chosen}
-
-
-def leave_to_pytorch(args: argparse.Namespace, reasons: dict[str, str]) -> None:
-    """Turn off the fusions that these reasons are about, each with one line."""
-    for flag, name, _ in FUSIONS:
-        if name in reasons and getattr(args, name):
-            setattr(args, name, False)
-            say("note", f"{flag} is off, PyTorch's own operations run: {reasons[name]}")
-
-
-# --- end of launch
-
-
-def wrap_triton(kernel: Callable) -> Callable:
-    """Return what launches a kernel by `[grid](TENSOR, ..., NAME=value, ...)`: on a GPU itself."""
-    return Interpreted(kernel) if INTERPRETED else kernel
+# --- end of blocks
 
 
 def without_second_derivative(backward: Callable) -> staticmethod:
-    """Return a Function's backward pass that refuses to be differentiated.
-
-    PyTorch's once_differentiable takes it for a constant if the gradient that it gets is one.
-    """
+    """Return a Function's backward pass that refuses to be differentiated."""
 
     def checked(ctx, *grads: Tensor | None):
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # also if grads are constant, unlike once_differentiable
             raise RuntimeError("create_graph: V4's kernels have no second derivatives; V1 has")
         return backward(ctx, *grads)
 
     return staticmethod(checked)
 
 
-@triton.jit
-def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum the partial results of all programs: out = sum over p of parts[p].
-
-    PARTS [parts, width], OUT [width]. A program owns BLOCK columns, and reads ROWS parts at a time.
-    """
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for start in range(0, parts, ROWS):
-        row = start + tl.arange(0, ROWS)
-        inside = (row < parts)[:, None] & (column < width)[None, :]
-        at = row.to(tl.int64)[:, None] * width + column[None, :]
-        total += tl.load(PARTS + at, mask=inside, other=0.0)
-    tl.store(OUT + column, tl.sum(total, 0), mask=column < width)
-
-
-def sum_parts(parts: Tensor, out: Tensor) -> None:
-    """Write the sum of float32 parts [parts, ...], one for each program, into out.
-
-    torch.sum is slower at many short parts.
-    """
-    chosen, width = blocks("sum_parts"), out.numel()
-    rows = min(chosen.pop("ROWS"), triton.next_power_of_2(len(parts)))
-    block = max(8, chosen.pop("TILE") // rows)
-    launch = wrap_triton(sum_parts_kernel)[(triton.cdiv(width, block),)]
-    launch(parts, out, parts=len(parts), width=width, ROWS=rows, BLOCK=block, **chosen)
-
-
-LOG2E = tl.constexpr(math.log2(math.e))  # scores are in base 2: the hardware computes exp2
-
-
+# --- rms norm: y = x / sqrt(mean(x^2) + eps) * weight
+@block_sizes({"TILE": 2048, "num_warps": 2})
 @triton.jit
 def rms_norm_forward_kernel(
     X, UPDATE, WEIGHT, NORMED, SUMMED, XHAT, RSTD, rows, eps: tl.constexpr,
@@ -383,6 +171,7 @@ def rms_norm_forward_kernel(
     tl.store(RSTD + row, rstd, mask=row < rows)
 
 
+@block_sizes({"TILE": 1024, "PROGRAMS": 1056, "num_warps": 2})
 @triton.jit
 def rms_norm_backward_kernel(
     GRAD_NORMED, GRAD_SUMMED, SAVED, WEIGHT, RSTD, GRAD_X, GRAD_UPDATE, GRAD_WEIGHT, rows,
@@ -423,9 +212,9 @@ def rms_norm_backward_kernel(
 
 
 class AddRMSNorm(torch.autograd.Function):
-    """Compute norm(x + update) * weight in `dtype`, and x + update, of x and update [..., D].
+    """Compute norm(x + update) * weight in `dtype` and x + update [..., D]; update: None for none.
 
-    update: None for x alone. Kept for the backward pass: the sum or, with `keep_normalised` where
+    Kept for the backward pass: the sum or, with `keep_normalised` where
     `dtype` takes less memory, the sum divided by its root mean square.
     """
 
@@ -437,7 +226,8 @@ class AddRMSNorm(torch.autograd.Function):
         x = x.contiguous()
         update = None if update is None else update.contiguous()
         rows, programs, options = row_launch("rms_norm_forward", x)
-        normed, rstd = torch.empty_like(x, dtype=dtype), x.new_empty(rows, dtype=torch.float32)
+        normed = torch.empty_like(x, dtype=dtype)
+        rstd = x.new_empty(rows, dtype=torch.float32)
         summed = x if update is None else torch.empty_like(x)
         ctx.normalised = keep_normalised and dtype.itemsize < x.dtype.itemsize
         xhat = torch.empty_like(normed) if ctx.normalised else None
@@ -445,33 +235,112 @@ class AddRMSNorm(torch.autograd.Function):
         launch = wrap_triton(rms_norm_forward_kernel)[(programs,)]
         launch(x, update, scale, normed, summed, xhat, rstd, rows=rows, eps=eps, **options)
         ctx.save_for_backward(xhat if ctx.normalised else summed, scale, rstd)
-        ctx.weight, ctx.update = weight, update is not None
+        ctx.weight = weight
+        ctx.update = update is not None
         return normed, summed
 
     @without_second_derivative
     def backward(ctx, grad_normed: Tensor, grad_summed: Tensor):
         saved, weight, rstd = ctx.saved_tensors
-        grad_normed, grad_summed = grad_normed.contiguous(), grad_summed.contiguous()
+        grad_normed = grad_normed.contiguous()
+        grad_summed = grad_summed.contiguous()
         rows, programs, options = row_launch("rms_norm_backward", saved)
-        grad_x, grad_weight = torch.empty_like(grad_summed), None
+        grad_x = torch.empty_like(grad_summed)
         grad_update = torch.empty_like(grad_normed) if ctx.update else None
         parts = weight.new_empty(programs, len(weight), dtype=torch.float32)
         tensors = grad_normed, grad_summed, saved, weight, rstd, grad_x, grad_update, parts
         options |= {"rows": rows, "NORMALISED": ctx.normalised}
         wrap_triton(rms_norm_backward_kernel)[(programs,)](*tensors, **options)
+        grad_weight = None
         if ctx.needs_input_grad[2]:
             (grad_weight,) = gradients_of(((ctx.weight,),), partial(sum_parts, parts), parts)
         return grad_x, grad_update, grad_weight, None, None, None
 
 
+class RMSNorm(nn.Module):
+    """Root mean square norm over the last dimension of x [..., D], computed in float32."""
+
+    def __init__(self, dim: int, eps: float, fusions: Fusions):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+        self.fusions = fusions
+
+    def forward(self, x: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return x + update [..., D] normalised, in the type of the next GEMM, and the sum."""
+        if self.fusions.triton_rms_norm:
+            settings = self.eps, gemm_dtype(x), self.fusions.norm_from_output
+            return AddRMSNorm.apply(x, update, self.weight, *settings)
+        x = x if update is None else x + update
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype), x
+
+
+# --- projection: y = x W^T; dW = dy^T x, written where AdamW reads it
+class Projection(torch.autograd.Function):
+    """Compute x weight^T [..., N] of x [..., K] in the type of the GEMMs and a weight [N, K].
+
+    Columns of zeros make N a multiple of `multiple`.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, direct: bool, multiple: int):
+        cast = cast_of(weight, x.dtype)
+        if missing := -len(cast) % multiple:
+            cast = torch.cat((cast, cast.new_zeros(missing, cast.shape[1])))
+        ctx.save_for_backward(x, cast)
+        ctx.weight = weight
+        ctx.direct = direct
+        ctx.whole = max(multiple, len(weight) // multiple * multiple)
+        return F.linear(x, cast)
+
+    @without_second_derivative
+    def backward(ctx, grad: Tensor):
+        x, cast = ctx.saved_tensors
+        grad_x = grad @ cast if ctx.needs_input_grad[0] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            rows = grad.flatten(0, -2), x.flatten(0, -2)
+            narrow = ctx.weight.is_leaf and getattr(ctx.weight, "grad_dtype", x.dtype) is None
+            dtype = x.dtype if narrow else torch.float32
+
+            def compute(out: Tensor) -> None:
+                # dW = dy^T x; odd numbers of rows are slow, so the last few are a GEMM of their own
+                parts = rows[0].split(ctx.whole, 1), out.view_as(ctx.weight).split(ctx.whole)
+                for grads, part in zip(*parts, strict=True):
+                    matmul_out(grads[:, : len(part)], rows[1], part, ctx.direct)
+
+            (grad_weight,) = gradients_of(((ctx.weight,),), compute, *rows, dtype=dtype)
+        return grad_x, grad_weight, None, None
+
+
+def linear(x: Tensor, weight: Tensor, fusions: Fusions, multiple: int = 1) -> Tensor:
+    """Compute x weight^T by Projection if one of its two fusions is on, else by PyTorch."""
+    if not (fusions.direct_gradients or fusions.fused_optimizer):
+        return F.linear(x, weight)
+    return Projection.apply(x.to(gemm_dtype(x)), weight, fusions.direct_gradients, multiple)
+
+
+class Linear(nn.Linear):
+    """A projection without bias, [..., inputs] -> [..., outputs]."""
+
+    def __init__(self, inputs: int, outputs: int, fusions: Fusions):
+        super().__init__(inputs, outputs, bias=False)
+        self.fusions = fusions
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.fusions)
+
+
+# --- rotary embedding: y1 = x1 cos(t) - x2 sin(t), y2 = x2 cos(t) + x1 sin(t)
+@block_sizes({"TILE": 2048})
 @triton.jit
 def rotary_kernel(
     QKV, COS, SIN, ROTATED, rows, seq, HEADS: tl.constexpr, VALUES: tl.constexpr,
     SIGN: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Rotate query and key heads by the angle t of their position, or by -t (SIGN -1, backward).
-
-        y1 = x1 cos(t) - x2 sin(t);  y2 = x2 cos(t) + x1 sin(t)
 
     x1 and x2 are the halves of a head. QKV, ROTATED [rows, C]: a row is one of the HEADS heads of a
     token, of which the last VALUES are copied. COS, SIN [seq or more, C], by position. A program
@@ -493,10 +362,7 @@ def rotary_kernel(
 
 
 def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, values: int, sign: int) -> Tensor:
-    """Rotate qkv [B, S, heads, head_dim] by `sign` times the angle of its position.
-
-    The last `values` heads are copied.
-    """
+    """Rotate qkv [B, S, heads, head_dim] by `sign` times its angle, but for the last `values`."""
     rows, programs, options = row_launch("rotary", qkv)
     rotated = torch.empty_like(qkv)
     sizes = {"rows": rows, "seq": qkv.shape[1], "HEADS": qkv.shape[2], "VALUES": values}
@@ -504,79 +370,37 @@ def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, values: int, sign: int) -> Ten
     return rotated
 
 
-@triton.jit
-def swiglu_forward_kernel(
-    GATE_UP, OUT, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
-    """Compute out = silu(gate) * up, where silu(gate) = gate * sigmoid(gate).
+class RotaryEmbedding(nn.Module):
+    """Rotates x [B, S, heads, head_dim] by position, channel i with channel i + head_dim / 2."""
 
-    GATE_UP [rows, 2 C], a row holds all gates, then all ups; OUT [rows, C]. A program owns ROWS
-    rows of BLOCK_C channels.
-    """
-    UP: tl.constexpr = C  # from a gate to its up
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside = (row < rows)[:, None] & (channel < C)[None, :]
-    gate_at = row[:, None] * (2 * C) + channel[None, :]
-    gate = tl.load(GATE_UP + gate_at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(GATE_UP + gate_at + UP, mask=inside, other=0.0).to(tl.float32)
-    at = OUT + row[:, None] * C + channel[None, :]
-    tl.store(at, gate * tl.sigmoid(gate) * up, mask=inside)
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        half = config.hidden_dim // config.num_heads // 2
+        frequency = config.rope_theta ** (-torch.arange(half) / half)
+        positions = triton.cdiv(config.seq_len, 8) * 8  # as many as the model makes of them
+        angle = torch.outer(torch.arange(positions), frequency).repeat(1, 2)[:, None]
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cos, sin = self.cos[: x.shape[1]].to(x.dtype), self.sin[: x.shape[1]].to(x.dtype)
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-@triton.jit
-def swiglu_backward_kernel(
-    GRAD, GATE_UP, GRAD_GATE_UP, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
-    """Compute the gradients of gate and up; silu is computed again.
-
-        s = sigmoid(gate);  dgate = dout * up * s * (1 + gate * (1 - s));  dup = dout * gate * s
-
-    GRAD [rows, C], GATE_UP and GRAD_GATE_UP [rows, 2 C], all gates of a row first. A program owns
-    ROWS rows of BLOCK_C channels.
-    """
-    UP: tl.constexpr = C  # from a gate to its up
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside = (row < rows)[:, None] & (channel < C)[None, :]
-    gate_at = row[:, None] * (2 * C) + channel[None, :]
-    at = GRAD + row[:, None] * C + channel[None, :]
-    grad = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(GATE_UP + gate_at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(GATE_UP + gate_at + UP, mask=inside, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    tl.store(GRAD_GATE_UP + gate_at, grad * up * sigmoid * (1 + gate * (1 - sigmoid)), mask=inside)
-    tl.store(GRAD_GATE_UP + gate_at + UP, grad * gate * sigmoid, mask=inside)
+# --- attention: update = o_proj(softmax(q k^T / sqrt(head_dim)) v), causal
+# QKV [B, S, H + 2 K, D] has the H query heads of a token, its K key heads, its K value heads. A key
+# head serves a group of H / K query heads.
+LOG2E = tl.constexpr(math.log2(math.e))  # scores are in base 2: the hardware computes exp2
 
 
-class SwiGLUActivation(torch.autograd.Function):
-    """Compute silu(gate) * up [..., I] of gate_up [..., 2 I], gates first."""
-
-    @staticmethod
-    def forward(ctx, gate_up: Tensor):
-        gate_up = gate_up.contiguous()
-        ctx.save_for_backward(gate_up)
-        out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-        rows, programs, options = row_launch("swiglu_forward", out, whole=False)
-        grid = programs, triton.cdiv(out.shape[-1], options["BLOCK_C"])
-        wrap_triton(swiglu_forward_kernel)[grid](gate_up, out, rows=rows, **options)
-        return out
-
-    @without_second_derivative
-    def backward(ctx, grad: Tensor):
-        (gate_up,) = ctx.saved_tensors
-        grad, grad_gate_up = grad.contiguous(), torch.empty_like(gate_up)
-        rows, programs, options = row_launch("swiglu_backward", grad, whole=False)
-        grid = programs, triton.cdiv(grad.shape[-1], options["BLOCK_C"])
-        tensors = grad, gate_up, grad_gate_up
-        wrap_triton(swiglu_backward_kernel)[grid](*tensors, rows=rows, **options)
-        return grad_gate_up
-
-
-# Causal attention of packed heads, QKV [B, S, H + 2 K, D]: the H query heads of a token, its K key
-# heads, its K value heads. A key head serves a group of H / K query heads.
-
-
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_N": 64},
+    # three TF32 products need more registers, hence smaller blocks
+    float32={"BLOCK_N": 32, "num_stages": 2},
+    hip={"num_stages": 1},
+    hip_float32={"BLOCK_N": 32, "num_stages": 1},
+)
 @triton.jit
 def attention_forward_kernel(
     QKV, OUT, LOG_SUM_EXP, seq, scale: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
@@ -594,8 +418,7 @@ def attention_forward_kernel(
     TOKEN: tl.constexpr = (H + 2 * K) * D  # elements of a token in QKV
     VALUE: tl.constexpr = K * D  # from a key head to its value head
     batch, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    # programs with the most keys start first
-    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M  # most keys first
     query, key = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     channel = tl.arange(0, BLOCK_D)
     token = batch * seq + query
@@ -655,6 +478,11 @@ def store_unrotated(
     tl.store(GRAD + at + D // 2, second * cos - first * sin, mask=inside)
 
 
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 2},
+    float32={"BLOCK_N": 32},
+    hip={"BLOCK_N": 32, "num_stages": 1},
+)
 @triton.jit
 def attention_backward_queries_kernel(
     QKV, OUT, LOG_SUM_EXP, GRAD, COS, SIN, DELTA, GRAD_QKV, seq, scale: tl.constexpr,
@@ -673,8 +501,7 @@ def attention_backward_queries_kernel(
     TOKEN: tl.constexpr = (H + 2 * K) * D  # elements of a token in QKV
     VALUE: tl.constexpr = K * D  # from a key head to its value head
     batch, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    # programs with the most keys start first
-    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M  # most keys first
     query, key = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     channel = tl.arange(0, BLOCK_D)
     token = batch * seq + query
@@ -716,6 +543,11 @@ def attention_backward_queries_kernel(
     store_unrotated(GRAD_QKV, COS, SIN, grad_q * scale, token_at, query, seq, D, BLOCK_M)
 
 
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_N": 64},
+    float32={"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1},
+    hip={"BLOCK_M": 16, "num_stages": 1},
+)
 @triton.jit
 def attention_backward_keys_kernel(
     QKV, LOG_SUM_EXP, GRAD, COS, SIN, DELTA, GRAD_QKV, seq, scale: tl.constexpr,
@@ -805,9 +637,11 @@ class CausalAttention(torch.autograd.Function):
     @without_second_derivative
     def backward(ctx, grad: Tensor):
         qkv, out, log_sum_exp, cos, sin = ctx.saved_tensors
-        (batch, seq, num_heads, _), sizes, grad = out.shape, ctx.sizes, grad.contiguous()
-        delta, grad_qkv = torch.empty_like(log_sum_exp), torch.empty_like(qkv)
-        tensors = log_sum_exp, grad, cos, sin, delta, grad_qkv
+        batch, seq, num_heads, _ = out.shape
+        sizes = ctx.sizes
+        delta = torch.empty_like(log_sum_exp)
+        grad_qkv = torch.empty_like(qkv)
+        tensors = log_sum_exp, grad.contiguous(), cos, sin, delta, grad_qkv
         chosen = blocks("attention_backward_queries", qkv.dtype)
         grid = batch * num_heads, triton.cdiv(seq, chosen["BLOCK_M"])
         wrap_triton(attention_backward_queries_kernel)[grid](qkv, out, *tensors, **sizes, **chosen)
@@ -817,6 +651,137 @@ class CausalAttention(torch.autograd.Function):
         return grad_qkv, None, None, None
 
 
+class Attention(nn.Module):
+    """Causal self-attention with grouped key/value heads, [B, S, D] -> [B, S, D]."""
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim = config.hidden_dim // config.num_heads
+        kv_dim = self.num_kv_heads * self.head_dim
+        self.fusions = fusions
+        if fusions.triton_attention:
+            parts = {"q_proj": config.hidden_dim, "k_proj": kv_dim, "v_proj": kv_dim}
+            self.qkv_proj = Linear(config.hidden_dim, sum(parts.values()), fusions)
+            keep_separate_names(self, "qkv_proj", parts)
+        else:
+            self.q_proj = Linear(config.hidden_dim, config.hidden_dim, fusions)
+            self.k_proj = Linear(config.hidden_dim, kv_dim, fusions)
+            self.v_proj = Linear(config.hidden_dim, kv_dim, fusions)
+        self.o_proj = Linear(config.hidden_dim, config.hidden_dim, fusions)
+        self.rotary = RotaryEmbedding(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, seq, _ = x.shape
+        if self.fusions.triton_attention:
+            qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+            angles = self.rotary.cos, self.rotary.sin
+            return self.o_proj(CausalAttention.apply(qkv, self.num_heads, *angles).flatten(2))
+        q = self.rotary(self.q_proj(x).view(batch, seq, self.num_heads, self.head_dim))
+        k = self.rotary(self.k_proj(x).view(batch, seq, self.num_kv_heads, self.head_dim))
+        v = self.v_proj(x).view(batch, seq, self.num_kv_heads, self.head_dim)
+        group = self.num_heads // self.num_kv_heads  # query heads that share a key/value head
+        k, v = (t.repeat_interleave(group, 2) for t in (k, v))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(out.transpose(1, 2).reshape(batch, seq, -1))
+
+
+# --- swiglu: update = down_proj(silu(gate_proj(x)) * up_proj(x))
+@block_sizes({"TILE": 4096, "num_warps": 8})
+@triton.jit
+def swiglu_forward_kernel(
+    GATE_UP, OUT, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Compute out = silu(gate) * up, where silu(gate) = gate * sigmoid(gate).
+
+    GATE_UP [rows, 2 C], a row holds all gates, then all ups; OUT [rows, C]. A program owns ROWS
+    rows of BLOCK_C channels.
+    """
+    UP: tl.constexpr = C  # from a gate to its up
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = (row < rows)[:, None] & (channel < C)[None, :]
+    gate_at = row[:, None] * (2 * C) + channel[None, :]
+    gate = tl.load(GATE_UP + gate_at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(GATE_UP + gate_at + UP, mask=inside, other=0.0).to(tl.float32)
+    at = OUT + row[:, None] * C + channel[None, :]
+    tl.store(at, gate * tl.sigmoid(gate) * up, mask=inside)
+
+
+@block_sizes({"TILE": 4096, "num_warps": 8})
+@triton.jit
+def swiglu_backward_kernel(
+    GRAD, GATE_UP, GRAD_GATE_UP, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Compute the gradients of gate and up; silu is computed again.
+
+        s = sigmoid(gate);  dgate = dout * up * s * (1 + gate * (1 - s));  dup = dout * gate * s
+
+    GRAD [rows, C], GATE_UP and GRAD_GATE_UP [rows, 2 C], all gates of a row first. A program owns
+    ROWS rows of BLOCK_C channels.
+    """
+    UP: tl.constexpr = C  # from a gate to its up
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = (row < rows)[:, None] & (channel < C)[None, :]
+    gate_at = row[:, None] * (2 * C) + channel[None, :]
+    at = GRAD + row[:, None] * C + channel[None, :]
+    grad = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(GATE_UP + gate_at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(GATE_UP + gate_at + UP, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    tl.store(GRAD_GATE_UP + gate_at, grad * up * sigmoid * (1 + gate * (1 - sigmoid)), mask=inside)
+    tl.store(GRAD_GATE_UP + gate_at + UP, grad * gate * sigmoid, mask=inside)
+
+
+class SwiGLUActivation(torch.autograd.Function):
+    """Compute silu(gate) * up [..., I] of gate_up [..., 2 I], gates first."""
+
+    @staticmethod
+    def forward(ctx, gate_up: Tensor):
+        gate_up = gate_up.contiguous()
+        ctx.save_for_backward(gate_up)
+        out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+        rows, programs, options = row_launch("swiglu_forward", out, whole=False)
+        grid = programs, triton.cdiv(out.shape[-1], options["BLOCK_C"])
+        wrap_triton(swiglu_forward_kernel)[grid](gate_up, out, rows=rows, **options)
+        return out
+
+    @without_second_derivative
+    def backward(ctx, grad: Tensor):
+        (gate_up,) = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_gate_up = torch.empty_like(gate_up)
+        rows, programs, options = row_launch("swiglu_backward", grad, whole=False)
+        grid = programs, triton.cdiv(grad.shape[-1], options["BLOCK_C"])
+        tensors = grad, gate_up, grad_gate_up
+        wrap_triton(swiglu_backward_kernel)[grid](*tensors, rows=rows, **options)
+        return grad_gate_up
+
+
+class SwiGLU(nn.Module):
+    """Gated MLP, [B, S, D] -> [B, S, D]."""
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__()
+        self.fusions = fusions
+        if fusions.triton_swiglu:
+            parts = {"gate_proj": config.intermediate_dim, "up_proj": config.intermediate_dim}
+            self.gate_up_proj = Linear(config.hidden_dim, sum(parts.values()), fusions)
+            keep_separate_names(self, "gate_up_proj", parts)
+        else:
+            self.gate_proj = Linear(config.hidden_dim, config.intermediate_dim, fusions)
+            self.up_proj = Linear(config.hidden_dim, config.intermediate_dim, fusions)
+        self.down_proj = Linear(config.intermediate_dim, config.hidden_dim, fusions)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fusions.triton_swiglu:
+            return self.down_proj(SwiGLUActivation.apply(self.gate_up_proj(x)))
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+# --- loss: mean over tokens of log(sum(exp(logits))) - logits[next token]
 @triton.jit
 def next_token(LABELS, row, rows, seq):
     """Return the label of the token after this one; -100 for the last of its sample."""
@@ -824,6 +789,7 @@ def next_token(LABELS, row, rows, seq):
     return tl.load(LABELS + row + 1, mask=known, other=-100)
 
 
+@block_sizes({"TILE": 4096})
 @triton.jit
 def cross_entropy_forward_kernel(
     LOGITS, LABELS, LOSSES, LOG_SUM_EXP, rows, seq, VOCAB: tl.constexpr, C: tl.constexpr,
@@ -858,6 +824,7 @@ def cross_entropy_forward_kernel(
     tl.store(LOG_SUM_EXP + row, log_sum_exp, mask=row < rows)
 
 
+@block_sizes({"TILE": 4096})
 @triton.jit
 def cross_entropy_backward_kernel(
     GRAD, LOGITS, LABELS, LOG_SUM_EXP, SUMS, GRAD_LOGITS, rows, seq, VOCAB: tl.constexpr,
@@ -893,7 +860,8 @@ class NextTokenLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits: Tensor, labels: Tensor, vocab: int):
-        logits, labels = logits.contiguous(), labels.contiguous()
+        logits = logits.contiguous()
+        labels = labels.contiguous()
         rows, programs, options = row_launch("cross_entropy_forward", logits, whole=False)
         losses = logits.new_empty(2, rows, dtype=torch.float32)
         log_sum_exp = torch.empty_like(losses[0])
@@ -914,50 +882,335 @@ class NextTokenLoss(torch.autograd.Function):
         return grad_logits, None, None
 
 
-class Projection(torch.autograd.Function):
-    """Compute x weight^T [..., N] of x [..., K] in the type of the GEMMs and a weight [N, K].
+def next_token_loss(logits: Tensor, labels: Tensor, vocab: int, fusions: Fusions) -> Tensor:
+    """Return the mean loss of logits [B, S, V]; labels [B, S] are the same tokens, not shifted."""
+    if fusions.triton_cross_entropy:
+        return NextTokenLoss.apply(logits, labels, vocab)
+    following = F.pad(labels[:, 1:], (0, 1), value=-100)  # the last token has none: it is ignored
+    return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
 
-    Columns of zeros make N a multiple of `multiple`.
+
+# --- sums of parts
+# No kernel adds atomically: each program writes the sum over its own rows, and this one sums these,
+# so that the same input gives the same bits.
+@block_sizes({"TILE": 4096, "ROWS": 512, "num_warps": 8})
+@triton.jit
+def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum the partial results of all programs: out = sum over p of parts[p].
+
+    PARTS [parts, width], OUT [width]. A program owns BLOCK columns, and reads ROWS parts at a time.
     """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, direct: bool, multiple: int):
-        cast = cast_of(weight, x.dtype)
-        if missing := -len(cast) % multiple:
-            cast = torch.cat((cast, cast.new_zeros(missing, cast.shape[1])))
-        ctx.save_for_backward(x, cast)
-        ctx.weight, ctx.direct = weight, direct
-        ctx.whole = max(multiple, len(weight) // multiple * multiple)
-        return F.linear(x, cast)
-
-    @without_second_derivative
-    def backward(ctx, grad: Tensor):
-        x, cast = ctx.saved_tensors
-        grad_x = grad @ cast if ctx.needs_input_grad[0] else None
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            rows = grad.flatten(0, -2), x.flatten(0, -2)
-            narrow = ctx.weight.is_leaf and getattr(ctx.weight, "grad_dtype", x.dtype) is None
-            dtype = x.dtype if narrow else torch.float32
-
-            def compute(out: Tensor) -> None:
-                # dW = dy^T x; odd numbers of rows are slow, so the last few are a GEMM of their own
-                parts = rows[0].split(ctx.whole, 1), out.view_as(ctx.weight).split(ctx.whole)
-                for grads, part in zip(*parts, strict=True):
-                    matmul_out(grads[:, : len(part)], rows[1], part, ctx.direct)
-
-            (grad_weight,) = gradients_of(((ctx.weight,),), compute, *rows, dtype=dtype)
-        return grad_x, grad_weight, None, None
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, parts, ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = (row < parts)[:, None] & (column < width)[None, :]
+        at = row.to(tl.int64)[:, None] * width + column[None, :]
+        total += tl.load(PARTS + at, mask=inside, other=0.0)
+    tl.store(OUT + column, tl.sum(total, 0), mask=column < width)
 
 
-def linear(x: Tensor, weight: Tensor, fusions: Fusions, multiple: int = 1) -> Tensor:
-    """Compute x weight^T [..., N] of x [..., K] and weight [N, K].
+def sum_parts(parts: Tensor, out: Tensor) -> None:
+    """Write the sum of float32 parts [parts, ...], one for each program, into out.
 
-    Where Projection does it, columns of zeros make N a multiple of `multiple`.
+    torch.sum is slower at many short parts.
     """
-    if not fusions.own_projection:
-        return F.linear(x, weight)
-    return Projection.apply(x.to(gemm_dtype(x)), weight, fusions.direct_gradients, multiple)
+    chosen = blocks("sum_parts")
+    rows = min(chosen.pop("ROWS"), triton.next_power_of_2(len(parts)))
+    block = max(8, chosen.pop("TILE") // rows)
+    launch = wrap_triton(sum_parts_kernel)[(triton.cdiv(out.numel(), block),)]
+    launch(parts, out, parts=len(parts), width=out.numel(), ROWS=rows, BLOCK=block, **chosen)
+
+
+# --- model
+def gemm_dtype(x: Tensor) -> torch.dtype:
+    """Return the type in which a matrix product takes x: that of autocast, or its own."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and MLP, each added to the residual stream [B, S, D]."""
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
+        self.self_attn = Attention(config, fusions)
+        self.post_attention_layernorm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
+        self.mlp = SwiGLU(config, fusions)
+
+    def forward(self, x: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Take and return the residual stream and an update not yet added to it, both [B, S, D]."""
+        normed, x = self.input_layernorm(x, update)
+        normed, x = self.post_attention_layernorm(x, self.self_attn(normed))
+        return x, self.mlp(normed)
+
+
+class TinyLlama(nn.Module):
+    """Llama (Touvron et al. 2023), both embeddings tied, parameters named as by Hugging Face."""
+
+    TARGETS = ("labels",)
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__()
+        self.config = config
+        self.fusions = fusions
+        self.side = SideStreams()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_dim)
+        self.layers = nn.ModuleList(DecoderLayer(config, fusions) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Map input_ids [B, S] to logits [B, S, V], with labels, the same tokens, to the loss.
+
+        Raises ValueError if there is no token, or more than the model's seq_len.
+        """
+        (batch, seq), longest = input_ids.shape, self.config.seq_len
+        if not (batch and 0 < seq <= longest):
+            raise ValueError(f"{batch} sequences of {seq} tokens: the model takes 1 to {longest}")
+        if seq % 8 and self.fusions.triton_attention:
+            # GEMMs are slow at odd numbers of tokens. No token sees those that are added behind it.
+            input_ids = F.pad(input_ids, (0, -seq % 8))
+            labels = None if labels is None else F.pad(labels, (0, -seq % 8), value=-100)
+        weight = self.embed_tokens.weight
+        trains = weight.requires_grad and torch.is_grad_enabled()
+        self.side.begin_step(self.fusions.overlap and self.fusions.fused_optimizer and trains)
+        x = self.embed_tokens(input_ids)
+        update = None
+        if self.side.active:  # the embedding's gradient comes last, on the main stream
+            x.register_hook(self.side.join)
+        projects = self.fusions.direct_gradients or self.fusions.fused_optimizer  # by Projection
+        dtype = gemm_dtype(x) if projects else x.dtype
+        for layer in self.layers:
+            with cast_weights(layer.parameters(), dtype, self.side):
+                x, update = layer(x, update)
+        # The embedding has the same weight, to whose gradient autograd adds its own.
+        multiple = 8 if self.fusions.triton_cross_entropy else 1  # rows at odd addresses are slow
+        with cast_weights([weight], dtype, self.side):
+            logits = linear(self.norm(x, update)[0], weight, self.fusions, multiple)
+        if labels is None:
+            return logits[:, :seq, : self.config.vocab_size]
+        return next_token_loss(logits, labels, self.config.vocab_size, self.fusions)
+
+
+def keep_separate_names(parent: nn.Module, fused: str, parts: dict[str, int]) -> None:
+    """Have state_dict save and load `parent.<fused>.weight` as its parts: names and their rows."""
+
+    def split(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: dict) -> None:
+        weights = state.pop(f"{prefix}{fused}.weight").split(list(parts.values()))
+        for part, weight in zip(parts, weights, strict=True):
+            state[f"{prefix}{part}.weight"] = weight
+
+    def merge(module: nn.Module, state: dict[str, Tensor], prefix: str, *unused) -> None:
+        names = [f"{prefix}{part}.weight" for part in parts]
+        if all(name in state for name in names):  # else load_state_dict reports what is missing
+            state[f"{prefix}{fused}.weight"] = torch.cat([state.pop(name) for name in names])
+
+    parent.register_state_dict_post_hook(split)
+    parent.register_load_state_dict_pre_hook(merge)
+
+
+def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
+    """Build the model: a seed gives the same weights in every version and fusion setting."""
+    sizes = {n: v for n, v in vars(args).items() if n in ModelConfig.__dataclass_fields__}
+    fusions = Fusions(**{attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS})
+    with device:
+        model = TinyLlama(ModelConfig(**sizes), fusions)
+    if device.type != "meta":
+        generator = torch.Generator().manual_seed(args.seed)
+        # canonical names, so the order of the draws does not depend on what is fused
+        state = model.state_dict()
+        for name in sorted(state):
+            if "norm" not in name:
+                state[name] = torch.empty(state[name].shape).normal_(std=0.02, generator=generator)
+        model.load_state_dict(state)
+    return model
+
+
+def join_neighbours(groups: list[list[nn.Parameter]]) -> list[list[nn.Parameter]]:
+    """Join neighbouring groups while their float32 gradients take at most 16 MiB together.
+
+    Each group is an all-reduce, which has a fixed cost. But the first group, whose gradients come
+    last, has at most 8 MiB: no backward pass is left to hide its all-reduce.
+    """
+    joined, most = [groups[0]], 2**23
+    for group in groups[1:]:
+        if 4 * sum(p.numel() for p in (*joined[-1], *group)) <= most:
+            joined[-1] = joined[-1] + group
+        else:
+            joined, most = [*joined, group], 2**24
+    return joined
+
+
+# From PyTorch 2.10 on the gradient of a float32 parameter may have another type. One in float16
+# would not do: a gradient scaler refuses to unscale it.
+NARROW_GRADIENTS = hasattr(Tensor, "grad_dtype")
+
+
+def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
+    """Build AdamW over all parameters: one kernel, or a few launches of PyTorch's own."""
+    if args.fused_optimizer:
+        weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+        small = [p for p in model.parameters() if all(p is not weight for weight in weights)]
+        groups = [small, *([weight] for weight in weights)]
+        narrow = args.direct_gradients and NARROW_GRADIENTS and args.amp_dtype == "bfloat16"
+        if dist.is_initialized():
+            groups, narrow = join_neighbours(groups), False  # several GPUs sum in float32
+        return FusedAdamW(groups, args.learning_rate, model.side, narrow)
+    rate = args.learning_rate
+    if args.device == "cuda":  # a tensor, so that a captured step follows a scheduler
+        rate = torch.tensor(rate, device=next(model.parameters()).device)
+    return torch.optim.AdamW(model.parameters(), rate, fused=True, capturable=args.cuda_graph)
+
+
+# --- arguments of the model
+VERSION = 4
+FUSIONS = tuple(  # flag, attribute, help
+    (name.replace("_", "-"), name, hint.__metadata__[0])
+    for name, hint in get_type_hints(Fusions, include_extras=True).items()
+)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that only this model has."""
+    add = parser.add_argument_group("model").add_argument
+    for flag, low, default, letter, text in (
+        ("vocab-size", 2, None, "V", f"(default: {ModelConfig.vocab_size}; 256 with --text-file)"),
+        ("hidden-dim", 1, ModelConfig.hidden_dim, "D", "width of the residual stream"),
+        ("num-layers", 1, ModelConfig.num_layers, "L", "transformer layers"),
+        ("num-heads", 1, ModelConfig.num_heads, "H", "query heads"),
+        ("num-kv-heads", 1, None, "K", "key/value heads (default: half of the heads)"),
+        ("intermediate-dim", 1, None, "I", "width of the MLP (default: 4 x hidden)"),
+        ("seq-len", 2, ModelConfig.seq_len, "S", "tokens per sample"),
+        ("batch-size", 1, 8, "B", "samples per step"),
+    ):
+        text += "" if default is None else " (default: %(default)s)"
+        add(f"--{flag}", type=at_least(low), default=default, metavar=letter, help=text)
+    add = parser.add_argument_group("data").add_argument
+    add("--text-file", type=Path, metavar="FILE", help="train on the bytes of a real text")
+    add = parser.add_argument_group("kernels").add_argument
+    text = "other block sizes or warps, powers of two; a wrong name lists all; can be repeated"
+    add("--blocks", type=read_blocks, action="append", metavar="KERNEL:NAME=NUMBER,...", help=text)
+
+
+def without_effect(args: argparse.Namespace) -> dict[str, str]:
+    """Return the fusions without effect under these arguments, on or off, and why."""
+    idle = {}
+    if not args.triton_rms_norm:
+        idle["norm_from_output"] = "it changes triton-rms-norm, which is off"
+    if not args.use_amp:
+        idle["direct_gradients"] = "without --use-amp no gradient is cast"
+        idle.setdefault("norm_from_output", "without --use-amp GEMMs take float32, too")
+    if not args.fused_optimizer:
+        idle["overlap"] = "it needs fused-optimizer, which takes gradients from other streams"
+    elif not args.cuda_graph:
+        idle["overlap"] = "it needs a graph, and this run has none"
+    return idle
+
+
+@cache
+def note_interpreter() -> None:
+    """Say once per process, which may train many times, that kernels are interpreted."""
+    say("note", "kernels run on the CPU in Triton's interpreter, right but slow: use small sizes")
+
+
+def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Fill in defaults that depend on other arguments; refuse sizes that do not fit together."""
+    args.num_kv_heads = args.num_kv_heads or max(1, args.num_heads // 2)
+    args.intermediate_dim = args.intermediate_dim or 4 * args.hidden_dim
+    must = "must be divisible by"
+    if args.hidden_dim % (2 * args.num_heads):  # pairs of channels are rotated
+        parser.error(f"--hidden-dim {args.hidden_dim} {must} 2 x --num-heads {args.num_heads}")
+    if args.num_heads % args.num_kv_heads:
+        parser.error(f"--num-heads {args.num_heads} {must} --num-kv-heads {args.num_kv_heads}")
+    if args.text_file and args.vocab_size not in (None, 256):
+        parser.error(f"--vocab-size {args.vocab_size} does not fit the bytes of --text-file")
+    args.vocab_size = args.vocab_size or (256 if args.text_file else ModelConfig.vocab_size)
+    if args.text_file:
+        read_text(args.text_file, args.seq_len)
+    if (channels := args.hidden_dim // args.num_heads) not in (16, 32, 64, 128):
+        reason = f"its kernels take 16, 32, 64 or 128 channels per head, not {channels}"
+        leave_to_pytorch(args, {"triton_attention": reason})
+    if args.torch_compile:
+        why = "a compiler does not see what V4 launches"
+        parser.error(f"--enable-torch-compile: {why}; tiny_llama_v3.py can be compiled")
+    args.blocks = " ".join(args.blocks or ()) or ModelConfig.blocks
+    kernels = ("fused_optimizer", *(name for _, name, _ in FUSIONS if name.startswith("triton")))
+    if any(getattr(args, name) for name in kernels):
+        if INTERPRETED:
+            note_interpreter()
+        elif args.device == "cpu" or not torch.cuda.is_available():
+            remedy = "set TRITON_INTERPRET=1, or --disable-all-fusion"
+            fail(f"on a CPU the kernels need Triton's interpreter: {remedy}", 4)
+
+
+# --- data
+# Copied from common/data_llama.py by tools/sync_common.py: edit it there.
+CONTROL = {*range(9), *range(14, 26), *range(28, 32)}  # bytes that no text has
+
+
+class TextBatches:
+    """Random windows of a text in host memory: {"input_ids": [B, S], "labels": [B, S]}."""
+
+    def __init__(self, text: np.ndarray, args: argparse.Namespace, device: torch.device, seed: int):
+        self.windows = np.lib.stride_tricks.sliding_window_view(text, args.seq_len)
+        self.batch_size = args.batch_size
+        self.device = device
+        self.generator = torch.Generator().manual_seed(seed)
+        self.source: dict = {}  # nothing to report
+
+    def next_batch(self) -> dict[str, Tensor]:
+        starts = torch.randint(len(self.windows), (self.batch_size,), generator=self.generator)
+        # By NumPy in one thread: PyTorch takes one per core, and on a busy host one is late.
+        tokens = torch.from_numpy(self.windows[starts.numpy()]).to(self.device)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def markov_text(vocab_size: int, length: int, seed: int) -> np.ndarray:
+    """Make synthetic text [length] from a fixed order-2 Markov chain.
+
+    The two previous tokens, each taken modulo 8, choose one of 64 contexts; a context has 16
+    possible successors with probabilities 1/2, 1/4, 1/8, ..., an entropy of 1.39 nats.
+    """
+    successors = np.random.default_rng(0).integers(vocab_size, size=(64, 16))  # for every seed
+    rng = np.random.default_rng(seed)
+    streams = 256  # written side by side, as a chain can only be sampled token after token
+    steps = -(-length // streams)
+    choices = np.minimum(rng.geometric(0.5, size=(steps, streams)) - 1, 15)
+    text = np.empty((steps, streams), dtype=np.int64)
+    before, last = rng.integers(vocab_size, size=(2, streams))
+    for step in range(steps):
+        before, last = last, successors[before % 8 * 8 + last % 8, choices[step]]
+        text[step] = last
+    return text.T.reshape(-1)[:length]
+
+
+def read_text(path: Path, seq_len: int) -> np.ndarray:
+    """Read the bytes of a text file as tokens [length]."""
+    if path.exists() and not path.is_file():  # a pipe can be read only once, /dev/zero has no end
+        fail(f"--text-file {path}: {'a folder' if path.is_dir() else 'not a regular file'}")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        fail(f"--text-file {path}: {error.strerror}")
+    if CONTROL & set(content):
+        like = "token ids (nanoGPT's train.bin), an archive or UTF-16"
+        fail(f"--text-file {path}: it looks like {like}; give plain text (ASCII or UTF-8)")
+    if len(content) < seq_len:
+        fail(f"--text-file {path}: {len(content)} bytes are fewer than --seq-len {seq_len}")
+    return np.frombuffer(content, dtype=np.uint8).astype(np.int64)
+
+
+def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> TextBatches:
+    """Make the source of training batches: the bytes of --text-file, or synthetic text."""
+    if args.text_file:
+        text = read_text(args.text_file, args.seq_len)
+    else:
+        text = markov_text(args.vocab_size, length=max(1_000_000, 4 * args.seq_len), seed=seed)
+    return TextBatches(text, args, device, seed)
+
+
+# --- end of data
 
 
 # --- streams
@@ -1167,6 +1420,7 @@ def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
     return first.detach().as_strided((size - -last.numel() % 64,), (1,)) if one else None
 
 
+@block_sizes({"BLOCK": 1024, "PROGRAMS": 1024})
 @triton.jit
 def adamw_kernel(
     WEIGHTS, GRADS, AVERAGES, SQUARES, POWER1, POWER2, LR, SCALE, FOUND_INF, size,
@@ -1361,386 +1615,109 @@ class FusedAdamW(torch.optim.Optimizer):
 # --- end of optimizer
 
 
-# --- model
-
-
-def gemm_dtype(x: Tensor) -> torch.dtype:
-    """Return the type in which a matrix product takes x: that of autocast, or its own."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
-class RMSNorm(nn.Module):
-    """Root mean square norm, `x / rms(x) * weight` over the last dimension, computed in float32."""
-
-    def __init__(self, dim: int, eps: float, fusions: Fusions):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps, self.fusions = eps, fusions
-
-    def forward(self, x: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return x + update [..., D] normalised, in the type of the next GEMM, and the sum."""
-        if self.fusions.triton_rms_norm:
-            settings = self.eps, gemm_dtype(x), self.fusions.norm_from_output
-            return AddRMSNorm.apply(x, update, self.weight, *settings)
-        x = x if update is None else x + update
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype), x
-
-
-class Linear(nn.Linear):
-    """A projection without bias."""
-
-    def __init__(self, inputs: int, outputs: int, fusions: Fusions):
-        super().__init__(inputs, outputs, bias=False)
-        self.fusions = fusions
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x [..., inputs] to [..., outputs]."""
-        return linear(x, self.weight, self.fusions)
-
-
-class RotaryEmbedding(nn.Module):
-    """Rotary position embedding: channel i is rotated with channel i + head_dim / 2."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        half = config.hidden_dim // config.num_heads // 2
-        frequency = config.rope_theta ** (-torch.arange(half) / half)
-        positions = triton.cdiv(config.seq_len, 8) * 8  # as many as the model makes of them
-        angle = torch.outer(torch.arange(positions), frequency)
-        angle = angle.repeat(1, 2)[:, None]  # [S, 1, head_dim]
-        self.register_buffer("cos", angle.cos(), persistent=False)
-        self.register_buffer("sin", angle.sin(), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Rotate x [B, S, heads, head_dim] by its position along S."""
-        cos, sin = self.cos[: x.shape[1]].to(x.dtype), self.sin[: x.shape[1]].to(x.dtype)
-        first, second = x.chunk(2, dim=-1)
-        return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-
-def keep_separate_names(parent: nn.Module, fused: str, parts: dict[str, int]) -> None:
-    """Have state_dict save and load `parent.<fused>.weight` under the names of its parts.
-
-    `parts` maps the name of each projection to its number of rows, in their order.
-    """
-
-    def split(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: dict) -> None:
-        weights = state.pop(f"{prefix}{fused}.weight").split(list(parts.values()))
-        for part, weight in zip(parts, weights, strict=True):
-            state[f"{prefix}{part}.weight"] = weight
-
-    def merge(module: nn.Module, state: dict[str, Tensor], prefix: str, *unused) -> None:
-        names = [f"{prefix}{part}.weight" for part in parts]
-        if all(name in state for name in names):  # else load_state_dict reports what is missing
-            state[f"{prefix}{fused}.weight"] = torch.cat([state.pop(name) for name in names])
-
-    parent.register_state_dict_post_hook(split)
-    parent.register_load_state_dict_pre_hook(merge)
-
-
-class Attention(nn.Module):
-    """Causal self-attention with grouped key/value heads."""
-
-    def __init__(self, config: ModelConfig, fusions: Fusions):
-        super().__init__()
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.head_dim = config.hidden_dim // config.num_heads
-        kv_dim = self.num_kv_heads * self.head_dim
-        self.fusions = fusions
-        if fusions.triton_attention:
-            parts = {"q_proj": config.hidden_dim, "k_proj": kv_dim, "v_proj": kv_dim}
-            self.qkv_proj = Linear(config.hidden_dim, sum(parts.values()), fusions)
-            keep_separate_names(self, "qkv_proj", parts)
-        else:
-            self.q_proj = Linear(config.hidden_dim, config.hidden_dim, fusions)
-            self.k_proj = Linear(config.hidden_dim, kv_dim, fusions)
-            self.v_proj = Linear(config.hidden_dim, kv_dim, fusions)
-        self.o_proj = Linear(config.hidden_dim, config.hidden_dim, fusions)
-        self.rotary = RotaryEmbedding(config)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x [B, S, D] to [B, S, D]."""
-        batch, seq, _ = x.shape
-        if self.fusions.triton_attention:
-            qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
-            angles = self.rotary.cos, self.rotary.sin
-            return self.o_proj(CausalAttention.apply(qkv, self.num_heads, *angles).flatten(2))
-        q = self.rotary(self.q_proj(x).view(batch, seq, self.num_heads, self.head_dim))
-        k = self.rotary(self.k_proj(x).view(batch, seq, self.num_kv_heads, self.head_dim))
-        v = self.v_proj(x).view(batch, seq, self.num_kv_heads, self.head_dim)
-        group = self.num_heads // self.num_kv_heads  # query heads that share a key/value head
-        k, v = (t.repeat_interleave(group, 2) for t in (k, v))
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(out.transpose(1, 2).reshape(batch, seq, -1))
-
-
-class SwiGLU(nn.Module):
-    """Gated MLP, `down(silu(gate(x)) * up(x))`."""
-
-    def __init__(self, config: ModelConfig, fusions: Fusions):
-        super().__init__()
-        self.fusions = fusions
-        if fusions.triton_swiglu:
-            parts = {"gate_proj": config.intermediate_dim, "up_proj": config.intermediate_dim}
-            self.gate_up_proj = Linear(config.hidden_dim, sum(parts.values()), fusions)
-            keep_separate_names(self, "gate_up_proj", parts)
-        else:
-            self.gate_proj = Linear(config.hidden_dim, config.intermediate_dim, fusions)
-            self.up_proj = Linear(config.hidden_dim, config.intermediate_dim, fusions)
-        self.down_proj = Linear(config.intermediate_dim, config.hidden_dim, fusions)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x [B, S, D] to [B, S, D]."""
-        if self.fusions.triton_swiglu:
-            return self.down_proj(SwiGLUActivation.apply(self.gate_up_proj(x)))
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP, each added to the residual stream."""
-
-    def __init__(self, config: ModelConfig, fusions: Fusions):
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
-        self.self_attn = Attention(config, fusions)
-        self.post_attention_layernorm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
-        self.mlp = SwiGLU(config, fusions)
-
-    def forward(self, x: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Take and return the residual stream and an update not yet added to it, both [B, S, D]."""
-        normed, x = self.input_layernorm(x, update)
-        normed, x = self.post_attention_layernorm(x, self.self_attn(normed))
-        return x, self.mlp(normed)
-
-
-class TinyLlama(nn.Module):
-    """Llama (Touvron et al. 2023), both embeddings tied, parameters named as by Hugging Face."""
-
-    TARGETS = ("labels",)
-
-    def __init__(self, config: ModelConfig, fusions: Fusions):
-        super().__init__()
-        self.config, self.fusions, self.side = config, fusions, SideStreams()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_dim)
-        self.layers = nn.ModuleList(DecoderLayer(config, fusions) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
-
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Map input_ids [B, S] to logits [B, S, V], with labels, the same tokens, to the loss.
-
-        Raises ValueError if there is no token, or more than the model's seq_len.
-        """
-        (batch, seq), longest = input_ids.shape, self.config.seq_len
-        if not (batch and 0 < seq <= longest):
-            raise ValueError(f"{batch} sequences of {seq} tokens: the model takes 1 to {longest}")
-        if seq % 8 and self.fusions.triton_attention:
-            # GEMMs are slow at odd numbers of tokens. No token sees those that are added behind it.
-            input_ids = F.pad(input_ids, (0, -seq % 8))
-            labels = None if labels is None else F.pad(labels, (0, -seq % 8), value=-100)
-        weight, vocab = self.embed_tokens.weight, self.config.vocab_size
-        trains = weight.requires_grad and torch.is_grad_enabled()
-        self.side.begin_step(self.fusions.overlap and self.fusions.fused_optimizer and trains)
-        x, update = self.embed_tokens(input_ids), None
-        if (
-            self.side.active
-        ):  # the embedding's gradient is made on the main stream, after all others
-            x.register_hook(self.side.join)
-        dtype = gemm_dtype(x) if self.fusions.own_projection else x.dtype
-        for layer in self.layers:
-            with cast_weights(layer.parameters(), dtype, self.side):
-                x, update = layer(x, update)
-        # The embedding has the same weight, to whose gradient autograd adds its own.
-        multiple = 8 if self.fusions.triton_cross_entropy else 1  # rows at odd addresses are slow
-        with cast_weights([weight], dtype, self.side):
-            logits = linear(self.norm(x, update)[0], weight, self.fusions, multiple)
-        if labels is None:
-            return logits[:, :seq, :vocab]
-        if self.fusions.triton_cross_entropy:
-            return NextTokenLoss.apply(logits, labels, vocab)
-        following = F.pad(labels[:, 1:], (0, 1), value=-100)  # -100 is ignored
-        return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
-
-
-def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
-    """Build the model: a seed gives the same weights in every version and fusion setting."""
-    sizes = {n: v for n, v in vars(args).items() if n in ModelConfig.__dataclass_fields__}
-    fusions = Fusions(**{attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS})
-    with device:
-        model = TinyLlama(ModelConfig(**sizes), fusions)
-    if device.type != "meta":
-        generator = torch.Generator().manual_seed(args.seed)
-        # canonical names, so the order of the draws does not depend on what is fused
-        state = model.state_dict()
-        for name in sorted(state):
-            if "norm" not in name:
-                state[name] = torch.empty(state[name].shape).normal_(std=0.02, generator=generator)
-        model.load_state_dict(state)
-    return model
-
-
-def join_neighbours(groups: list[list[nn.Parameter]]) -> list[list[nn.Parameter]]:
-    """Join neighbouring groups while their float32 gradients take at most 16 MiB together.
-
-    Each group is an all-reduce, which has a fixed cost. But the first group, whose gradients come
-    last, has at most 8 MiB: no backward pass is left to hide its all-reduce.
-    """
-    joined, most = [groups[0]], 2**23
-    for group in groups[1:]:
-        if 4 * sum(p.numel() for p in (*joined[-1], *group)) <= most:
-            joined[-1] = joined[-1] + group
-        else:
-            joined, most = [*joined, group], 2**24
-    return joined
-
-
-# From PyTorch 2.10 on the gradient of a float32 parameter may have another type. One in float16
-# would not do: a gradient scaler refuses to unscale it.
-NARROW_GRADIENTS = hasattr(Tensor, "grad_dtype")
-
-
-def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
-    """Build AdamW over all parameters: one kernel, or a few launches of PyTorch's own."""
-    if args.fused_optimizer:
-        weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
-        small = [p for p in model.parameters() if all(p is not weight for weight in weights)]
-        groups = [small, *([weight] for weight in weights)]
-        narrow = args.direct_gradients and NARROW_GRADIENTS and args.amp_dtype == "bfloat16"
-        if dist.is_initialized():
-            groups, narrow = join_neighbours(groups), False  # several GPUs sum in float32
-        return FusedAdamW(groups, args.learning_rate, model.side, narrow)
-    rate = args.learning_rate
-    if args.device == "cuda":  # a tensor, so that a captured step follows a scheduler
-        rate = torch.tensor(rate, device=next(model.parameters()).device)
-    return torch.optim.AdamW(model.parameters(), rate, fused=True, capturable=args.cuda_graph)
-
-
-# --- data
-# Copied from common/data_llama.py by tools/sync_common.py: edit it there.
-CONTROL = {*range(9), *range(14, 26), *range(28, 32)}  # bytes that no text has
-
-
-class TextBatches:
-    """Random windows of a token stream in host memory: {"input_ids": [B, S], "labels": [B, S]}."""
-
-    def __init__(
-        self, stream: np.ndarray, args: argparse.Namespace, device: torch.device, seed: int
-    ):  # fmt: skip
-        self.windows = np.lib.stride_tricks.sliding_window_view(stream, args.seq_len)
-        self.batch_size, self.device = args.batch_size, device
-        self.generator = torch.Generator().manual_seed(seed)
-        self.source: dict = {}  # nothing to report
-
-    def next_batch(self) -> dict[str, Tensor]:
-        starts = torch.randint(len(self.windows), (self.batch_size,), generator=self.generator)
-        # By NumPy, in one thread: from 3000 tokens on PyTorch takes a thread per core, and on a
-        # busy host one is late.
-        tokens = torch.from_numpy(self.windows[starts.numpy()]).to(self.device)
-        return {"input_ids": tokens, "labels": tokens}
-
-
-def markov_text(vocab_size: int, length: int, seed: int) -> np.ndarray:
-    """Make synthetic text [length] from a fixed order-2 Markov chain.
-
-    The two previous tokens, each taken modulo 8, choose one of 64 contexts; a context has 16
-    possible successors with probabilities 1/2, 1/4, 1/8, ..., an entropy of 1.39 nats.
-    """
-    chain = np.random.default_rng(0)  # the language is the same for every seed, the text is not
-    successors = chain.integers(vocab_size, size=(64, 16))
-    rng = np.random.default_rng(seed)
-    streams = 256  # written side by side, as a chain can only be sampled token after token
-    steps = -(-length // streams)
-    choices = np.minimum(rng.geometric(0.5, size=(steps, streams)) - 1, 15)
-    text = np.empty((steps, streams), dtype=np.int64)
-    before, last = rng.integers(vocab_size, size=(2, streams))
-    for step in range(steps):
-        before, last = last, successors[before % 8 * 8 + last % 8, choices[step]]
-        text[step] = last
-    return text.T.reshape(-1)[:length]
-
-
-def read_text(path: Path, seq_len: int) -> np.ndarray:
-    """Read the bytes of a text file as tokens [length]."""
-    if path.exists() and not path.is_file():  # a pipe can be read only once, /dev/zero has no end
-        fail(f"--text-file {path}: {'a folder' if path.is_dir() else 'not a regular file'}")
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        fail(f"--text-file {path}: {error.strerror}")
-    if CONTROL & set(content):
-        like = "token ids (nanoGPT's train.bin), an archive or UTF-16"
-        fail(f"--text-file {path}: it looks like {like}; give plain text (ASCII or UTF-8)")
-    if len(content) < seq_len:
-        fail(f"--text-file {path}: {len(content)} bytes are fewer than --seq-len {seq_len}")
-    return np.frombuffer(content, dtype=np.uint8).astype(np.int64)
-
-
-def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> TextBatches:
-    """Make the source of training batches: the bytes of --text-file, or synthetic text."""
-    if args.text_file:
-        stream = read_text(args.text_file, args.seq_len)
-    else:
-        stream = markov_text(args.vocab_size, length=max(1_000_000, 4 * args.seq_len), seed=seed)
-    return TextBatches(stream, args, device, seed)
-
-
-# --- end of data
-
-# --- checks of the model's arguments
-
-
-def without_effect(args: argparse.Namespace) -> dict[str, str]:
-    """Return the fusions without effect under these arguments, on or off, and why."""
-    idle = {}
-    if not args.triton_rms_norm:
-        idle["norm_from_output"] = "it changes triton-rms-norm, which is off"
-    if not args.use_amp:
-        idle["direct_gradients"] = "without --use-amp no gradient is cast"
-        idle.setdefault("norm_from_output", "without --use-amp GEMMs take float32, too")
-    if not args.fused_optimizer:
-        idle["overlap"] = "it needs fused-optimizer, which takes gradients from other streams"
-    elif not args.cuda_graph:
-        idle["overlap"] = "it needs a graph, and this run has none"
-    return idle
+def wrap_triton(kernel: Callable) -> Callable:
+    """Return what launches a kernel by `[grid](TENSOR, ..., NAME=value, ...)`: on a GPU itself."""
+    return Interpreted(kernel) if INTERPRETED else kernel
+
+
+# --- launch
+# Copied from common/launch.py by tools/sync_common.py: edit it there.
+def read_blocks(text: str) -> str:
+    """Check "kernel:NAME=number,..." of --blocks, and return it (an argparse type)."""
+    wrong = argparse.ArgumentTypeError
+    kernel, _, settings = text.partition(":")
+    if kernel not in BLOCKS:
+        raise wrong(f"no kernel {kernel!r}; there are {', '.join(BLOCKS)}")
+    names = {"num_warps": 4, "num_stages": 3, **BLOCKS[kernel]["any"]}
+    for name, _, value in (pair.partition("=") for pair in settings.split(",")):
+        if name not in names:
+            raise wrong(f"{kernel} has no {name!r}; it has {', '.join(names)}")
+        low = 16 if name.startswith("BLOCK") else 1
+        if not value.isdecimal() or int(value).bit_count() != 1 or int(value) < low:
+            raise wrong(f"{kernel}: {name}={value} is not a power of two from {low}")
+    return text
+
+
+def use_settings(args: argparse.Namespace) -> None:
+    """Apply this run's process-wide settings: the block sizes of --blocks, of each the last one."""
+    OVERRIDES.clear()
+    for part in args.blocks.split():
+        kernel, _, settings = part.partition(":")
+        for name, value in re.findall(r"(\w+)=(\d+)", settings):
+            OVERRIDES.setdefault(kernel, {})[name] = int(value)
+
+
+def blocks(kernel: str, dtype: torch.dtype | None = None) -> Sizes:
+    """Return block sizes and warps of a kernel that multiplies matrices of this type."""
+    holds = {BACKEND, dot_precision(dtype), str(dtype).removeprefix("torch."), "any"}
+    cases = BLOCKS[kernel]  # in the order of block_sizes: the first applies whose words all hold
+    special = next(sizes for case, sizes in cases.items() if holds.issuperset(case.split("_")))
+    chosen = {"num_warps": 4, **cases["any"], **special}
+    if INTERPRETED and "TILE" in chosen:
+        chosen["TILE"] = 1 << 16  # its time goes by programs, not by elements
+    return chosen | OVERRIDES.get(kernel, {})
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """Return how Triton multiplies float32 matrices; TF32 exists on NVIDIA's GPUs only."""
+    if BACKEND != "cuda" or dtype != torch.float32:
+        return "ieee"
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 @cache
-def note_interpreter() -> None:
-    """Say once per process, which may train many times, that kernels are interpreted."""
-    text = "the kernels run on the CPU in Triton's interpreter, right but slow: use small sizes"
-    say("note", text)
+class Interpreted:
+    """Launches a kernel in Triton's interpreter, as an operator that counters and profilers see."""
+
+    def __init__(self, kernel: Callable):
+        self.kernel = kernel
+        name = f"{NAMESPACE}::{kernel.__name__}"
+        schema = "(int[] grid, Dict(str, Any) named) -> ()"
+        self.launch = torch.library.custom_op(name, self.interpret, mutates_args=(), schema=schema)
+        self.launch.register_fake(lambda grid, named: None)  # torch.compile asks for shapes
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+        """Return what launches the kernel on this grid by `(TENSOR, ..., NAME=value, ...)`."""
+        names = self.kernel.arg_names
+        return lambda *args, **more: self.launch(grid, dict(zip(names, args, strict=False), **more))
+
+    def interpret(self, grid: list[int], named: dict) -> None:
+        # float32 copies, as the interpreter silently multiplies bfloat16 as integers
+        narrow = [v for v in named.values() if getattr(v, "dtype", None) == torch.bfloat16]
+        wide = {id(t): torch.empty_strided(t.shape, t.stride()).copy_(t) for t in narrow}
+        self.kernel[tuple(grid)](**{name: wide.get(id(v), v) for name, v in named.items()})
+        for tensor in narrow:
+            tensor.data.copy_(wide[id(tensor)])  # unseen by autograd, which inputs belong to
 
 
-def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Fill in defaults that depend on other arguments; refuse sizes that do not fit together."""
-    args.num_kv_heads = args.num_kv_heads or max(1, args.num_heads // 2)
-    args.intermediate_dim = args.intermediate_dim or 4 * args.hidden_dim
-    must = "must be divisible by"
-    if args.hidden_dim % (2 * args.num_heads):  # pairs of channels are rotated
-        parser.error(f"--hidden-dim {args.hidden_dim} {must} 2 x --num-heads {args.num_heads}")
-    if args.num_heads % args.num_kv_heads:
-        parser.error(f"--num-heads {args.num_heads} {must} --num-kv-heads {args.num_kv_heads}")
-    if args.text_file and args.vocab_size not in (None, 256):
-        parser.error(f"--vocab-size {args.vocab_size} does not fit the bytes of --text-file")
-    args.vocab_size = args.vocab_size or (256 if args.text_file else ModelConfig.vocab_size)
-    if args.text_file:
-        read_text(args.text_file, args.seq_len)
-    if (channels := args.hidden_dim // args.num_heads) not in (16, 32, 64, 128):
-        reason = f"its kernels take 16, 32, 64 or 128 channels per head, not {channels}"
-        leave_to_pytorch(args, {"triton_attention": reason})
-    if args.torch_compile:
-        why = "a compiler does not see what V4 launches"
-        parser.error(f"--enable-torch-compile: {why}; tiny_llama_v3.py can be compiled")
-    args.blocks = " ".join(args.blocks or ()) or ModelConfig.blocks
-    if any(getattr(args, name) for name in TRITON_FUSIONS):
-        if INTERPRETED:
-            note_interpreter()
-        elif args.device == "cpu" or not torch.cuda.is_available():
-            remedy = "set TRITON_INTERPRET=1, or --disable-all-fusion"
-            fail(f"on a CPU the kernels need Triton's interpreter: {remedy}", 4)
+def row_launch(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, Sizes]:
+    """Return how many rows x [..., C] has, how many programs share them, and their block sizes."""
+    dim = x.shape[-1]
+    rows = x.numel() // dim
+    chosen = blocks(kernel)
+    tile = chosen.pop("TILE")
+    width = triton.next_power_of_2(dim)
+    if width > tile and whole:  # the row is one block with more warps
+        chosen["num_warps"] = min(16, chosen["num_warps"] * (width // tile))
+    elif width > tile:  # the row is several blocks
+        width = tile
+    tile_rows = max(1, tile // width)
+    programs = triton.cdiv(rows, tile_rows)
+    if "PROGRAMS" in chosen:
+        most = max(chosen["PROGRAMS"], triton.cdiv(programs, 16))
+        programs = chosen["PROGRAMS"] = min(programs, most)
+    return rows, programs, {"C": dim, "BLOCK_C": width, "ROWS": tile_rows, **chosen}
+
+
+def leave_to_pytorch(args: argparse.Namespace, reasons: dict[str, str]) -> None:
+    """Turn off the fusions that these reasons are about, each with one line."""
+    for flag, name, _ in FUSIONS:
+        if name in reasons and getattr(args, name):
+            setattr(args, name, False)
+            say("note", f"{flag} is off, PyTorch's own operations run: {reasons[name]}")
+
+
+# --- end of launch
 
 
 # --- core

@@ -2,11 +2,9 @@
 def operator(function: Callable, changes: tuple[str, ...] = ()) -> Callable:
     """Make a function that launches kernels an operator; torch.compile sees the kernels in it.
 
-    It allocates its results, or writes into those of its arguments that `changes` names and
-    returns nothing.
+    It allocates its results, or writes into its arguments `changes` and returns nothing.
     """
-    script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # a copy of any name
-    name = f"{script}::{function.__name__}"
+    name = f"{NAMESPACE}::{function.__name__}"
     if not INTERPRETED:
         return triton_op(name, function, mutates_args=changes)
     opaque = torch.library.custom_op(name, function, mutates_args=changes)

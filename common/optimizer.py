@@ -14,6 +14,7 @@ def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
     return first.detach().as_strided((size - -last.numel() % 64,), (1,)) if one else None
 
 
+@block_sizes({"BLOCK": 1024, "PROGRAMS": 1024})
 @triton.jit
 def adamw_kernel(
     WEIGHTS, GRADS, AVERAGES, SQUARES, POWER1, POWER2, LR, SCALE, FOUND_INF, size,

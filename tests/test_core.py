@@ -113,13 +113,37 @@ def test_sync_tool_names_the_script_that_differs_and_repairs_it(tmp_path: Path):
     assert (sync(tmp_path).returncode, path.read_text()) == (0, original)
 
 
+# Order
+
+
+@pytest.mark.parametrize(
+    ("script", "word", "most"),
+    [
+        ("tiny_llama_v1", "(nn.Module)", 75),
+        ("tiny_llama_v2", "(nn.Module)", 75),
+        ("tiny_llama_v3", "_kernel(", 150),
+        ("tiny_llama_v4", "_kernel(", 150),
+    ],
+)
+def test_a_reader_soon_meets_the_operations_in_the_order_of_v1(script: str, word: str, most: int):
+    lines = (ROOT / f"{script}.py").read_text().splitlines()
+    definitions = [n for n, line in enumerate(lines, 1) if re.match(r"(class|def) ", line)]
+    assert next(n for n in definitions if word in lines[n - 1]) <= most
+    own, first = (
+        re.findall(r"(?m)^# --- ([\w ]+)", (ROOT / f"{name}.py").read_text())
+        for name in (script, "tiny_llama_v1")
+    )
+    assert len(first) > 10
+    assert [section for section in own if section in first] == first
+
+
 # Kernels
 
 CHANGED = {  # of V3's kernels in V4
     "llama": {
-        *("rms_norm_backward_kernel", "attention_backward_queries_kernel"),
-        *("attention_backward_keys_kernel", "cross_entropy_forward_kernel"),
-        "cross_entropy_backward_kernel",
+        *("rms_norm_forward_kernel", "rms_norm_backward_kernel"),
+        *("attention_backward_queries_kernel", "attention_backward_keys_kernel"),
+        *("cross_entropy_forward_kernel", "cross_entropy_backward_kernel"),
     },
     "openfold": {"triangle_output_kernel", "triangle_project_backward_kernel"},
 }
@@ -141,10 +165,10 @@ def test_kernels_of_v3_stay_to_the_byte_in_v4(model: str):
 
 
 @pytest.mark.parametrize("script", TRITON)
-def test_every_kernel_has_blocks_and_no_line_of_them_another_name(script: str):
+def test_every_kernel_has_block_sizes_and_each_case_the_same_names(script: str):
     module = load(script)
     names = {name.removesuffix("_kernel") for name in vars(module) if name.endswith("_kernel")}
-    assert names == {name for name in module.BLOCKS if " " not in name}
-    for line, settings in module.BLOCKS.items():
-        whole = module.BLOCKS[line.partition(" ")[0]]
-        assert settings.keys() <= {*whole, "num_warps", "num_stages"}, line
+    assert names == module.BLOCKS.keys()
+    for kernel, cases in module.BLOCKS.items():
+        for case, sizes in cases.items():
+            assert sizes.keys() <= {*cases["any"], "num_warps", "num_stages"}, (kernel, case)
