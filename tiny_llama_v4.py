@@ -67,7 +67,6 @@ except ImportError as error:
 # --- configuration
 
 VERSION = 4
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the kernels run on the CPU, in Python
 
 
 @dataclass(frozen=True)
@@ -142,158 +141,35 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 #
 # In kernels, pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas.
 
+# --- blocks
+# Copied from common/blocks.py by tools/sync_common.py: edit it there.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the kernels run on the CPU, in Python
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
-# Block sizes, warps (4 if not here) and stages of each kernel, which --blocks replaces. The first
-# line of a kernel is for 16 bits on NVIDIA's GPUs; others say what differs in float32 or on AMD's
-# GPUs. TILE: elements of a block of rows. PROGRAMS share the rows, more of them where each would
-# have more than 16 blocks.
-BLOCKS: dict[str, dict[str, int]] = {
-    "sum_parts": {"TILE": 4096, "ROWS": 512, "num_warps": 8},
-    "rms_norm_forward": {"TILE": 2048, "num_warps": 2},
-    "rms_norm_backward": {"TILE": 1024, "PROGRAMS": 1056, "num_warps": 2},
-    "rotary": {"TILE": 2048},
-    "swiglu_forward": {"TILE": 4096, "num_warps": 8},
-    "swiglu_backward": {"TILE": 4096, "num_warps": 8},
-    # three TF32 products need more registers, hence smaller blocks in float32
-    "attention_forward": {"BLOCK_M": 64, "BLOCK_N": 64},
-    "attention_forward float32": {"BLOCK_N": 32, "num_stages": 2},
-    "attention_forward hip": {"num_stages": 1},
-    "attention_forward hip float32": {"BLOCK_N": 32, "num_stages": 1},
-    "attention_backward_queries": {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 2},
-    "attention_backward_queries float32": {"BLOCK_N": 32},
-    "attention_backward_queries hip": {"BLOCK_N": 32, "num_stages": 1},
-    "attention_backward_keys": {"BLOCK_M": 64, "BLOCK_N": 64},
-    "attention_backward_keys float32": {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1},
-    "attention_backward_keys hip": {"BLOCK_M": 16, "num_stages": 1},
-    "cross_entropy_forward": {"TILE": 4096},
-    "cross_entropy_backward": {"TILE": 4096},
-    "adamw": {"BLOCK": 1024, "PROGRAMS": 1024},
-}
-# --- launch
-# Copied from common/launch.py by tools/sync_common.py: edit it there.
-OVERRIDES: dict[str, dict[str, int]] = {}  # what --blocks replaces, for this run
+Sizes = dict[str, int]
+BLOCKS: dict[str, dict[str, Sizes]] = {}  # the sizes of each kernel in each case
 
 
-def read_blocks(text: str) -> str:
-    """Check "kernel:NAME=number,..." of --blocks, and return it (an argparse type)."""
-    wrong, (kernel, _, settings) = argparse.ArgumentTypeError, text.partition(":")
-    kernels = [name for name in BLOCKS if " " not in name]
-    if kernel not in kernels:
-        raise wrong(f"no kernel {kernel!r}; there are {', '.join(kernels)}")
-    names = {"num_warps": 4, "num_stages": 3, **BLOCKS[kernel]}
-    for name, _, value in (pair.partition("=") for pair in settings.split(",")):
-        if name not in names:
-            raise wrong(f"{kernel} has no {name!r}; it has {', '.join(names)}")
-        low = 16 if name.startswith("BLOCK") else 1
-        if not value.isdecimal() or int(value).bit_count() != 1 or int(value) < low:
-            raise wrong(f"{kernel}: {name}={value} is not a power of two from {low}")
-    return text
+def block_sizes(
+    sizes: Sizes, *, hip_float32: Sizes | None = None, hip: Sizes | None = None,
+    tf32: Sizes | None = None, float32: Sizes | None = None,
+) -> Callable[[Callable], Callable]:  # fmt: skip
+    """Give the kernel below its block sizes, warps (4 if not here) and stages.
 
-
-def use_settings(args: argparse.Namespace) -> None:
-    """Apply this run's process-wide settings: the block sizes of --blocks, of each the last one."""
-    OVERRIDES.clear()
-    for part in args.blocks.split() if args.blocks != ModelConfig.blocks else ():
-        kernel, _, settings = part.partition(":")
-        pairs = (pair.split("=") for pair in settings.split(","))
-        OVERRIDES.setdefault(kernel, {}).update((name, int(value)) for name, value in pairs)
-
-
-def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
-    """Return block sizes and warps of a kernel that multiplies matrices of this type."""
-    precisions = [" float32", ""] if dtype == torch.float32 else [""]
-    if dot_precision(dtype) == "tf32":
-        precisions = [" TF32", *precisions]
-    lines = [f"{kernel}{on}{precision}" for on in (f" {BACKEND}", "") for precision in precisions]
-    special = next(BLOCKS[line] for line in lines if line in BLOCKS)
-    chosen = {"num_warps": 4, **BLOCKS[kernel], **special}
-    if INTERPRETED and "TILE" in chosen:
-        chosen["TILE"] = 1 << 16  # its time goes by programs, not by elements
-    return chosen | OVERRIDES.get(kernel, {})
-
-
-def dot_precision(dtype: torch.dtype) -> str:
-    """Return how Triton multiplies float32 matrices; TF32 exists on NVIDIA's GPUs only."""
-    if BACKEND != "cuda" or dtype != torch.float32:
-        return "ieee"
-    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-
-
-class Interpreted:
-    """Launch a kernel in Triton's interpreter by `[grid](TENSOR, ..., NAME=value, ...)`.
-
-    A launch is an operator of the kernel's name, which counters and profilers see; PyTorch's
-    wrap_triton takes compiled kernels only. Nothing runs for FakeTensors, with which torch.compile
-    asks for shapes.
+    `sizes` are for 16 bits on NVIDIA's GPUs. The first of the other cases that applies says what
+    differs. TILE: elements of a block of rows. PROGRAMS share the rows, more of them where each
+    would have more than 16 blocks. --blocks replaces any of these.
     """
+    cases = {"hip_float32": hip_float32, "hip": hip, "tf32": tf32, "float32": float32, "any": sizes}
 
-    def __init__(self, kernel: Callable):
-        self.kernel = kernel
+    def register(kernel: Callable) -> Callable:
+        name = kernel.__name__.removesuffix("_kernel")
+        BLOCKS[name] = {case: sizes for case, sizes in cases.items() if sizes is not None}
+        return kernel
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-        return partial(self.launch, grid)
-
-    def launch(self, grid: tuple[int, ...], *tensors: Tensor | None, **arguments) -> None:
-        arguments |= zip(self.kernel.arg_names, tensors, strict=False)
-        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-        if not any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
-            sizes = {name: value for name, value in arguments.items() if name not in tensors}
-            told = json.dumps([grid, list(tensors), sizes])
-            interpreting_operator(self.kernel)(list(tensors.values()), told)
+    return register
 
 
-@cache
-def interpreting_operator(kernel: Callable) -> Callable:
-    """Return an operator of a kernel's name, which gets its tensors, and all else as JSON.
-
-    Triton 3's interpreter silently multiplies bfloat16 as integers: the kernel gets float32 copies,
-    and results are rounded.
-    """
-
-    def interpret(tensors: list[Tensor], told: str) -> None:
-        grid, names, sizes = json.loads(told)
-        narrow = [tensor for tensor in tensors if tensor.dtype == torch.bfloat16]
-        copies = (torch.empty_strided(t.shape, t.stride()).copy_(t) for t in narrow)
-        wide = dict(zip(map(id, narrow), copies, strict=True))  # of the same strides
-        inputs = (wide.get(id(tensor), tensor) for tensor in tensors)
-        kernel[tuple(grid)](**dict(zip(names, inputs, strict=True)), **sizes)
-        for tensor in narrow:
-            # Unseen by autograd, which the inputs among them belong to.
-            tensor.data.copy_(wide[id(tensor)])
-
-    script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)
-    name, schema = f"{script}::{kernel.__name__}", "(Tensor[] tensors, str told) -> ()"
-    return torch.library.custom_op(name, interpret, mutates_args=(), schema=schema)
-
-
-def row_launch(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, dict[str, int]]:
-    """Return how many rows x [..., C] has, how many programs share them, and their block sizes.
-
-    A block has the rows that fit into TILE elements. A longer row is one block with more warps if
-    it must be `whole`, else several blocks.
-    """
-    chosen, dim = blocks(kernel), x.shape[-1]
-    tile, width = chosen.pop("TILE"), triton.next_power_of_2(dim)
-    if whole and width > tile:
-        chosen["num_warps"] = min(16, chosen["num_warps"] * (width // tile))
-    width = width if whole else min(width, tile)
-    rows, tile_rows = x.numel() // dim, max(1, tile // width)
-    programs = triton.cdiv(rows, tile_rows)
-    if "PROGRAMS" in chosen:
-        most = max(chosen["PROGRAMS"], triton.cdiv(programs, 16))
-        programs = chosen["PROGRAMS"] = min(programs, most)
-    return rows, programs, {"C": dim, "BLOCK_C": width, "ROWS": tile_rows, **chosen}
-
-
-def leave_to_pytorch(args: argparse.Namespace, reasons: dict[str, str]) -> None:
-    """Turn off the fusions that these reasons are about, each with one line."""
-    for flag, name, _ in FUSIONS:
-        if name in reasons and getattr(args, name):
-            setattr(args, name, False)
-            say("note", f"{flag} is off, PyTorch's own operations run: {reasons[name]}")
-
-
-# --- end of launch
+# --- end of blocks
 
 
 def wrap_triton(kernel: Callable) -> Callable:
@@ -301,6 +177,7 @@ def wrap_triton(kernel: Callable) -> Callable:
     return Interpreted(kernel) if INTERPRETED else kernel
 
 
+@block_sizes({"TILE": 4096, "ROWS": 512, "num_warps": 8})
 @triton.jit
 def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Sum the partial results of all programs: out = sum over p of parts[p].
@@ -332,6 +209,7 @@ def sum_parts(parts: Tensor, out: Tensor) -> None:
 LOG2E = tl.constexpr(math.log2(math.e))  # scores are in base 2: the hardware computes exp2
 
 
+@block_sizes({"TILE": 2048, "num_warps": 2})
 @triton.jit
 def rms_norm_forward_kernel(
     X, UPDATE, WEIGHT, NORMED, SUMMED, RSTD, rows, eps: tl.constexpr,
@@ -358,6 +236,7 @@ def rms_norm_forward_kernel(
     tl.store(RSTD + row, rstd, mask=row < rows)
 
 
+@block_sizes({"TILE": 1024, "PROGRAMS": 1056, "num_warps": 2})
 @triton.jit
 def rms_norm_backward_kernel(
     GRAD_NORMED, GRAD_SUMMED, SAVED, WEIGHT, RSTD, GRAD_X, GRAD_UPDATE, GRAD_WEIGHT, rows,
@@ -439,6 +318,7 @@ class AddRMSNorm(torch.autograd.Function):
         return grad_x, grad_update, grad_weight, None, None, None
 
 
+@block_sizes({"TILE": 2048})
 @triton.jit
 def rotary_kernel(
     QKV, COS, SIN, ROTATED, rows, seq, HEADS: tl.constexpr, VALUES: tl.constexpr,
@@ -479,6 +359,7 @@ def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, values: int, sign: int) -> Ten
     return rotated
 
 
+@block_sizes({"TILE": 4096, "num_warps": 8})
 @triton.jit
 def swiglu_forward_kernel(
     GATE_UP, OUT, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
@@ -499,6 +380,7 @@ def swiglu_forward_kernel(
     tl.store(at, gate * tl.sigmoid(gate) * up, mask=inside)
 
 
+@block_sizes({"TILE": 4096, "num_warps": 8})
 @triton.jit
 def swiglu_backward_kernel(
     GRAD, GATE_UP, GRAD_GATE_UP, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
@@ -552,6 +434,13 @@ class SwiGLUActivation(torch.autograd.Function):
 # heads, its K value heads. A key head serves a group of H / K query heads.
 
 
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_N": 64},
+    # three TF32 products need more registers, hence smaller blocks
+    float32={"BLOCK_N": 32, "num_stages": 2},
+    hip={"num_stages": 1},
+    hip_float32={"BLOCK_N": 32, "num_stages": 1},
+)
 @triton.jit
 def attention_forward_kernel(
     QKV, OUT, LOG_SUM_EXP, seq, scale: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
@@ -630,6 +519,11 @@ def store_unrotated(
     tl.store(GRAD + at + D // 2, second * cos - first * sin, mask=inside)
 
 
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 2},
+    float32={"BLOCK_N": 32},
+    hip={"BLOCK_N": 32, "num_stages": 1},
+)
 @triton.jit
 def attention_backward_queries_kernel(
     QKV, OUT, LOG_SUM_EXP, GRAD, COS, SIN, DELTA, GRAD_QKV, seq, scale: tl.constexpr,
@@ -691,6 +585,11 @@ def attention_backward_queries_kernel(
     store_unrotated(GRAD_QKV, COS, SIN, grad_q * scale, token_at, query, seq, D, BLOCK_M)
 
 
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_N": 64},
+    float32={"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1},
+    hip={"BLOCK_M": 16, "num_stages": 1},
+)
 @triton.jit
 def attention_backward_keys_kernel(
     QKV, LOG_SUM_EXP, GRAD, COS, SIN, DELTA, GRAD_QKV, seq, scale: tl.constexpr,
@@ -799,6 +698,7 @@ def next_token(LABELS, row, rows, seq):
     return tl.load(LABELS + row + 1, mask=known, other=-100)
 
 
+@block_sizes({"TILE": 4096})
 @triton.jit
 def cross_entropy_forward_kernel(
     LOGITS, LABELS, LOSSES, LOG_SUM_EXP, rows, seq, VOCAB: tl.constexpr, C: tl.constexpr,
@@ -833,6 +733,7 @@ def cross_entropy_forward_kernel(
     tl.store(LOG_SUM_EXP + row, log_sum_exp, mask=row < rows)
 
 
+@block_sizes({"TILE": 4096})
 @triton.jit
 def cross_entropy_backward_kernel(
     GRAD, LOGITS, LABELS, LOG_SUM_EXP, SUMS, GRAD_LOGITS, rows, seq, VOCAB: tl.constexpr,
@@ -1260,6 +1161,7 @@ def matmul_out(grad: Tensor, x: Tensor, out: Tensor, direct: bool) -> None:
         out.copy_(grad.t() @ x)
 
 
+@block_sizes({"BLOCK": 1024, "PROGRAMS": 1024})
 @triton.jit
 def adamw_kernel(
     WEIGHTS, CASTS, GRADS, AVERAGES, SQUARES, CORRECTIONS, LR, SCALE, FOUND_INF, size,
@@ -1842,6 +1744,135 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
             remedy = "set TRITON_INTERPRET=1, or --disable-all-fusion"
             fail(f"on a CPU the kernels need Triton's interpreter: {remedy}", 4)
 
+
+# --- launch
+# Copied from common/launch.py by tools/sync_common.py: edit it there.
+OVERRIDES: dict[str, dict[str, int]] = {}  # what --blocks replaces, for this run
+
+
+def read_blocks(text: str) -> str:
+    """Check "kernel:NAME=number,..." of --blocks, and return it (an argparse type)."""
+    wrong, (kernel, _, settings) = argparse.ArgumentTypeError, text.partition(":")
+    if kernel not in BLOCKS:
+        raise wrong(f"no kernel {kernel!r}; there are {', '.join(BLOCKS)}")
+    names = {"num_warps": 4, "num_stages": 3, **BLOCKS[kernel]["any"]}
+    for name, _, value in (pair.partition("=") for pair in settings.split(",")):
+        if name not in names:
+            raise wrong(f"{kernel} has no {name!r}; it has {', '.join(names)}")
+        low = 16 if name.startswith("BLOCK") else 1
+        if not value.isdecimal() or int(value).bit_count() != 1 or int(value) < low:
+            raise wrong(f"{kernel}: {name}={value} is not a power of two from {low}")
+    return text
+
+
+def use_settings(args: argparse.Namespace) -> None:
+    """Apply this run's process-wide settings: the block sizes of --blocks, of each the last one."""
+    OVERRIDES.clear()
+    for part in args.blocks.split() if args.blocks != ModelConfig.blocks else ():
+        kernel, _, settings = part.partition(":")
+        pairs = (pair.split("=") for pair in settings.split(","))
+        OVERRIDES.setdefault(kernel, {}).update((name, int(value)) for name, value in pairs)
+
+
+def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
+    """Return block sizes and warps of a kernel that multiplies matrices of this type."""
+    applies = {
+        "hip_float32": BACKEND == "hip" and dtype == torch.float32,
+        "hip": BACKEND == "hip",
+        "tf32": dot_precision(dtype) == "tf32",
+        "float32": dtype == torch.float32,
+        "any": True,
+    }
+    cases = BLOCKS[kernel]
+    special = next(sizes for case, sizes in cases.items() if applies[case])
+    chosen = {"num_warps": 4, **cases["any"], **special}
+    if INTERPRETED and "TILE" in chosen:
+        chosen["TILE"] = 1 << 16  # its time goes by programs, not by elements
+    return chosen | OVERRIDES.get(kernel, {})
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """Return how Triton multiplies float32 matrices; TF32 exists on NVIDIA's GPUs only."""
+    if BACKEND != "cuda" or dtype != torch.float32:
+        return "ieee"
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+class Interpreted:
+    """Launch a kernel in Triton's interpreter by `[grid](TENSOR, ..., NAME=value, ...)`.
+
+    A launch is an operator of the kernel's name, which counters and profilers see; PyTorch's
+    wrap_triton takes compiled kernels only. Nothing runs for FakeTensors, with which torch.compile
+    asks for shapes.
+    """
+
+    def __init__(self, kernel: Callable):
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+        return partial(self.launch, grid)
+
+    def launch(self, grid: tuple[int, ...], *tensors: Tensor | None, **arguments) -> None:
+        arguments |= zip(self.kernel.arg_names, tensors, strict=False)
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
+            sizes = {name: value for name, value in arguments.items() if name not in tensors}
+            told = json.dumps([grid, list(tensors), sizes])
+            interpreting_operator(self.kernel)(list(tensors.values()), told)
+
+
+@cache
+def interpreting_operator(kernel: Callable) -> Callable:
+    """Return an operator of a kernel's name, which gets its tensors, and all else as JSON.
+
+    Triton 3's interpreter silently multiplies bfloat16 as integers: the kernel gets float32 copies,
+    and results are rounded.
+    """
+
+    def interpret(tensors: list[Tensor], told: str) -> None:
+        grid, names, sizes = json.loads(told)
+        narrow = [tensor for tensor in tensors if tensor.dtype == torch.bfloat16]
+        copies = (torch.empty_strided(t.shape, t.stride()).copy_(t) for t in narrow)
+        wide = dict(zip(map(id, narrow), copies, strict=True))  # of the same strides
+        inputs = (wide.get(id(tensor), tensor) for tensor in tensors)
+        kernel[tuple(grid)](**dict(zip(names, inputs, strict=True)), **sizes)
+        for tensor in narrow:
+            # Unseen by autograd, which the inputs among them belong to.
+            tensor.data.copy_(wide[id(tensor)])
+
+    script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)
+    name, schema = f"{script}::{kernel.__name__}", "(Tensor[] tensors, str told) -> ()"
+    return torch.library.custom_op(name, interpret, mutates_args=(), schema=schema)
+
+
+def row_launch(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, dict[str, int]]:
+    """Return how many rows x [..., C] has, how many programs share them, and their block sizes.
+
+    A block has the rows that fit into TILE elements. A longer row is one block with more warps if
+    it must be `whole`, else several blocks.
+    """
+    chosen, dim = blocks(kernel), x.shape[-1]
+    tile, width = chosen.pop("TILE"), triton.next_power_of_2(dim)
+    if whole and width > tile:
+        chosen["num_warps"] = min(16, chosen["num_warps"] * (width // tile))
+    width = width if whole else min(width, tile)
+    rows, tile_rows = x.numel() // dim, max(1, tile // width)
+    programs = triton.cdiv(rows, tile_rows)
+    if "PROGRAMS" in chosen:
+        most = max(chosen["PROGRAMS"], triton.cdiv(programs, 16))
+        programs = chosen["PROGRAMS"] = min(programs, most)
+    return rows, programs, {"C": dim, "BLOCK_C": width, "ROWS": tile_rows, **chosen}
+
+
+def leave_to_pytorch(args: argparse.Namespace, reasons: dict[str, str]) -> None:
+    """Turn off the fusions that these reasons are about, each with one line."""
+    for flag, name, _ in FUSIONS:
+        if name in reasons and getattr(args, name):
+            setattr(args, name, False)
+            say("note", f"{flag} is off, PyTorch's own operations run: {reasons[name]}")
+
+
+# --- end of launch
 
 # --- core
 # Copied from common/core.py by tools/sync_common.py: edit it there.

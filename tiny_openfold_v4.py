@@ -76,7 +76,6 @@ except ImportError as error:
 # --- configuration
 
 VERSION = 4
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the kernels run on the CPU, in Python
 
 
 @dataclass(frozen=True)
@@ -154,215 +153,35 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 #
 # In kernels, pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas.
 
+# --- blocks
+# Copied from common/blocks.py by tools/sync_common.py: edit it there.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the kernels run on the CPU, in Python
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
-# What `blocks` tells a kernel, and --blocks replaces: block sizes, warps (4 if not here) and stages
-# for 16 bits on NVIDIA's GPUs, then what is other in float32, TF32 or on AMD's GPUs. TILE elements
-# are a block of rows, PROGRAMS share the rows, more where each would have more than 16 blocks.
-BLOCKS: dict[str, dict[str, int]] = {
-    "sum_parts": {"TILE": 4096, "ROWS": 512, "num_warps": 8},
-    "column_sums": {"TILE": 1024, "PROGRAMS": 528, "num_warps": 1},
-    "attention_forward": {"BLOCK_M": 128, "BLOCK_N": 32},
-    "attention_forward hip": {"BLOCK_M": 64, "num_stages": 1},
-    "attention_backward_short": {"BLOCK_N": 64, "PROGRAMS": 256},
-    "attention_backward_short float32": {"num_stages": 2},
-    "attention_backward_short hip": {"BLOCK_N": 16, "num_stages": 1},
-    "attention_backward_query": {"BLOCK_M": 64, "BLOCK_N": 32},
-    "attention_backward_query float32": {"BLOCK_N": 64},
-    "attention_backward_query TF32": {"BLOCK_N": 64, "num_stages": 2},
-    "attention_backward_query hip": {"num_stages": 1},
-    "attention_backward_key": {"BLOCK_M": 32, "BLOCK_N": 64},
-    "attention_backward_key float32": {"BLOCK_M": 64},
-    "attention_backward_key TF32": {"BLOCK_N": 128, "num_warps": 8},
-    "attention_backward_key hip": {"BLOCK_N": 32, "num_stages": 1},
-    "attention_backward_bias": {"BLOCK_M": 64, "BLOCK_N": 64, "PROGRAMS": 396},
-    "attention_backward_bias hip": {"PROGRAMS": 432, "num_stages": 1},
-    "triangle_project": {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
-    "triangle_project TF32": {"BLOCK_M": 128, "num_warps": 8},
-    "triangle_project hip float32": {"num_warps": 8},
-    "triangle_output": {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
-    "triangle_output hip": {"num_warps": 8},
-    "triangle_output hip float32": {"BLOCK_C": 32},
-    "triangle_output_backward": {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
-    "triangle_output_backward float32": {"BLOCK_M": 32},
-    "triangle_output_backward TF32": {"BLOCK_C": 32},
-    "triangle_output_backward hip": {"BLOCK_C": 32, "num_warps": 8},
-    "triangle_output_backward hip float32": {"BLOCK_C": 32},
-    "triangle_project_backward": {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
-    "triangle_project_backward float32": {"BLOCK_M": 128, "BLOCK_C": 32, "num_warps": 8},
-    "triangle_project_backward TF32": {"BLOCK_M": 128, "num_warps": 8},
-    "triangle_project_backward hip": {"BLOCK_C": 32, "num_warps": 8},
-    "triangle_weights": {"num_warps": 2},
-    "outer_product_forward": {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_S": 32},
-    "outer_product_forward float32": {"BLOCK_M": 128, "num_warps": 8, "num_stages": 2},
-    "outer_product_forward hip": {"BLOCK_M": 128, "num_warps": 8, "num_stages": 2},
-    "outer_product_gradient": {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8},
-    "outer_product_gradient float32": {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4},
-    "outer_product_gradient hip": {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1},
-    "triangle_product": {"BLOCK_N": 64},
-    "triangle_product_backward": {"BLOCK_N": 64},
-    "transition_forward": {"BLOCK_M": 64, "BLOCK_N": 64},
-    "transition_forward float32": {"BLOCK_N": 32, "num_warps": 8, "num_stages": 1},
-    "transition_forward hip": {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1},
-    "transition_backward_input": {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 2},
-    "transition_backward_input float32": {
-        "BLOCK_M": 32,
-        "BLOCK_N": 32,
-        "num_warps": 8,
-        "num_stages": 1,
-    },
-    "transition_backward_input hip": {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1},
-    "transition_backward_input hip float32": {
-        "BLOCK_M": 32,
-        "BLOCK_N": 16,
-        "num_warps": 8,
-        "num_stages": 1,
-    },
-    "transition_backward_weights": {"BLOCK_M": 64, "BLOCK_N": 128, "PROGRAMS": 132, "num_warps": 8},
-    "transition_backward_weights float32": {"BLOCK_M": 32, "BLOCK_N": 32, "PROGRAMS": 528},
-    "transition_backward_weights hip": {
-        "BLOCK_M": 32,
-        "BLOCK_N": 32,
-        "PROGRAMS": 528,
-        "num_warps": 4,
-    },
-    "transition_backward_weights hip float32": {"BLOCK_M": 32, "BLOCK_N": 16, "PROGRAMS": 528},
-    "norm_project": {"BLOCK_M": 64, "BLOCK_N": 128, "num_stages": 2},
-    "norm_project float32": {"num_warps": 8},
-    "norm_project hip": {"BLOCK_N": 32, "num_stages": 1},
-    "norm_project_backward": {"BLOCK_M": 64, "BLOCK_K": 128, "num_stages": 2},
-    "norm_project_backward float32": {"BLOCK_M": 16},
-    "norm_project_backward hip": {"BLOCK_M": 32, "BLOCK_K": 32, "num_stages": 1},
-    "project_residual": {"BLOCK_M": 64, "BLOCK_K": 64},
-    "project_residual hip": {"BLOCK_K": 32, "num_stages": 1},
-    "head_loss": {"BLOCK_M": 64},
-    "head_loss_backward": {"BLOCK_M": 64},
-    "adamw": {"BLOCK": 1024, "PROGRAMS": 1024},
-}
-# --- launch
-# Copied from common/launch.py by tools/sync_common.py: edit it there.
-OVERRIDES: dict[str, dict[str, int]] = {}  # what --blocks replaces, for this run
+Sizes = dict[str, int]
+BLOCKS: dict[str, dict[str, Sizes]] = {}  # the sizes of each kernel in each case
 
 
-def read_blocks(text: str) -> str:
-    """Check "kernel:NAME=number,..." of --blocks, and return it (an argparse type)."""
-    wrong, (kernel, _, settings) = argparse.ArgumentTypeError, text.partition(":")
-    kernels = [name for name in BLOCKS if " " not in name]
-    if kernel not in kernels:
-        raise wrong(f"no kernel {kernel!r}; there are {', '.join(kernels)}")
-    names = {"num_warps": 4, "num_stages": 3, **BLOCKS[kernel]}
-    for name, _, value in (pair.partition("=") for pair in settings.split(",")):
-        if name not in names:
-            raise wrong(f"{kernel} has no {name!r}; it has {', '.join(names)}")
-        low = 16 if name.startswith("BLOCK") else 1
-        if not value.isdecimal() or int(value).bit_count() != 1 or int(value) < low:
-            raise wrong(f"{kernel}: {name}={value} is not a power of two from {low}")
-    return text
+def block_sizes(
+    sizes: Sizes, *, hip_float32: Sizes | None = None, hip: Sizes | None = None,
+    tf32: Sizes | None = None, float32: Sizes | None = None,
+) -> Callable[[Callable], Callable]:  # fmt: skip
+    """Give the kernel below its block sizes, warps (4 if not here) and stages.
 
-
-def use_settings(args: argparse.Namespace) -> None:
-    """Apply this run's process-wide settings: the block sizes of --blocks, of each the last one."""
-    OVERRIDES.clear()
-    for part in args.blocks.split() if args.blocks != ModelConfig.blocks else ():
-        kernel, _, settings = part.partition(":")
-        pairs = (pair.split("=") for pair in settings.split(","))
-        OVERRIDES.setdefault(kernel, {}).update((name, int(value)) for name, value in pairs)
-
-
-def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
-    """Return block sizes and warps of a kernel that multiplies matrices of this type."""
-    precisions = [" float32", ""] if dtype == torch.float32 else [""]
-    if dot_precision(dtype) == "tf32":
-        precisions = [" TF32", *precisions]
-    lines = [f"{kernel}{on}{precision}" for on in (f" {BACKEND}", "") for precision in precisions]
-    special = next(BLOCKS[line] for line in lines if line in BLOCKS)
-    chosen = {"num_warps": 4, **BLOCKS[kernel], **special}
-    if INTERPRETED and "TILE" in chosen:
-        chosen["TILE"] = 1 << 16  # its time goes by programs, not by elements
-    return chosen | OVERRIDES.get(kernel, {})
-
-
-def dot_precision(dtype: torch.dtype) -> str:
-    """Return how Triton multiplies float32 matrices; TF32 exists on NVIDIA's GPUs only."""
-    if BACKEND != "cuda" or dtype != torch.float32:
-        return "ieee"
-    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-
-
-class Interpreted:
-    """Launch a kernel in Triton's interpreter by `[grid](TENSOR, ..., NAME=value, ...)`.
-
-    A launch is an operator of the kernel's name, which counters and profilers see; PyTorch's
-    wrap_triton takes compiled kernels only. Nothing runs for FakeTensors, with which torch.compile
-    asks for shapes.
+    `sizes` are for 16 bits on NVIDIA's GPUs. The first of the other cases that applies says what
+    differs. TILE: elements of a block of rows. PROGRAMS share the rows, more of them where each
+    would have more than 16 blocks. --blocks replaces any of these.
     """
+    cases = {"hip_float32": hip_float32, "hip": hip, "tf32": tf32, "float32": float32, "any": sizes}
 
-    def __init__(self, kernel: Callable):
-        self.kernel = kernel
+    def register(kernel: Callable) -> Callable:
+        name = kernel.__name__.removesuffix("_kernel")
+        BLOCKS[name] = {case: sizes for case, sizes in cases.items() if sizes is not None}
+        return kernel
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-        return partial(self.launch, grid)
-
-    def launch(self, grid: tuple[int, ...], *tensors: Tensor | None, **arguments) -> None:
-        arguments |= zip(self.kernel.arg_names, tensors, strict=False)
-        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-        if not any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
-            sizes = {name: value for name, value in arguments.items() if name not in tensors}
-            told = json.dumps([grid, list(tensors), sizes])
-            interpreting_operator(self.kernel)(list(tensors.values()), told)
+    return register
 
 
-@cache
-def interpreting_operator(kernel: Callable) -> Callable:
-    """Return an operator of a kernel's name, which gets its tensors, and all else as JSON.
-
-    Triton 3's interpreter silently multiplies bfloat16 as integers: the kernel gets float32 copies,
-    and results are rounded.
-    """
-
-    def interpret(tensors: list[Tensor], told: str) -> None:
-        grid, names, sizes = json.loads(told)
-        narrow = [tensor for tensor in tensors if tensor.dtype == torch.bfloat16]
-        copies = (torch.empty_strided(t.shape, t.stride()).copy_(t) for t in narrow)
-        wide = dict(zip(map(id, narrow), copies, strict=True))  # of the same strides
-        inputs = (wide.get(id(tensor), tensor) for tensor in tensors)
-        kernel[tuple(grid)](**dict(zip(names, inputs, strict=True)), **sizes)
-        for tensor in narrow:
-            # Unseen by autograd, which the inputs among them belong to.
-            tensor.data.copy_(wide[id(tensor)])
-
-    script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)
-    name, schema = f"{script}::{kernel.__name__}", "(Tensor[] tensors, str told) -> ()"
-    return torch.library.custom_op(name, interpret, mutates_args=(), schema=schema)
-
-
-def row_launch(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, dict[str, int]]:
-    """Return how many rows x [..., C] has, how many programs share them, and their block sizes.
-
-    A block has the rows that fit into TILE elements. A longer row is one block with more warps if
-    it must be `whole`, else several blocks.
-    """
-    chosen, dim = blocks(kernel), x.shape[-1]
-    tile, width = chosen.pop("TILE"), triton.next_power_of_2(dim)
-    if whole and width > tile:
-        chosen["num_warps"] = min(16, chosen["num_warps"] * (width // tile))
-    width = width if whole else min(width, tile)
-    rows, tile_rows = x.numel() // dim, max(1, tile // width)
-    programs = triton.cdiv(rows, tile_rows)
-    if "PROGRAMS" in chosen:
-        most = max(chosen["PROGRAMS"], triton.cdiv(programs, 16))
-        programs = chosen["PROGRAMS"] = min(programs, most)
-    return rows, programs, {"C": dim, "BLOCK_C": width, "ROWS": tile_rows, **chosen}
-
-
-def leave_to_pytorch(args: argparse.Namespace, reasons: dict[str, str]) -> None:
-    """Turn off the fusions that these reasons are about, each with one line."""
-    for flag, name, _ in FUSIONS:
-        if name in reasons and getattr(args, name):
-            setattr(args, name, False)
-            say("note", f"{flag} is off, PyTorch's own operations run: {reasons[name]}")
-
-
-# --- end of launch
+# --- end of blocks
 
 
 def wrap_triton(kernel: Callable) -> Callable:
@@ -370,6 +189,7 @@ def wrap_triton(kernel: Callable) -> Callable:
     return Interpreted(kernel) if INTERPRETED else kernel
 
 
+@block_sizes({"TILE": 4096, "ROWS": 512, "num_warps": 8})
 @triton.jit
 def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Add up the rows of a matrix: out_j = sum_i parts_ij.
@@ -726,6 +546,7 @@ def matmul_out(grad: Tensor, x: Tensor, out: Tensor, direct: bool) -> None:
         out.copy_(grad.t() @ x)
 
 
+@block_sizes({"BLOCK": 1024, "PROGRAMS": 1024})
 @triton.jit
 def adamw_kernel(
     WEIGHTS, CASTS, GRADS, AVERAGES, SQUARES, CORRECTIONS, LR, SCALE, FOUND_INF, size,
@@ -999,6 +820,7 @@ def pair_bias_offset(row, head, N, H: tl.constexpr, ENDING: tl.constexpr, ALIGNE
     return (b * H + head) * N * N + pair
 
 
+@block_sizes({"TILE": 1024, "PROGRAMS": 528, "num_warps": 1})
 @triton.jit
 def column_sums_kernel(
     X, FACTORS, SUMS, rows, rows_of_factor,
@@ -1134,6 +956,10 @@ def load_gate(
     return sigmoid(gate + bias[None, :])
 
 
+@block_sizes(
+    {"BLOCK_M": 128, "BLOCK_N": 32},
+    hip={"BLOCK_M": 64, "num_stages": 1},
+)
 @triton.jit
 def attention_forward_kernel(
     QKVG, GATE_BIAS, BIAS, OUT, LOG_SUM_EXP, R, H, N,
@@ -1182,6 +1008,12 @@ def attention_forward_kernel(
     )
 
 
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_N": 32},
+    float32={"BLOCK_N": 64},
+    tf32={"BLOCK_N": 64, "num_stages": 2},
+    hip={"num_stages": 1},
+)
 @triton.jit
 def attention_backward_query_kernel(
     GRAD_OUT, QKVG, GATE_BIAS, BIAS, OUT, LOG_SUM_EXP,
@@ -1245,6 +1077,12 @@ def attention_backward_query_kernel(
     store_rows(GRAD_QKVG + at_x, grad_q * scale, query, x_n, D, BLOCK_D, N, EVEN)
 
 
+@block_sizes(
+    {"BLOCK_M": 32, "BLOCK_N": 64},
+    float32={"BLOCK_M": 64},
+    tf32={"BLOCK_N": 128, "num_warps": 8},
+    hip={"BLOCK_N": 32, "num_stages": 1},
+)
 @triton.jit
 def attention_backward_key_kernel(
     QKVG, BIAS_T, LOG_SUM_EXP, GRAD_ATTENTION, DELTA, GRAD_QKVG, R, H, N,
@@ -1288,6 +1126,10 @@ def attention_backward_key_kernel(
     store_rows(GRAD_QKVG + at_x + 2 * D, grad_v, key, x_n, D, BLOCK_D, N, EVEN)
 
 
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_N": 64, "PROGRAMS": 396},
+    hip={"PROGRAMS": 432, "num_stages": 1},
+)
 @triton.jit
 def attention_backward_bias_kernel(
     QKVG, BIAS, LOG_SUM_EXP, GRAD_ATTENTION, DELTA, GRAD_BIAS, R, H, N, B, group,
@@ -1330,6 +1172,11 @@ def attention_backward_bias_kernel(
     tl.store(GRAD_BIAS + at, grad_bias, mask=(query < N)[:, None] & (key < N)[None, :])
 
 
+@block_sizes(
+    {"BLOCK_N": 64, "PROGRAMS": 256},
+    float32={"num_stages": 2},
+    hip={"BLOCK_N": 16, "num_stages": 1},
+)
 @triton.jit
 def attention_backward_short_kernel(
     GRAD_OUT, QKVG, GATE_BIAS, BIAS, OUT, GRAD_QKVG, GRAD_GATE_BIAS, GRAD_BIAS,
@@ -1561,6 +1408,11 @@ def normalise_again(x, position, STATISTICS, M):
     return (x - mean[:, None]) * rstd[:, None], rstd
 
 
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
+    tf32={"BLOCK_M": 128, "num_warps": 8},
+    hip_float32={"num_warps": 8},
+)
 @triton.jit
 def triangle_project_kernel(
     X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, PRESENT, AB, M,
@@ -1595,6 +1447,11 @@ def triangle_project_kernel(
         tl.store(at, value.to(AB.dtype.element_ty), mask=inside)
 
 
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
+    hip={"num_warps": 8},
+    hip_float32={"BLOCK_C": 32},
+)
 @triton.jit
 def triangle_output_kernel(
     X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, OUT_STATISTICS,
@@ -1666,6 +1523,13 @@ def store_norm_gradients(GRAD_NORM, grad, x, C: tl.constexpr):
     tl.store(at + C, tl.sum(grad, 0))
 
 
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
+    float32={"BLOCK_M": 32},
+    tf32={"BLOCK_C": 32},
+    hip={"BLOCK_C": 32, "num_warps": 8},
+    hip_float32={"BLOCK_C": 32},
+)
 @triton.jit
 def triangle_output_backward_kernel(
     X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, OUT_STATISTICS,
@@ -1721,6 +1585,12 @@ def triangle_output_backward_kernel(
     tl.store(GRAD_PRODUCT + index(channel, WIDE)[None, :] * M + m, grad.to(dtype), mask=inside)
 
 
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
+    float32={"BLOCK_M": 128, "BLOCK_C": 32, "num_warps": 8},
+    tf32={"BLOCK_M": 128, "num_warps": 8},
+    hip={"BLOCK_C": 32, "num_warps": 8},
+)
 @triton.jit
 def triangle_project_backward_kernel(
     X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, OUT_STATISTICS,
@@ -1777,6 +1647,7 @@ def triangle_project_backward_kernel(
     tl.store(GRAD_X + m * C + channel[None, :], grad_x.to(GRAD_X.dtype.element_ty), mask=inside)
 
 
+@block_sizes({"num_warps": 2})
 @triton.jit
 def triangle_weights_kernel(
     PRODUCTS, GRAD_WEIGHT, GRAD_BIAS, K, FIRST, C: tl.constexpr, PARTS: tl.constexpr
@@ -1810,6 +1681,7 @@ def store_matrix(X, x, N, BLOCK_N: tl.constexpr):
     tl.store(at, x.to(X.dtype.element_ty), mask=(i < N) & (j < N))
 
 
+@block_sizes({"BLOCK_N": 64})
 @triton.jit
 def triangle_product_kernel(
     A, B, PRODUCT, N, INCOMING: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr
@@ -1823,6 +1695,7 @@ def triangle_product_kernel(
     store_matrix(PRODUCT, tl.dot(a, b, input_precision=PRECISION), N, BLOCK_N)
 
 
+@block_sizes({"BLOCK_N": 64})
 @triton.jit
 def triangle_product_backward_kernel(
     A, B, GRAD, GRAD_A, GRAD_B, N,
@@ -1987,6 +1860,11 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
 # FACTORS [samples] are 1 / (number of sequences + 1e-3).
 
 
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_S": 32},
+    float32={"BLOCK_M": 128, "num_warps": 8, "num_stages": 2},
+    hip={"BLOCK_M": 128, "num_warps": 8, "num_stages": 2},
+)
 @triton.jit
 def outer_product_forward_kernel(
     A, B, FACTORS, OUT, S, N, H: tl.constexpr,
@@ -2017,6 +1895,11 @@ def outer_product_forward_kernel(
     tl.store(OUT + at, product * factor, mask=inside)
 
 
+@block_sizes(
+    {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8},
+    float32={"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4},
+    hip={"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1},
+)
 @triton.jit
 def outer_product_gradient_kernel(
     GRAD, WEIGHT_T, FACTORS, GRAD_WIDE, N, C: tl.constexpr, H: tl.constexpr,
@@ -2124,6 +2007,11 @@ def load_heads(HEADS, H: tl.constexpr, BLOCK_H: tl.constexpr, C: tl.constexpr):
     return tl.load(at, mask=(head < H)[:, None], other=0.0)
 
 
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_N": 128, "num_stages": 2},
+    float32={"num_warps": 8},
+    hip={"BLOCK_N": 32, "num_stages": 1},
+)
 @triton.jit
 def norm_project_kernel(
     X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, HEADS, PRESENT, OUT, PAIR_BIAS, M, N,
@@ -2166,6 +2054,11 @@ def norm_project_kernel(
         tl.store(OUT + position[:, None] * C + channel[None, :], y, mask=inside[:, None])
 
 
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_K": 128, "num_stages": 2},
+    float32={"BLOCK_M": 16},
+    hip={"BLOCK_M": 32, "BLOCK_K": 32, "num_stages": 1},
+)
 @triton.jit
 def norm_project_backward_kernel(
     X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, HEADS, GRAD, GRAD_PAIR_BIAS, RESIDUAL, GRAD_X, SUMS,
@@ -2218,6 +2111,10 @@ def norm_project_backward_kernel(
     tl.store(at, grad_x.to(GRAD_X.dtype.element_ty), mask=inside)
 
 
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_K": 64},
+    hip={"BLOCK_K": 32, "num_stages": 1},
+)
 @triton.jit
 def project_residual_kernel(
     X, WEIGHT, BIAS, FACTORS, RESIDUAL, OUT, M, rows_of_factor,
@@ -2459,6 +2356,11 @@ class Projection(torch.autograd.Function):
 # weights are sums over rows. C must be a power of two.
 
 
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_N": 64},
+    float32={"BLOCK_N": 32, "num_warps": 8, "num_stages": 1},
+    hip={"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1},
+)
 @triton.jit
 def transition_forward_kernel(
     X, NORM_WEIGHT, NORM_BIAS, WEIGHT_1, BIAS_1, WEIGHT_2, BIAS_2, OUT, M,
@@ -2489,6 +2391,12 @@ def transition_forward_kernel(
     tl.store(at, out.to(OUT.dtype.element_ty), mask=(position < M)[:, None])
 
 
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 2},
+    float32={"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1},
+    hip={"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1},
+    hip_float32={"BLOCK_M": 32, "BLOCK_N": 16, "num_warps": 8, "num_stages": 1},
+)
 @triton.jit
 def transition_backward_input_kernel(
     X, NORM_WEIGHT, NORM_BIAS, WEIGHT_1, BIAS_1, WEIGHT_2, BIAS_2, GRAD_OUT, GRAD_X, SUMS, M,
@@ -2526,6 +2434,12 @@ def transition_backward_input_kernel(
     tl.store(at, grad_x.to(GRAD_X.dtype.element_ty), mask=inside)
 
 
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_N": 128, "PROGRAMS": 132, "num_warps": 8},
+    float32={"BLOCK_M": 32, "BLOCK_N": 32, "PROGRAMS": 528},
+    hip={"BLOCK_M": 32, "BLOCK_N": 32, "PROGRAMS": 528, "num_warps": 4},
+    hip_float32={"BLOCK_M": 32, "BLOCK_N": 16, "PROGRAMS": 528},
+)
 @triton.jit
 def transition_backward_weights_kernel(
     X, NORM_WEIGHT, NORM_BIAS, WEIGHT_1, BIAS_1, WEIGHT_2, BIAS_2, GRAD_OUT, SUMS, M,
@@ -2698,6 +2612,7 @@ def head_logits(
     return tl.where((label < BINS)[None, :], logits, float("-inf"))
 
 
+@block_sizes({"BLOCK_M": 64})
 @triton.jit
 def head_loss_kernel(
     LOGITS, TARGETS, COUNTED, COUNTS, LOSSES, N, ROWS_OF_SAMPLE, factor: tl.constexpr,
@@ -2724,6 +2639,7 @@ def head_loss_kernel(
     )
 
 
+@block_sizes({"BLOCK_M": 64})
 @triton.jit
 def head_loss_backward_kernel(
     LOGITS, TARGETS, COUNTED, COUNTS, GRAD, GRAD_LOGITS, N, ROWS_OF_SAMPLE, factor: tl.constexpr,
@@ -3672,6 +3588,135 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
             way_out = "set TRITON_INTERPRET=1, or --disable-all-fusion"
             fail(f"on a CPU the kernels need Triton's interpreter: {way_out}", status=4)
 
+
+# --- launch
+# Copied from common/launch.py by tools/sync_common.py: edit it there.
+OVERRIDES: dict[str, dict[str, int]] = {}  # what --blocks replaces, for this run
+
+
+def read_blocks(text: str) -> str:
+    """Check "kernel:NAME=number,..." of --blocks, and return it (an argparse type)."""
+    wrong, (kernel, _, settings) = argparse.ArgumentTypeError, text.partition(":")
+    if kernel not in BLOCKS:
+        raise wrong(f"no kernel {kernel!r}; there are {', '.join(BLOCKS)}")
+    names = {"num_warps": 4, "num_stages": 3, **BLOCKS[kernel]["any"]}
+    for name, _, value in (pair.partition("=") for pair in settings.split(",")):
+        if name not in names:
+            raise wrong(f"{kernel} has no {name!r}; it has {', '.join(names)}")
+        low = 16 if name.startswith("BLOCK") else 1
+        if not value.isdecimal() or int(value).bit_count() != 1 or int(value) < low:
+            raise wrong(f"{kernel}: {name}={value} is not a power of two from {low}")
+    return text
+
+
+def use_settings(args: argparse.Namespace) -> None:
+    """Apply this run's process-wide settings: the block sizes of --blocks, of each the last one."""
+    OVERRIDES.clear()
+    for part in args.blocks.split() if args.blocks != ModelConfig.blocks else ():
+        kernel, _, settings = part.partition(":")
+        pairs = (pair.split("=") for pair in settings.split(","))
+        OVERRIDES.setdefault(kernel, {}).update((name, int(value)) for name, value in pairs)
+
+
+def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
+    """Return block sizes and warps of a kernel that multiplies matrices of this type."""
+    applies = {
+        "hip_float32": BACKEND == "hip" and dtype == torch.float32,
+        "hip": BACKEND == "hip",
+        "tf32": dot_precision(dtype) == "tf32",
+        "float32": dtype == torch.float32,
+        "any": True,
+    }
+    cases = BLOCKS[kernel]
+    special = next(sizes for case, sizes in cases.items() if applies[case])
+    chosen = {"num_warps": 4, **cases["any"], **special}
+    if INTERPRETED and "TILE" in chosen:
+        chosen["TILE"] = 1 << 16  # its time goes by programs, not by elements
+    return chosen | OVERRIDES.get(kernel, {})
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """Return how Triton multiplies float32 matrices; TF32 exists on NVIDIA's GPUs only."""
+    if BACKEND != "cuda" or dtype != torch.float32:
+        return "ieee"
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+class Interpreted:
+    """Launch a kernel in Triton's interpreter by `[grid](TENSOR, ..., NAME=value, ...)`.
+
+    A launch is an operator of the kernel's name, which counters and profilers see; PyTorch's
+    wrap_triton takes compiled kernels only. Nothing runs for FakeTensors, with which torch.compile
+    asks for shapes.
+    """
+
+    def __init__(self, kernel: Callable):
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+        return partial(self.launch, grid)
+
+    def launch(self, grid: tuple[int, ...], *tensors: Tensor | None, **arguments) -> None:
+        arguments |= zip(self.kernel.arg_names, tensors, strict=False)
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
+            sizes = {name: value for name, value in arguments.items() if name not in tensors}
+            told = json.dumps([grid, list(tensors), sizes])
+            interpreting_operator(self.kernel)(list(tensors.values()), told)
+
+
+@cache
+def interpreting_operator(kernel: Callable) -> Callable:
+    """Return an operator of a kernel's name, which gets its tensors, and all else as JSON.
+
+    Triton 3's interpreter silently multiplies bfloat16 as integers: the kernel gets float32 copies,
+    and results are rounded.
+    """
+
+    def interpret(tensors: list[Tensor], told: str) -> None:
+        grid, names, sizes = json.loads(told)
+        narrow = [tensor for tensor in tensors if tensor.dtype == torch.bfloat16]
+        copies = (torch.empty_strided(t.shape, t.stride()).copy_(t) for t in narrow)
+        wide = dict(zip(map(id, narrow), copies, strict=True))  # of the same strides
+        inputs = (wide.get(id(tensor), tensor) for tensor in tensors)
+        kernel[tuple(grid)](**dict(zip(names, inputs, strict=True)), **sizes)
+        for tensor in narrow:
+            # Unseen by autograd, which the inputs among them belong to.
+            tensor.data.copy_(wide[id(tensor)])
+
+    script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)
+    name, schema = f"{script}::{kernel.__name__}", "(Tensor[] tensors, str told) -> ()"
+    return torch.library.custom_op(name, interpret, mutates_args=(), schema=schema)
+
+
+def row_launch(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, dict[str, int]]:
+    """Return how many rows x [..., C] has, how many programs share them, and their block sizes.
+
+    A block has the rows that fit into TILE elements. A longer row is one block with more warps if
+    it must be `whole`, else several blocks.
+    """
+    chosen, dim = blocks(kernel), x.shape[-1]
+    tile, width = chosen.pop("TILE"), triton.next_power_of_2(dim)
+    if whole and width > tile:
+        chosen["num_warps"] = min(16, chosen["num_warps"] * (width // tile))
+    width = width if whole else min(width, tile)
+    rows, tile_rows = x.numel() // dim, max(1, tile // width)
+    programs = triton.cdiv(rows, tile_rows)
+    if "PROGRAMS" in chosen:
+        most = max(chosen["PROGRAMS"], triton.cdiv(programs, 16))
+        programs = chosen["PROGRAMS"] = min(programs, most)
+    return rows, programs, {"C": dim, "BLOCK_C": width, "ROWS": tile_rows, **chosen}
+
+
+def leave_to_pytorch(args: argparse.Namespace, reasons: dict[str, str]) -> None:
+    """Turn off the fusions that these reasons are about, each with one line."""
+    for flag, name, _ in FUSIONS:
+        if name in reasons and getattr(args, name):
+            setattr(args, name, False)
+            say("note", f"{flag} is off, PyTorch's own operations run: {reasons[name]}")
+
+
+# --- end of launch
 
 # --- core
 # Copied from common/core.py by tools/sync_common.py: edit it there.

@@ -5,10 +5,9 @@ OVERRIDES: dict[str, dict[str, int]] = {}  # what --blocks replaces, for this ru
 def read_blocks(text: str) -> str:
     """Check "kernel:NAME=number,..." of --blocks, and return it (an argparse type)."""
     wrong, (kernel, _, settings) = argparse.ArgumentTypeError, text.partition(":")
-    kernels = [name for name in BLOCKS if " " not in name]
-    if kernel not in kernels:
-        raise wrong(f"no kernel {kernel!r}; there are {', '.join(kernels)}")
-    names = {"num_warps": 4, "num_stages": 3, **BLOCKS[kernel]}
+    if kernel not in BLOCKS:
+        raise wrong(f"no kernel {kernel!r}; there are {', '.join(BLOCKS)}")
+    names = {"num_warps": 4, "num_stages": 3, **BLOCKS[kernel]["any"]}
     for name, _, value in (pair.partition("=") for pair in settings.split(",")):
         if name not in names:
             raise wrong(f"{kernel} has no {name!r}; it has {', '.join(names)}")
@@ -29,12 +28,16 @@ def use_settings(args: argparse.Namespace) -> None:
 
 def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
     """Return block sizes and warps of a kernel that multiplies matrices of this type."""
-    precisions = [" float32", ""] if dtype == torch.float32 else [""]
-    if dot_precision(dtype) == "tf32":
-        precisions = [" TF32", *precisions]
-    lines = [f"{kernel}{on}{precision}" for on in (f" {BACKEND}", "") for precision in precisions]
-    special = next(BLOCKS[line] for line in lines if line in BLOCKS)
-    chosen = {"num_warps": 4, **BLOCKS[kernel], **special}
+    applies = {
+        "hip_float32": BACKEND == "hip" and dtype == torch.float32,
+        "hip": BACKEND == "hip",
+        "tf32": dot_precision(dtype) == "tf32",
+        "float32": dtype == torch.float32,
+        "any": True,
+    }
+    cases = BLOCKS[kernel]
+    special = next(sizes for case, sizes in cases.items() if applies[case])
+    chosen = {"num_warps": 4, **cases["any"], **special}
     if INTERPRETED and "TILE" in chosen:
         chosen["TILE"] = 1 << 16  # its time goes by programs, not by elements
     return chosen | OVERRIDES.get(kernel, {})

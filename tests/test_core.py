@@ -140,10 +140,10 @@ def test_kernels_of_v3_stay_to_the_byte_in_v4(model: str):
 
 
 @pytest.mark.parametrize("script", TRITON)
-def test_every_kernel_has_blocks_and_no_line_of_them_another_name(script: str):
+def test_every_kernel_has_block_sizes_and_each_case_the_same_names(script: str):
     module = load(script)
     names = {name.removesuffix("_kernel") for name in vars(module) if name.endswith("_kernel")}
-    assert names == {name for name in module.BLOCKS if " " not in name}
-    for line, settings in module.BLOCKS.items():
-        whole = module.BLOCKS[line.partition(" ")[0]]
-        assert settings.keys() <= {*whole, "num_warps", "num_stages"}, line
+    assert names == module.BLOCKS.keys()
+    for kernel, cases in module.BLOCKS.items():
+        for case, sizes in cases.items():
+            assert sizes.keys() <= {*cases["any"], "num_warps", "num_stages"}, (kernel, case)

@@ -192,6 +192,36 @@ def test_odd_lengths_and_vocabularies_give_what_v1_gives(script: str, vocab: int
     assert relative_difference(*grads) < LIMITS[torch.float32]
 
 
+@pytest.mark.parametrize(
+    ("backend", "dtype", "precision", "cases", "chosen"),
+    [
+        ("cuda", torch.bfloat16, "high", "float32 tf32 hip hip_float32", "any"),
+        ("cuda", torch.float32, "highest", "float32 tf32 hip hip_float32", "float32"),
+        ("cuda", torch.float32, "high", "float32 tf32 hip hip_float32", "tf32"),
+        ("cuda", torch.float32, "high", "float32 hip hip_float32", "float32"),
+        ("cuda", torch.float32, "high", "hip", "any"),
+        ("hip", torch.bfloat16, "high", "float32 tf32 hip hip_float32", "hip"),
+        ("hip", torch.float32, "high", "float32 tf32 hip hip_float32", "hip_float32"),
+        ("hip", torch.float32, "high", "float32 tf32 hip", "hip"),
+        ("hip", torch.float32, "high", "float32 tf32", "float32"),
+        ("hip", torch.bfloat16, "high", "hip_float32 float32", "any"),
+        ("interpreter", torch.float32, "high", "float32 tf32 hip hip_float32", "float32"),
+    ],
+)
+def test_a_launch_takes_the_block_sizes_of_its_type_and_device(
+    backend: str, dtype: torch.dtype, precision: str, cases: str, chosen: str, monkeypatch
+):
+    def some_kernel():
+        """Registered by its name alone."""
+
+    sizes = {case: {"num_stages": len(case)} for case in cases.split()}
+    monkeypatch.setattr(v3, "BACKEND", backend)
+    monkeypatch.setattr(v3, "BLOCKS", {})
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    assert v3.block_sizes({"BLOCK_M": 64}, **sizes)(some_kernel) is some_kernel
+    assert v3.blocks("some", dtype) == {"BLOCK_M": 64, "num_warps": 4, **sizes.get(chosen, {})}
+
+
 def test_blocks_change_what_is_launched_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
     changes = words("--blocks attention_forward:BLOCK_M=16,num_warps=2")
     changes += words("--blocks attention_forward:BLOCK_N=16")

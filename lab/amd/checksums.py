@@ -33,6 +33,8 @@ def definitions(path: Path) -> dict[str, ast.stmt]:
         if isinstance(node, ast.FunctionDef):
             if ast.get_docstring(node):
                 node.body = node.body[1:]
+            # block sizes belong to a launch, not to the kernel below them
+            node.decorator_list = [d for d in node.decorator_list if "jit" in ast.unparse(d)]
             found[node.name] = node
         elif isinstance(node, ast.Assign):
             for target in node.targets:  # not what a comprehension sets
