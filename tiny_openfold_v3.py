@@ -505,11 +505,8 @@ def attention_forward_kernel(
     gate = load_gate(QKVG, GATE_BIAS + head * D, query, x_n, D, BLOCK_D, N, EVEN)
     out = out / row_sum[:, None] * gate
     store_rows(OUT + first * D, out, query, step * D, D, BLOCK_D, N, EVEN)
-    tl.store(
-        LOG_SUM_EXP + ((b * R + r) * H + head) * N + query,
-        row_max + tl.log2(row_sum),
-        mask=query < N,
-    )
+    at_row = ((b * R + r) * H + head) * N
+    tl.store(LOG_SUM_EXP + at_row + query, row_max + tl.log2(row_sum), mask=query < N)
 
 
 @block_sizes(
@@ -642,9 +639,8 @@ def attention_backward_bias_kernel(
     """
     N = length_of(N, ALIGNED)
     tiles_n = tl.cdiv(N, BLOCK_N)
-    tile, head, g, b = split_program(
-        tl.program_id(0), tl.cdiv(N, BLOCK_M) * tiles_n, H, tl.cdiv(R, group)
-    )  # fmt: skip
+    tiles = tl.cdiv(N, BLOCK_M) * tiles_n
+    tile, head, g, b = split_program(tl.program_id(0), tiles, H, tl.cdiv(R, group))
     query = tile // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
     key = tile % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
     bias = load_bias(BIAS, b * H + head, query, key, N, EVEN)
@@ -828,9 +824,7 @@ def attention_options(kernel: str, qkvg: Tensor, columns: bool) -> dict[str, int
     """Return what an attention kernel is told; no block is longer than the rows."""
     _, rows, length, heads, dim = attention_sizes(qkvg, columns)
     chosen, longest = blocks(kernel, qkvg.dtype), max(16, triton.next_power_of_2(length))
-    sizes = {
-        name: min(size, longest) for name, size in chosen.items() if name.startswith("BLOCK")
-    }  # fmt: skip
+    sizes = {name: min(size, longest) for name, size in chosen.items() if "BLOCK" in name}
     chosen |= {**sizes, "D": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
     even_rows = all(length % size == 0 for size in sizes.values())
     chosen["EVEN"] = dim == chosen["BLOCK_D"] and even_rows
@@ -1099,7 +1093,7 @@ A_P, B_P, A_G, B_G, G, Z = (tl.constexpr(part) for part in range(6))
 )
 @triton.jit
 def triangle_project_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, PRESENT, AB, M,
+    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, STATISTICS, PRESENT, AB, M,
     eps: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -1235,10 +1229,10 @@ def triangle_output_backward_kernel(
 )
 @triton.jit
 def triangle_project_backward_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, OUT_STATISTICS,
-    WEIGHT_T, NORMED, GRAD_LINEAR, GRAD_OUT, GRAD_NORM, PRESENT, GRAD_AB, GRAD_X,
-    M, TRANSPOSED: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr, RESIDUAL: tl.constexpr,
+    X, NORM_WEIGHT, WEIGHT, BIAS, STATISTICS, WEIGHT_T, NORMED, GRAD_LINEAR, GRAD_OUT, PRESENT,
+    GRAD_AB, GRAD_X, GRAD_NORM, M, TRANSPOSED: tl.constexpr, C: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients before the product, from those of a and b (GRAD_AB [2 C, M]).
 
@@ -1398,15 +1392,15 @@ def triangle_forward(
     # two tensors, as torch.compile mistakes the size of what a kernel writes into a part of one
     in_statistics = x.new_empty(2, positions, dtype=torch.float32)
     out_statistics = torch.empty_like(in_statistics)
-    inputs = x, in_weight, in_bias, out_weight, out_bias, weight, bias
     programs, options = triangle_options("triangle_project", x, weight)
     launch = wrap_triton(triangle_project_kernel)[(programs,)]
-    launch(*inputs, in_statistics, present, ab, eps=eps, **options)
+    launch(x, in_weight, in_bias, weight, bias, in_statistics, present, ab, eps=eps, **options)
     a, b = (half.view(dim * len(x), *x.shape[1:3]) for half in ab.chunk(2))
     product = torch.bmm(a.mT, b) if incoming else torch.bmm(a, b.mT)
     product = product.view(dim, positions)
     programs, options = triangle_options("triangle_output", x, weight)
     launch = wrap_triton(triangle_output_kernel)[(programs,)]
+    inputs = x, in_weight, in_bias, out_weight, out_bias, weight, bias
     statistics = in_statistics, out_statistics
     launch(*inputs, *statistics, product, out, eps=eps, RESIDUAL=residual, **options)
     return out, ab, product, *statistics
@@ -1438,20 +1432,20 @@ def triangle_backward(
     the norms' parameters, [2, C] each if `norms` asks for them.
     """
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
-    parameters = in_weight, in_bias, out_weight, out_bias, weight, bias
-    inputs = x, *parameters, in_statistics, out_statistics
     normed = weight.new_empty(positions, dim + ONES.value)
     out_normed = torch.empty_like(normed)
     grad_z, grad_linear = weight.new_empty(positions, dim), weight.new_empty(positions, 5 * dim)
     transposed = weight.dtype == torch.float32
     weight_t = weight.t().contiguous() if transposed else weight
-    inputs = *inputs, weight_t, normed, grad_linear, grad_out
+    gradients = weight_t, normed, grad_linear, grad_out
 
     programs, options = triangle_options("triangle_output_backward", x, weight)
     options["TRANSPOSED"] = transposed
     grad_norm_out = x.new_empty(programs, 2, dim, dtype=torch.float32)
     grad_product = torch.empty_like(product)
     launch = wrap_triton(triangle_output_backward_kernel)[(programs,)]
+    inputs = x, in_weight, in_bias, out_weight, out_bias, weight, bias
+    inputs = *inputs, in_statistics, out_statistics, *gradients
     launch(*inputs, grad_norm_out, product, grad_product, out_normed, grad_z, **options)
 
     grad_ab = torch.empty_like(ab)
@@ -1470,7 +1464,8 @@ def triangle_backward(
     grad_norm_in = x.new_empty(programs, 2, dim, dtype=torch.float32)
     grad_x = torch.empty_like(x)
     launch = wrap_triton(triangle_project_backward_kernel)[(programs,)]
-    launch(*inputs, grad_norm_in, present, grad_ab, grad_x, **options)
+    inputs = x, in_weight, weight, bias, in_statistics, *gradients, present
+    launch(*inputs, grad_ab, grad_x, grad_norm_in, **options)
 
     if norms:
         grad_norm_in, grad_norm_out = sum_parts(grad_norm_in), sum_parts(grad_norm_out)
@@ -2358,18 +2353,19 @@ def missing_kernels(args: argparse.Namespace) -> dict[str, str]:
     H100 (sm_90) and an MI300 (gfx942).
     """
     missing, dim, most, hip = {}, args.pair_dim, shared_memory(), BACKEND == "hip"
+    wide = f"{{}} needs {{}} KiB of shared memory, this GPU has {most // 1024}"
     dtype = getattr(torch, args.amp_dtype or "bfloat16") if args.use_amp else torch.float32
     channels = max(args.msa_dim // args.num_heads_msa, dim // args.num_heads_pair)
     needed = 0 if hip else triton.next_power_of_2(channels) * (1024 + 516 * dtype.itemsize)
     if channels > 64:
         missing["triton_attention"] = f"its kernels take up to 64 channels per head, not {channels}"
     elif needed > most:
-        missing["triton_attention"] = too_wide(f"a head of {channels} channels", needed, most)
+        missing["triton_attention"] = wide.format(f"a head of {channels} channels", needed // 1024)
     needed = (max(dim, 128) if hip else 384) * dim * dtype.itemsize
     if dim < 16 or dim.bit_count() != 1:
         missing["triton_triangle"] = f"--pair-dim {dim} is no power of two from 16"
     elif needed > most:
-        missing["triton_triangle"] = too_wide(f"--pair-dim {dim}", needed, most)
+        missing["triton_triangle"] = wide.format(f"--pair-dim {dim}", needed // 1024)
     return missing
 
 
@@ -2379,11 +2375,6 @@ def shared_memory() -> int:
         return 2**31
     utils, device = triton.runtime.driver.active.utils, torch.cuda.current_device()
     return utils.get_device_properties(device)["max_shared_mem"]  # as Triton asks at a launch
-
-
-def too_wide(width: str, needed: int, most: int) -> str:
-    """Say that a kernel needs more than the GPU has for a width, in bytes of shared memory."""
-    return f"{width} needs {needed // 1024} KiB of shared memory, this GPU has {most // 1024}"
 
 
 @cache
