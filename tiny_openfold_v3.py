@@ -757,17 +757,14 @@ def load_rows(X, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: t
 
 
 @triton.jit
-def store_rows(
-    X, value, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: tl.constexpr
-):  # fmt: skip
+def store_rows(X, x, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: tl.constexpr):
     """Store rows of a matrix [N, D] that lie `stride` apart, in its type, none beyond its ends."""
     column = tl.arange(0, BLOCK_D)
     at = X + (row.to(tl.int64)[:, None] * stride + column[None, :])
-    value = value.to(X.dtype.element_ty)
     if EVEN:
-        tl.store(at, value)
+        tl.store(at, x)
     else:
-        tl.store(at, value, mask=(row < N)[:, None] & (column < D)[None, :])
+        tl.store(at, x, mask=(row < N)[:, None] & (column < D)[None, :])
 
 
 @triton.jit
@@ -823,7 +820,8 @@ def attention_sizes(qkvg: Tensor, columns: bool) -> tuple[int, int, int, int, in
 def attention_options(kernel: str, qkvg: Tensor, columns: bool) -> dict[str, int | float | str]:
     """Return what an attention kernel is told; no block is longer than the rows."""
     _, rows, length, heads, dim = attention_sizes(qkvg, columns)
-    chosen, longest = blocks(kernel, qkvg.dtype), max(16, triton.next_power_of_2(length))
+    chosen = blocks(kernel, qkvg.dtype)
+    longest = max(16, triton.next_power_of_2(length))
     sizes = {name: min(size, longest) for name, size in chosen.items() if "BLOCK" in name}
     chosen |= {**sizes, "D": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
     even_rows = all(length % size == 0 for size in sizes.values())
@@ -886,7 +884,9 @@ def attention_backward(
     The last two are empty unless `needs_gate_bias` and `needs_bias` ask for them.
     """
     samples, rows, length, heads, dim = attention_sizes(qkvg, columns)
-    heads_of_all, grad_bias, grad_qkvg = heads * samples, None, torch.empty_like(qkvg)
+    heads_of_all = heads * samples
+    grad_qkvg = torch.empty_like(qkvg)
+    grad_bias = None
 
     def new_sums(*shape: int) -> Tensor:
         return qkvg.new_empty(shape, dtype=torch.float32)
@@ -920,9 +920,10 @@ def attention_backward(
             tiles = math.prod(triton.cdiv(length, options[size]) for size in ("BLOCK_M", "BLOCK_N"))
             group = rows_per_program(options.pop("PROGRAMS"), tiles * heads_of_all, rows)
             parts = triton.cdiv(rows, group)
-            grad_bias, options = new_sums(parts, *bias.shape), options | {"group": group}
+            grad_bias = new_sums(parts, *bias.shape)
+            options |= {"B": samples, "group": group}
             launch = wrap_triton(attention_backward_bias_kernel)[(tiles * parts * heads_of_all,)]
-            launch(qkvg, bias, log_sum_exp, grad, delta, grad_bias, B=samples, **options)
+            launch(qkvg, bias, log_sum_exp, grad, delta, grad_bias, **options)
     nothing = qkvg.new_empty(0)
     return (
         grad_qkvg,
@@ -943,7 +944,8 @@ class GatedAttentionFunction(torch.autograd.Function):
     def forward(
         ctx, qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None, columns: bool = False
     ) -> Tensor:
-        qkvg, bias = qkvg.contiguous(), None if bias is None else bias.contiguous()
+        qkvg = qkvg.contiguous()
+        bias = None if bias is None else bias.contiguous()
         out, log_sum_exp = attention_forward(qkvg, gate_bias, bias, columns)
         ctx.save_for_backward(qkvg, gate_bias, bias, out, log_sum_exp)
         ctx.columns = columns
@@ -951,9 +953,10 @@ class GatedAttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        asked, inputs = ctx.needs_input_grad[1:3], (grad_out.contiguous(), *ctx.saved_tensors)
-        grad_qkvg, *grads = attention_backward(*inputs, ctx.columns, *asked)
-        grads = (g if needed else None for g, needed in zip(grads, asked, strict=True))
+        needed = ctx.needs_input_grad[1:3]
+        inputs = grad_out.contiguous(), *ctx.saved_tensors, ctx.columns
+        grad_qkvg, *grads = attention_backward(*inputs, *needed)
+        grads = (g if asked else None for g, asked in zip(grads, needed, strict=True))
         return grad_qkvg, *grads, None
 
 
@@ -1388,7 +1391,8 @@ def triangle_forward(
     """
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
     dtype = torch.promote_types(x.dtype, weight.dtype) if residual else weight.dtype
-    ab, out = weight.new_empty(2 * dim, positions), torch.empty_like(x, dtype=dtype)
+    out = torch.empty_like(x, dtype=dtype)
+    ab = weight.new_empty(2 * dim, positions)
     # two tensors, as torch.compile mistakes the size of what a kernel writes into a part of one
     in_statistics = x.new_empty(2, positions, dtype=torch.float32)
     out_statistics = torch.empty_like(in_statistics)
@@ -1434,7 +1438,8 @@ def triangle_backward(
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
     normed = weight.new_empty(positions, dim + ONES.value)
     out_normed = torch.empty_like(normed)
-    grad_z, grad_linear = weight.new_empty(positions, dim), weight.new_empty(positions, 5 * dim)
+    grad_z = weight.new_empty(positions, dim)
+    grad_linear = weight.new_empty(positions, 5 * dim)
     transposed = weight.dtype == torch.float32
     weight_t = weight.t().contiguous() if transposed else weight
     gradients = weight_t, normed, grad_linear, grad_out
@@ -1474,13 +1479,15 @@ def triangle_backward(
 
 def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> tuple[int, dict[str, int | str]]:
     """Return how many programs a kernel of the triangle multiplication has, and its settings."""
-    chosen, dim, rows = blocks(kernel, weight.dtype), x.shape[-1], x.numel() // x.shape[-1]
+    dim = x.shape[-1]
+    rows = x.numel() // dim
+    chosen = blocks(kernel, weight.dtype)
     chosen["BLOCK_C"] = min(chosen["BLOCK_C"], dim)
     # Where channels are few more warps leave too little for each: one kernel spills on an MI300.
     chosen["num_warps"] = min(chosen["num_warps"], max(4, chosen["BLOCK_M"] * dim // 512))
     chosen |= {"M": rows, "C": dim, "WIDE": 5 * x.numel() >= 2**31}
-    precision = dot_precision(weight.dtype)
-    return triton.cdiv(rows, chosen["BLOCK_M"]), {**chosen, "PRECISION": precision}
+    chosen["PRECISION"] = dot_precision(weight.dtype)
+    return triton.cdiv(rows, chosen["BLOCK_M"]), chosen
 
 
 @operator
@@ -1492,7 +1499,8 @@ def triangle_weight_gradients(
     grad_linear [M, 5 C] is the gradient of the projections of normed [M, C + ONES], grad_z [M, C]
     that of the projection of out_normed [M, C + ONES].
     """
-    dim, first = grad_z.shape[1], 0
+    first = 0
+    dim = grad_z.shape[1]
     grad_weight = grad_z.new_empty(6 * dim, dim, dtype=torch.float32)
     grad_bias = grad_z.new_empty(6 * dim, dtype=torch.float32)
     for grad, rows in ((grad_linear, normed), (grad_z, out_normed)):
@@ -1533,8 +1541,8 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
         dtype: torch.dtype,
         *parameters: Tensor,
     ) -> Tensor:
-        x, (*norms, weight, bias) = x.contiguous(), parameters
-        inputs = x, present, *norms, weight.to(dtype), bias
+        *norms, weight, bias = parameters
+        inputs = x.contiguous(), present, *norms, weight.to(dtype), bias
         out, *saved = triangle_forward(*inputs, incoming, eps, residual)
         ctx.save_for_backward(*inputs, *saved)
         ctx.options = incoming, residual
@@ -1542,8 +1550,9 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        inputs, norms = (grad_out.contiguous(), *ctx.saved_tensors), any(ctx.needs_input_grad[6:10])
-        grad_x, *read, norm_in, norm_out = triangle_backward(*inputs, *ctx.options, norms)
+        norms = any(ctx.needs_input_grad[6:10])
+        inputs = grad_out.contiguous(), *ctx.saved_tensors, *ctx.options
+        grad_x, *read, norm_in, norm_out = triangle_backward(*inputs, norms)
         grads = [*norm_in.unbind(), *norm_out.unbind()] if norms else 4 * [None]
         linears = any(ctx.needs_input_grad[10:])
         grads += triangle_weight_gradients(*read) if linears else 2 * [None]
@@ -1698,7 +1707,8 @@ def outer_product_backward_kernel(
 
 def outer_product_options(kernel: str, a: Tensor) -> dict[str, int | str]:
     """Return what a kernel of the outer product is told."""
-    chosen, (_, depth, length, dim) = blocks(kernel, a.dtype), a.shape
+    _, depth, length, dim = a.shape
+    chosen = blocks(kernel, a.dtype)
     chosen["BLOCK_S"] = min(chosen["BLOCK_S"], max(16, triton.next_power_of_2(depth)))
     return {**chosen, "S": depth, "N": length, "H": dim, "PRECISION": dot_precision(a.dtype)}
 
@@ -1742,7 +1752,8 @@ class OuterProductMeanFunction(torch.autograd.Function):
     def forward(
         ctx, a: Tensor, b: Tensor, sequences: Tensor | None, weight: Tensor, bias: Tensor
     ) -> Tensor:
-        a, b, low = a.contiguous(), b.contiguous(), weight.to(a.dtype)
+        a, b = a.contiguous(), b.contiguous()
+        low = weight.to(a.dtype)
         if sequences is None:
             factors = a.new_full(a.shape[:1], 1 / (a.shape[1] + 1e-3), dtype=torch.float32)
         else:
@@ -1783,7 +1794,8 @@ class OuterProductMean(nn.Module):
 
     def forward(self, msa: Tensor, sequences: Tensor | None = None) -> Tensor:
         """Compute the update of pair [B, N, N, c_z] from msa [B, S, N, c_m], sequences [B, S]."""
-        msa, depth = self.layer_norm(msa), msa.shape[1]
+        depth = msa.shape[1]
+        msa = self.layer_norm(msa)
         a, b = self.linear_1(msa), self.linear_2(msa)
         if self.triton:
             out = self.linear_out
@@ -2061,7 +2073,8 @@ def sum_parts(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
     torch.sum is slower at many short parts.
     """
-    chosen, out = blocks("sum_parts"), torch.empty_like(parts[0], dtype=dtype)
+    chosen = blocks("sum_parts")
+    out = torch.empty_like(parts[0], dtype=dtype)
     rows = min(chosen.pop("ROWS"), triton.next_power_of_2(len(parts)))
     block = max(8, chosen.pop("TILE") // rows)
     launch = wrap_triton(sum_parts_kernel)[(triton.cdiv(out.numel(), block),)]
@@ -2352,7 +2365,10 @@ def missing_kernels(args: argparse.Namespace) -> dict[str, str]:
     Wider rows need more shared memory. `needed` bounds what tools/compile_for_amd.py finds for an
     H100 (sm_90) and an MI300 (gfx942).
     """
-    missing, dim, most, hip = {}, args.pair_dim, shared_memory(), BACKEND == "hip"
+    missing = {}
+    dim = args.pair_dim
+    hip = BACKEND == "hip"
+    most = shared_memory()
     wide = f"{{}} needs {{}} KiB of shared memory, this GPU has {most // 1024}"
     dtype = getattr(torch, args.amp_dtype or "bfloat16") if args.use_amp else torch.float32
     channels = max(args.msa_dim // args.num_heads_msa, dim // args.num_heads_pair)
@@ -2373,8 +2389,8 @@ def shared_memory() -> int:
     """Return the bytes of shared memory, AMD's LDS, that a program can have on this GPU."""
     if INTERPRETED or not torch.cuda.device_count():
         return 2**31
-    utils, device = triton.runtime.driver.active.utils, torch.cuda.current_device()
-    return utils.get_device_properties(device)["max_shared_mem"]  # as Triton asks at a launch
+    utils = triton.runtime.driver.active.utils  # which Triton asks at a launch
+    return utils.get_device_properties(torch.cuda.current_device())["max_shared_mem"]
 
 
 @cache
