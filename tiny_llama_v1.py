@@ -40,11 +40,8 @@ except ImportError as error:
     print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
     sys.exit(4)
 
+
 # --- configuration
-
-VERSION = 1
-
-
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes of the model; the defaults are those of the command line."""
@@ -65,33 +62,9 @@ class Fusions:
     """V1 fuses nothing."""
 
 
-FUSIONS: tuple[tuple[str, str, str], ...] = ()  # flag, attribute, help
-
-
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that only this model has."""
-    sizes, add = ModelConfig(), parser.add_argument_group("model").add_argument
-    for flag, low, default, letter, text in (
-        ("vocab-size", 2, None, "V", f"(default: {sizes.vocab_size}; 256 with --text-file)"),
-        ("hidden-dim", 1, sizes.hidden_dim, "D", "width of the residual stream"),
-        ("num-layers", 1, sizes.num_layers, "L", "transformer layers"),
-        ("num-heads", 1, sizes.num_heads, "H", "query heads"),
-        ("num-kv-heads", 1, None, "K", "key/value heads (default: half of the heads)"),
-        ("intermediate-dim", 1, None, "I", "width of the MLP (default: 4 x hidden)"),
-        ("seq-len", 2, sizes.seq_len, "S", "tokens per sample"),
-        ("batch-size", 1, 8, "B", "samples per step"),
-    ):
-        text += "" if default is None else " (default: %(default)s)"
-        add(f"--{flag}", type=at_least(low), default=default, metavar=letter, help=text)
-    add = parser.add_argument_group("data").add_argument
-    add("--text-file", type=Path, metavar="FILE", help="train on the bytes of a real text")
-
-
-# --- model
-
-
+# --- rms norm: y = x / sqrt(mean(x^2) + eps) * weight
 class RMSNorm(nn.Module):
-    """Root mean square norm, `x / rms(x) * weight` over the last dimension, computed in float32."""
+    """Root mean square norm over the last dimension of x [..., D], computed in float32."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -104,27 +77,27 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
+# --- rotary embedding: y1 = x1 cos(t) - x2 sin(t), y2 = x2 cos(t) + x1 sin(t)
 class RotaryEmbedding(nn.Module):
-    """Rotary position embedding: channel i is rotated with channel i + head_dim / 2."""
+    """Rotates x [B, S, heads, head_dim] by position, channel i with channel i + head_dim / 2."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         half = config.hidden_dim // config.num_heads // 2
         frequency = config.rope_theta ** (-torch.arange(half) / half)
-        angle = torch.outer(torch.arange(config.seq_len), frequency)
-        angle = angle.repeat(1, 2)[:, None]  # [S, 1, head_dim]
+        angle = torch.outer(torch.arange(config.seq_len), frequency).repeat(1, 2)[:, None]
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rotate x [B, S, heads, head_dim] by its position along S."""
         cos, sin = self.cos[: x.shape[1]].to(x.dtype), self.sin[: x.shape[1]].to(x.dtype)
         first, second = x.chunk(2, dim=-1)
         return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
+# --- attention: update = o_proj(softmax(q k^T / sqrt(head_dim)) v), each token sees those before it
 class Attention(nn.Module):
-    """Causal self-attention with grouped key/value heads."""
+    """Causal self-attention with grouped key/value heads, [B, S, D] -> [B, S, D]."""
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
@@ -136,12 +109,10 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_dim, kv_dim, bias=False)
         self.o_proj = nn.Linear(config.hidden_dim, config.hidden_dim, bias=False)
         self.rotary = RotaryEmbedding(config)
-        mask = torch.full((config.seq_len, config.seq_len), -torch.inf)
-        mask = mask.triu(1)  # 0 on and below the diagonal
+        mask = torch.full((config.seq_len, config.seq_len), -torch.inf).triu(1)
         self.register_buffer("causal_mask", mask, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x [B, S, D] to [B, S, D]."""
         batch, seq, _ = x.shape
         q = self.q_proj(x).view(batch, seq, self.num_heads, self.head_dim)
         k = self.k_proj(x).view(batch, seq, self.num_kv_heads, self.head_dim)
@@ -157,8 +128,9 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).reshape(batch, seq, -1))
 
 
+# --- swiglu: update = down_proj(silu(gate_proj(x)) * up_proj(x))
 class SwiGLU(nn.Module):
-    """Gated MLP, `down(silu(gate(x)) * up(x))`."""
+    """Gated MLP, [B, S, D] -> [B, S, D]."""
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
@@ -167,13 +139,20 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_dim, config.hidden_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x [B, S, D] to [B, S, D]."""
         gate, up = self.gate_proj(x), self.up_proj(x)
         return self.down_proj(F.silu(gate) * up)
 
 
+# --- loss: mean over tokens of log(sum(exp(logits))) - logits[next token]
+def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean loss of logits [B, S, V]; labels [B, S] are the same tokens, not shifted."""
+    following = F.pad(labels[:, 1:], (0, 1), value=-100)  # the last token has none: it is ignored
+    return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
+
+
+# --- model
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP, each added to the residual stream."""
+    """Pre-norm attention and MLP, each added to the residual stream [B, S, D]."""
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
@@ -183,7 +162,6 @@ class DecoderLayer(nn.Module):
         self.mlp = SwiGLU(config, fusions)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x [B, S, D] to [B, S, D]."""
         x = x + self.self_attn(self.input_layernorm(x))
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -206,11 +184,7 @@ class TinyLlama(nn.Module):
         for layer in self.layers:
             x = layer(x)
         logits = F.linear(self.norm(x), self.embed_tokens.weight)
-        if labels is None:
-            return logits
-        # the one place where labels are shifted; -100 is ignored
-        following = F.pad(labels[:, 1:], (0, 1), value=-100)
-        return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
+        return logits if labels is None else next_token_loss(logits, labels)
 
 
 def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
@@ -238,26 +212,73 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.O
     return torch.optim.AdamW(model.parameters(), rate, fused=True, capturable=args.cuda_graph)
 
 
+# --- arguments of the model
+VERSION = 1
+FUSIONS: tuple[tuple[str, str, str], ...] = ()  # flag, attribute, help
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that only this model has."""
+    add = parser.add_argument_group("model").add_argument
+    for flag, low, default, letter, text in (
+        ("vocab-size", 2, None, "V", f"(default: {ModelConfig.vocab_size}; 256 with --text-file)"),
+        ("hidden-dim", 1, ModelConfig.hidden_dim, "D", "width of the residual stream"),
+        ("num-layers", 1, ModelConfig.num_layers, "L", "transformer layers"),
+        ("num-heads", 1, ModelConfig.num_heads, "H", "query heads"),
+        ("num-kv-heads", 1, None, "K", "key/value heads (default: half of the heads)"),
+        ("intermediate-dim", 1, None, "I", "width of the MLP (default: 4 x hidden)"),
+        ("seq-len", 2, ModelConfig.seq_len, "S", "tokens per sample"),
+        ("batch-size", 1, 8, "B", "samples per step"),
+    ):
+        text += "" if default is None else " (default: %(default)s)"
+        add(f"--{flag}", type=at_least(low), default=default, metavar=letter, help=text)
+    add = parser.add_argument_group("data").add_argument
+    add("--text-file", type=Path, metavar="FILE", help="train on the bytes of a real text")
+
+
+def without_effect(args: argparse.Namespace) -> dict[str, str]:
+    """Return the fusions without effect under these arguments, on or off, and why."""
+    return {}
+
+
+def use_settings(args: argparse.Namespace) -> None:
+    """Apply this version's process-wide settings of a run: there are none."""
+
+
+def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Fill in defaults that depend on other arguments; refuse sizes that do not fit together."""
+    args.num_kv_heads = args.num_kv_heads or max(1, args.num_heads // 2)
+    args.intermediate_dim = args.intermediate_dim or 4 * args.hidden_dim
+    must = "must be divisible by"
+    if args.hidden_dim % (2 * args.num_heads):  # pairs of channels are rotated
+        parser.error(f"--hidden-dim {args.hidden_dim} {must} 2 x --num-heads {args.num_heads}")
+    if args.num_heads % args.num_kv_heads:
+        parser.error(f"--num-heads {args.num_heads} {must} --num-kv-heads {args.num_kv_heads}")
+    if args.text_file and args.vocab_size not in (None, 256):
+        parser.error(f"--vocab-size {args.vocab_size} does not fit the bytes of --text-file")
+    args.vocab_size = args.vocab_size or (256 if args.text_file else ModelConfig.vocab_size)
+    if args.text_file:
+        read_text(args.text_file, args.seq_len)
+
+
 # --- data
 # Copied from common/data_llama.py by tools/sync_common.py: edit it there.
 CONTROL = {*range(9), *range(14, 26), *range(28, 32)}  # bytes that no text has
 
 
 class TextBatches:
-    """Random windows of a token stream in host memory: {"input_ids": [B, S], "labels": [B, S]}."""
+    """Random windows of a text in host memory: {"input_ids": [B, S], "labels": [B, S]}."""
 
-    def __init__(
-        self, stream: np.ndarray, args: argparse.Namespace, device: torch.device, seed: int
-    ):  # fmt: skip
-        self.windows = np.lib.stride_tricks.sliding_window_view(stream, args.seq_len)
-        self.batch_size, self.device = args.batch_size, device
+    def __init__(self, text: np.ndarray, args: argparse.Namespace, device: torch.device, seed: int):
+        self.windows = np.lib.stride_tricks.sliding_window_view(text, args.seq_len)
+        self.batch_size = args.batch_size
+        self.device = device
         self.generator = torch.Generator().manual_seed(seed)
         self.source: dict = {}  # nothing to report
 
     def next_batch(self) -> dict[str, Tensor]:
         starts = torch.randint(len(self.windows), (self.batch_size,), generator=self.generator)
-        # By NumPy, in one thread: from 3000 tokens on PyTorch takes a thread per core, and on a
-        # busy host one is late.
+        # By NumPy in one thread: PyTorch takes one per core, and on a busy host one is late.
         tokens = torch.from_numpy(self.windows[starts.numpy()]).to(self.device)
         return {"input_ids": tokens, "labels": tokens}
 
@@ -301,40 +322,13 @@ def read_text(path: Path, seq_len: int) -> np.ndarray:
 def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> TextBatches:
     """Make the source of training batches: the bytes of --text-file, or synthetic text."""
     if args.text_file:
-        stream = read_text(args.text_file, args.seq_len)
+        text = read_text(args.text_file, args.seq_len)
     else:
-        stream = markov_text(args.vocab_size, length=max(1_000_000, 4 * args.seq_len), seed=seed)
-    return TextBatches(stream, args, device, seed)
+        text = markov_text(args.vocab_size, length=max(1_000_000, 4 * args.seq_len), seed=seed)
+    return TextBatches(text, args, device, seed)
 
 
 # --- end of data
-
-# --- checks of the model's arguments
-
-
-def without_effect(args: argparse.Namespace) -> dict[str, str]:
-    """Return the fusions without effect under these arguments, on or off, and why."""
-    return {}
-
-
-def use_settings(args: argparse.Namespace) -> None:
-    """Apply this version's process-wide settings of a run: there are none."""
-
-
-def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Fill in defaults that depend on other arguments; refuse sizes that do not fit together."""
-    args.num_kv_heads = args.num_kv_heads or max(1, args.num_heads // 2)
-    args.intermediate_dim = args.intermediate_dim or 4 * args.hidden_dim
-    must = "must be divisible by"
-    if args.hidden_dim % (2 * args.num_heads):  # pairs of channels are rotated
-        parser.error(f"--hidden-dim {args.hidden_dim} {must} 2 x --num-heads {args.num_heads}")
-    if args.num_heads % args.num_kv_heads:
-        parser.error(f"--num-heads {args.num_heads} {must} --num-kv-heads {args.num_kv_heads}")
-    if args.text_file and args.vocab_size not in (None, 256):
-        parser.error(f"--vocab-size {args.vocab_size} does not fit the bytes of --text-file")
-    args.vocab_size = args.vocab_size or (256 if args.text_file else ModelConfig.vocab_size)
-    if args.text_file:
-        read_text(args.text_file, args.seq_len)
 
 
 # --- core

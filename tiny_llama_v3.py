@@ -12,8 +12,9 @@ triton-swiglu         silu(gate) * up in one pass; the backward pass computes si
 triton-cross-entropy  the loss from the logits as the GEMM wrote them, without a copy in float32
 
 Begin with rms_norm_forward_kernel: it loads two large tensors, and stores two. In float32,
-PyTorch's addition and norm load or store ten. Each operation has the same parts: kernels, functions
-that launch (start) them, an autograd Function.
+PyTorch's addition and norm load or store ten. An operation is a section: kernels, functions that
+launch (start) them, an autograd Function, the module. In kernels, pointers and sizes at compile
+time are in capitals; grad_x is the dx of formulas.
 
 V2's fusions and the library's GEMMs stay. Turn a kernel off: PyTorch does it as in V2. Without a
 GPU, Triton's interpreter runs the kernels: this shows that they are right, not how fast they are.
@@ -40,7 +41,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Annotated, get_type_hints
 
@@ -56,18 +57,14 @@ try:
     import triton
     import triton.language as tl
     from torch import Tensor, nn
-    from torch._subclasses import FakeTensor
     from torch.library import triton_op
     from torch.utils.flop_counter import FlopCounterMode
 except ImportError as error:
     print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
     sys.exit(4)
 
+
 # --- configuration
-
-VERSION = 3
-
-
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes of the model; the defaults are those of the command line."""
@@ -98,50 +95,11 @@ class Fusions:
     triton_cross_entropy: Annotated[bool, "loss without a float32 copy of the logits"] = True
 
 
-FUSIONS = tuple(  # flag, attribute, help
-    (name.replace("_", "-"), name, hint.__metadata__[0])
-    for name, hint in get_type_hints(Fusions, include_extras=True).items()
-)
-# Fusions with kernels that the first step compiles.
-TRITON_FUSIONS = tuple(name for _, name, _ in FUSIONS if name.startswith("triton"))
-
-
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that only this model has."""
-    sizes, add = ModelConfig(), parser.add_argument_group("model").add_argument
-    for flag, low, default, letter, text in (
-        ("vocab-size", 2, None, "V", f"(default: {sizes.vocab_size}; 256 with --text-file)"),
-        ("hidden-dim", 1, sizes.hidden_dim, "D", "width of the residual stream"),
-        ("num-layers", 1, sizes.num_layers, "L", "transformer layers"),
-        ("num-heads", 1, sizes.num_heads, "H", "query heads"),
-        ("num-kv-heads", 1, None, "K", "key/value heads (default: half of the heads)"),
-        ("intermediate-dim", 1, None, "I", "width of the MLP (default: 4 x hidden)"),
-        ("seq-len", 2, sizes.seq_len, "S", "tokens per sample"),
-        ("batch-size", 1, 8, "B", "samples per step"),
-    ):
-        text += "" if default is None else " (default: %(default)s)"
-        add(f"--{flag}", type=at_least(low), default=default, metavar=letter, help=text)
-    add = parser.add_argument_group("data").add_argument
-    add("--text-file", type=Path, metavar="FILE", help="train on the bytes of a real text")
-    add = parser.add_argument_group("kernels").add_argument
-    text = "other block sizes or warps, powers of two; a wrong name lists all; can be repeated"
-    form = "KERNEL:NAME=NUMBER,..."
-    add("--blocks", type=read_blocks, action="append", metavar=form, help=text)
-
-
-# --- kernels
-#
-# An operation has a kernel forward and one or more backward. Functions under @operator allocate the
-# results and launch the kernels; an autograd.Function ties forward and backward together. No kernel
-# adds atomically: each program writes the sum over its own rows, and another launch sums these, so
-# that the same input gives the same bits.
-#
-# In kernels, pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas.
-
 # --- blocks
 # Copied from common/blocks.py by tools/sync_common.py: edit it there.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the kernels run on the CPU, in Python
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
+NAMESPACE = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # of our operators
 Sizes = dict[str, int]
 BLOCKS: dict[str, dict[str, Sizes]] = {}  # the sizes of each kernel in each case
 
@@ -171,8 +129,7 @@ def block_sizes(
 # Copied from common/operators.py by tools/sync_common.py: edit it there.
 def operator(function: Callable) -> Callable:
     """Make a function that launches kernels an operator; torch.compile sees the kernels in it."""
-    script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # a copy of any name
-    name = f"{script}::{function.__name__}"
+    name = f"{NAMESPACE}::{function.__name__}"
     if not INTERPRETED:
         return triton_op(name, function, mutates_args=())
     opaque = torch.library.custom_op(name, function, mutates_args=())
@@ -183,47 +140,7 @@ def operator(function: Callable) -> Callable:
 # --- end of operators
 
 
-def wrap_triton(kernel: Callable) -> Callable:
-    """Return what launches a kernel by `[grid](TENSOR, ..., NAME=value, ...)`.
-
-    On a GPU it is PyTorch's function, by which a compiler sees what is launched.
-    """
-    return Interpreted(kernel) if INTERPRETED else torch.library.wrap_triton(kernel)
-
-
-@block_sizes({"TILE": 4096, "ROWS": 512, "num_warps": 8})
-@triton.jit
-def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum the partial results of all programs: out = sum over p of parts[p].
-
-    PARTS [parts, width], OUT [width]. A program owns BLOCK columns, and reads ROWS parts at a time.
-    """
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for start in range(0, parts, ROWS):
-        row = start + tl.arange(0, ROWS)
-        inside = (row < parts)[:, None] & (column < width)[None, :]
-        at = row.to(tl.int64)[:, None] * width + column[None, :]
-        total += tl.load(PARTS + at, mask=inside, other=0.0)
-    tl.store(OUT + column, tl.sum(total, 0), mask=column < width)
-
-
-def sum_parts(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the sum of float32 parts [parts, ...], one of each program, in `dtype`.
-
-    torch.sum is slower at many short parts.
-    """
-    chosen, out = blocks("sum_parts"), torch.empty_like(parts[0], dtype=dtype)
-    rows, width = min(chosen.pop("ROWS"), triton.next_power_of_2(len(parts))), out.numel()
-    block = max(8, chosen.pop("TILE") // rows)
-    launch = wrap_triton(sum_parts_kernel)[(triton.cdiv(width, block),)]
-    launch(parts, out, parts=len(parts), width=width, ROWS=rows, BLOCK=block, **chosen)
-    return out
-
-
-LOG2E = tl.constexpr(math.log2(math.e))  # scores are in base 2: the hardware computes exp2
-
-
+# --- rms norm: y = x / sqrt(mean(x^2) + eps) * weight
 @block_sizes({"TILE": 4096})
 @triton.jit
 def rms_norm_forward_kernel(
@@ -291,12 +208,10 @@ def rms_norm_backward_kernel(
 def rms_norm_forward(
     x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add x and update [..., D] and normalise the sum.
-
-    Returns the norm in `dtype`, the sum (empty without an update) and 1 / rms [rows].
-    """
+    """Return norm(x + update) in `dtype`, x + update (empty if update is None), 1 / rms [rows]."""
     rows, programs, options = row_launch("rms_norm_forward", x)
-    normed, rstd = torch.empty_like(x, dtype=dtype), x.new_empty(rows, dtype=torch.float32)
+    normed = torch.empty_like(x, dtype=dtype)
+    rstd = x.new_empty(rows, dtype=torch.float32)
     summed = x.new_empty(0) if update is None else torch.empty_like(x)
     launch = wrap_triton(rms_norm_forward_kernel)[(programs,)]
     launch(x, update, weight, normed, summed, rstd, rows=rows, eps=eps, **options)
@@ -307,10 +222,7 @@ def rms_norm_forward(
 def rms_norm_backward(
     grad_normed: Tensor, grad_summed: Tensor | None, summed: Tensor, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of x, of the update (in the type of the norm's) and of the weight.
-
-    Without an update, when grad_summed is None, its gradient is empty.
-    """
+    """Return the gradients of x, update (empty if grad_summed is None) and weight."""
     rows, programs, options = row_launch("rms_norm_backward", summed)
     grad_x = torch.empty_like(summed)
     grad_update = summed.new_empty(0) if grad_summed is None else torch.empty_like(grad_normed)
@@ -321,16 +233,14 @@ def rms_norm_backward(
 
 
 class AddRMSNorm(torch.autograd.Function):
-    """Compute norm(x + update) * weight in `dtype`, and x + update, of x and update [..., D].
-
-    Without an update (None) the norm is the only result.
-    """
+    """Compute norm(x + update) * weight in `dtype` and x + update [..., D]; of x only the norm."""
 
     @staticmethod
     def forward(
         ctx, x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
     ):  # fmt: skip
-        x, weight = x.contiguous(), weight.contiguous()
+        x = x.contiguous()
+        weight = weight.contiguous()
         update = None if update is None else update.contiguous()
         normed, summed, rstd = rms_norm_forward(x, update, weight, eps, dtype)
         ctx.save_for_backward(x if update is None else summed, weight, rstd)
@@ -338,15 +248,34 @@ class AddRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_normed: Tensor, grad_summed: Tensor | None = None):
-        summed, weight, rstd = ctx.saved_tensors
         grad_normed = grad_normed.contiguous()
         grad_summed = None if grad_summed is None else grad_summed.contiguous()
-        grad_x, grad_update, grad_weight = rms_norm_backward(
-            grad_normed, grad_summed, summed, weight, rstd
-        )
+        grads = rms_norm_backward(grad_normed, grad_summed, *ctx.saved_tensors)
+        grad_x, grad_update, grad_weight = grads
         return grad_x, None if grad_summed is None else grad_update, grad_weight, None, None
 
 
+class RMSNorm(nn.Module):
+    """Root mean square norm over the last dimension of x [..., D], computed in float32."""
+
+    def __init__(self, dim: int, eps: float, fusions: Fusions):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+        self.fusions = fusions
+
+    def forward(self, x: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return x + update [..., D] normalised, in the type of the next GEMM, and the sum."""
+        if self.fusions.triton_rms_norm:
+            result = AddRMSNorm.apply(x, update, self.weight, self.eps, gemm_dtype(x))
+            return (result, x) if update is None else result
+        x = x if update is None else x + update
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype), x
+
+
+# --- rotary embedding: y1 = x1 cos(t) - x2 sin(t), y2 = x2 cos(t) + x1 sin(t)
 @block_sizes({"TILE": 4096})
 @triton.jit
 def rotary_kernel(
@@ -354,8 +283,6 @@ def rotary_kernel(
     SIGN: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Rotate query and key heads by the angle t of their position, or by -t (SIGN -1, backward).
-
-        y1 = x1 cos(t) - x2 sin(t);  y2 = x2 cos(t) + x1 sin(t)
 
     x1 and x2 are the halves of a head. QKV, ROTATED [rows, C]: a row is one of the HEADS heads of a
     token, of which the last VALUES are copied. COS, SIN [seq or more, C], by position. A program
@@ -378,10 +305,7 @@ def rotary_kernel(
 
 @operator
 def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, values: int, sign: int) -> Tensor:
-    """Rotate qkv [B, S, heads, head_dim] by `sign` times the angle of its position.
-
-    The last `values` heads are copied.
-    """
+    """Rotate qkv [B, S, heads, head_dim] by `sign` times its angle, but for the last `values`."""
     rows, programs, options = row_launch("rotary", qkv)
     rotated = torch.empty_like(qkv)
     sizes = {"rows": rows, "seq": qkv.shape[1], "HEADS": qkv.shape[2], "VALUES": values}
@@ -390,11 +314,7 @@ def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, values: int, sign: int) -> Ten
 
 
 class Rotary(torch.autograd.Function):
-    """Rotate the query and key heads of qkv [B, S, H + 2 K, head_dim] by their position along S.
-
-    Channel i is rotated with channel i + head_dim / 2. cos and sin [S or more, 1, head_dim] repeat
-    their first half.
-    """
+    """Rotate the query and key heads of qkv [B, S, H + 2 K, head_dim] by their position along S."""
 
     @staticmethod
     def forward(ctx, qkv: Tensor, cos: Tensor, sin: Tensor, num_kv_heads: int):
@@ -407,90 +327,28 @@ class Rotary(torch.autograd.Function):
         return rotary(grad.contiguous(), *ctx.saved_tensors, ctx.values, -1), None, None, None
 
 
-@block_sizes({"TILE": 2048})
-@triton.jit
-def swiglu_forward_kernel(
-    GATE_UP, OUT, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
-    """Compute out = silu(gate) * up, where silu(gate) = gate * sigmoid(gate).
+class RotaryEmbedding(nn.Module):
+    """Rotates x [B, S, heads, head_dim] by position, channel i with channel i + head_dim / 2."""
 
-    GATE_UP [rows, 2 C], a row holds all gates, then all ups; OUT [rows, C]. A program owns ROWS
-    rows of BLOCK_C channels.
-    """
-    UP: tl.constexpr = C  # from a gate to its up
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside = (row < rows)[:, None] & (channel < C)[None, :]
-    gate_at = row[:, None] * (2 * C) + channel[None, :]
-    gate = tl.load(GATE_UP + gate_at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(GATE_UP + gate_at + UP, mask=inside, other=0.0).to(tl.float32)
-    at = OUT + row[:, None] * C + channel[None, :]
-    tl.store(at, gate * tl.sigmoid(gate) * up, mask=inside)
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        half = config.hidden_dim // config.num_heads // 2
+        frequency = config.rope_theta ** (-torch.arange(half) / half)
+        positions = triton.cdiv(config.seq_len, 8) * 8  # as many as the model makes of them
+        angle = torch.outer(torch.arange(positions), frequency).repeat(1, 2)[:, None]
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cos, sin = self.cos[: x.shape[1]].to(x.dtype), self.sin[: x.shape[1]].to(x.dtype)
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-@block_sizes({"TILE": 2048})
-@triton.jit
-def swiglu_backward_kernel(
-    GRAD, GATE_UP, GRAD_GATE_UP, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
-    """Compute the gradients of gate and up; silu is computed again.
-
-        s = sigmoid(gate);  dgate = dout * up * s * (1 + gate * (1 - s));  dup = dout * gate * s
-
-    GRAD [rows, C], GATE_UP and GRAD_GATE_UP [rows, 2 C], all gates of a row first. A program owns
-    ROWS rows of BLOCK_C channels.
-    """
-    UP: tl.constexpr = C  # from a gate to its up
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside = (row < rows)[:, None] & (channel < C)[None, :]
-    gate_at = row[:, None] * (2 * C) + channel[None, :]
-    at = GRAD + row[:, None] * C + channel[None, :]
-    grad = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(GATE_UP + gate_at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(GATE_UP + gate_at + UP, mask=inside, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    tl.store(GRAD_GATE_UP + gate_at, grad * up * sigmoid * (1 + gate * (1 - sigmoid)), mask=inside)
-    tl.store(GRAD_GATE_UP + gate_at + UP, grad * gate * sigmoid, mask=inside)
-
-
-@operator
-def swiglu_forward(gate_up: Tensor) -> Tensor:
-    """Compute silu(gate) * up [..., I] of gate_up [..., 2 I]."""
-    out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-    rows, programs, options = row_launch("swiglu_forward", out, whole=False)
-    grid = (programs, triton.cdiv(out.shape[-1], options["BLOCK_C"]))
-    wrap_triton(swiglu_forward_kernel)[grid](gate_up, out, rows=rows, **options)
-    return out
-
-
-@operator
-def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """Compute the gradient of gate_up, packed as it is."""
-    rows, programs, options = row_launch("swiglu_backward", grad, whole=False)
-    grad_gate_up = torch.empty_like(gate_up)
-    grid = (programs, triton.cdiv(grad.shape[-1], options["BLOCK_C"]))
-    tensors = grad, gate_up, grad_gate_up
-    wrap_triton(swiglu_backward_kernel)[grid](*tensors, rows=rows, **options)
-    return grad_gate_up
-
-
-class SwiGLUActivation(torch.autograd.Function):
-    """Compute silu(gate) * up [..., I] of gate_up [..., 2 I], gates first."""
-
-    @staticmethod
-    def forward(ctx, gate_up: Tensor):
-        gate_up = gate_up.contiguous()
-        ctx.save_for_backward(gate_up)
-        return swiglu_forward(gate_up)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return swiglu_backward(grad.contiguous(), *ctx.saved_tensors)
-
-
-# Causal attention of packed heads, QKV [B, S, H + 2 K, D]: the H query heads of a token, its K key
-# heads, its K value heads. A key head serves a group of H / K query heads.
+# --- attention: update = o_proj(softmax(q k^T / sqrt(head_dim)) v), each token sees those before it
+# QKV [B, S, H + 2 K, D] has the H query heads of a token, its K key heads, its K value heads. A key
+# head serves a group of H / K query heads.
+LOG2E = tl.constexpr(math.log2(math.e))  # scores are in base 2: the hardware computes exp2
 
 
 @block_sizes(
@@ -517,8 +375,7 @@ def attention_forward_kernel(
     TOKEN: tl.constexpr = (H + 2 * K) * D  # elements of a token in QKV
     VALUE: tl.constexpr = K * D  # from a key head to its value head
     batch, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    # programs with the most keys start first
-    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M  # most keys first
     query, key = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     channel = tl.arange(0, BLOCK_D)
     token = batch * seq + query
@@ -581,8 +438,7 @@ def attention_backward_queries_kernel(
     TOKEN: tl.constexpr = (H + 2 * K) * D  # elements of a token in QKV
     VALUE: tl.constexpr = K * D  # from a key head to its value head
     batch, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    # programs with the most keys start first
-    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M  # most keys first
     query, key = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     channel = tl.arange(0, BLOCK_D)
     token = batch * seq + query
@@ -706,11 +562,9 @@ def attention_sizes(qkv: Tensor, num_heads: int) -> dict:
 
 @operator
 def attention_forward(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-    """Compute causal attention [B, S, H, D] of qkv [B, S, H + 2 K, D].
-
-    Returns it, and the base-2 logarithm of the softmax's sums [B, H, S].
-    """
-    (batch, seq, _, dim), chosen = qkv.shape, blocks("attention_forward", qkv.dtype)
+    """Return attention [B, S, H, D], and the base-2 logarithm of the softmax's sums [B, H, S]."""
+    batch, seq, _, dim = qkv.shape
+    chosen = blocks("attention_forward", qkv.dtype)
     out = qkv.new_empty(batch, seq, num_heads, dim)
     log_sum_exp = qkv.new_empty(batch, num_heads, seq, dtype=torch.float32)
     grid = (batch * num_heads, triton.cdiv(seq, chosen["BLOCK_M"]))
@@ -724,7 +578,8 @@ def attention_backward(qkv: Tensor, out: Tensor, log_sum_exp: Tensor, grad: Tens
     """Compute the gradient of qkv, packed as it is."""
     batch, seq, num_heads, _ = out.shape
     sizes = attention_sizes(qkv, num_heads)
-    delta, grad_qkv = torch.empty_like(log_sum_exp), torch.empty_like(qkv)
+    delta = torch.empty_like(log_sum_exp)
+    grad_qkv = torch.empty_like(qkv)
     tensors = log_sum_exp, grad, delta, grad_qkv
     chosen = blocks("attention_backward_queries", qkv.dtype)
     grid = batch * num_heads, triton.cdiv(seq, chosen["BLOCK_M"])
@@ -753,6 +608,175 @@ class CausalAttention(torch.autograd.Function):
         return attention_backward(*ctx.saved_tensors, grad.contiguous()), None
 
 
+class Attention(nn.Module):
+    """Causal self-attention with grouped key/value heads, [B, S, D] -> [B, S, D]."""
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim = config.hidden_dim // config.num_heads
+        kv_dim = self.num_kv_heads * self.head_dim
+        self.fusions = fusions
+        if fusions.qkv_fusion:
+            parts = {"q_proj": config.hidden_dim, "k_proj": kv_dim, "v_proj": kv_dim}
+            self.qkv_proj = nn.Linear(config.hidden_dim, sum(parts.values()), bias=False)
+            keep_separate_names(self, "qkv_proj", parts)
+        else:
+            self.q_proj = nn.Linear(config.hidden_dim, config.hidden_dim, bias=False)
+            self.k_proj = nn.Linear(config.hidden_dim, kv_dim, bias=False)
+            self.v_proj = nn.Linear(config.hidden_dim, kv_dim, bias=False)
+        self.o_proj = nn.Linear(config.hidden_dim, config.hidden_dim, bias=False)
+        self.rotary = RotaryEmbedding(config)
+        if not (fusions.flash_attention or fusions.triton_attention):
+            mask = torch.full((config.seq_len, config.seq_len), -torch.inf).triu(1)
+            self.register_buffer("causal_mask", mask, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, seq, _ = x.shape
+        if self.fusions.triton_rotary:
+            if self.fusions.qkv_fusion:
+                qkv = self.qkv_proj(x)
+            else:
+                qkv = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)
+            qkv = qkv.unflatten(-1, (-1, self.head_dim))
+            qkv = Rotary.apply(qkv, self.rotary.cos, self.rotary.sin, self.num_kv_heads)
+            q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
+        elif self.fusions.qkv_fusion:
+            qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+            qk, v = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2)
+            q, k = self.rotary(qk).split([self.num_heads, self.num_kv_heads], dim=2)
+        else:
+            q = self.q_proj(x).view(batch, seq, self.num_heads, self.head_dim)
+            k = self.k_proj(x).view(batch, seq, self.num_kv_heads, self.head_dim)
+            v = self.v_proj(x).view(batch, seq, self.num_kv_heads, self.head_dim)
+            q, k = self.rotary(q), self.rotary(k)
+
+        if self.fusions.triton_attention:
+            qkv = qkv if self.fusions.triton_rotary else torch.cat((q, k, v), dim=2)
+            return self.o_proj(CausalAttention.apply(qkv, self.num_heads).flatten(2))
+        group = self.num_heads // self.num_kv_heads  # query heads that share a key/value head
+        k, v = (t.repeat_interleave(group, 2) for t in (k, v))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        if self.fusions.flash_attention:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)  # [B, H, S, S]
+            scores = scores + self.causal_mask[:seq, :seq]
+            out = scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
+        return self.o_proj(out.transpose(1, 2).reshape(batch, seq, -1))
+
+
+# --- swiglu: update = down_proj(silu(gate_proj(x)) * up_proj(x))
+@block_sizes({"TILE": 2048})
+@triton.jit
+def swiglu_forward_kernel(
+    GATE_UP, OUT, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Compute out = silu(gate) * up, where silu(gate) = gate * sigmoid(gate).
+
+    GATE_UP [rows, 2 C], a row holds all gates, then all ups; OUT [rows, C]. A program owns ROWS
+    rows of BLOCK_C channels.
+    """
+    UP: tl.constexpr = C  # from a gate to its up
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = (row < rows)[:, None] & (channel < C)[None, :]
+    gate_at = row[:, None] * (2 * C) + channel[None, :]
+    gate = tl.load(GATE_UP + gate_at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(GATE_UP + gate_at + UP, mask=inside, other=0.0).to(tl.float32)
+    at = OUT + row[:, None] * C + channel[None, :]
+    tl.store(at, gate * tl.sigmoid(gate) * up, mask=inside)
+
+
+@block_sizes({"TILE": 2048})
+@triton.jit
+def swiglu_backward_kernel(
+    GRAD, GATE_UP, GRAD_GATE_UP, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Compute the gradients of gate and up; silu is computed again.
+
+        s = sigmoid(gate);  dgate = dout * up * s * (1 + gate * (1 - s));  dup = dout * gate * s
+
+    GRAD [rows, C], GATE_UP and GRAD_GATE_UP [rows, 2 C], all gates of a row first. A program owns
+    ROWS rows of BLOCK_C channels.
+    """
+    UP: tl.constexpr = C  # from a gate to its up
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = (row < rows)[:, None] & (channel < C)[None, :]
+    gate_at = row[:, None] * (2 * C) + channel[None, :]
+    at = GRAD + row[:, None] * C + channel[None, :]
+    grad = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(GATE_UP + gate_at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(GATE_UP + gate_at + UP, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    tl.store(GRAD_GATE_UP + gate_at, grad * up * sigmoid * (1 + gate * (1 - sigmoid)), mask=inside)
+    tl.store(GRAD_GATE_UP + gate_at + UP, grad * gate * sigmoid, mask=inside)
+
+
+@operator
+def swiglu_forward(gate_up: Tensor) -> Tensor:
+    """Compute silu(gate) * up [..., I] of gate_up [..., 2 I]."""
+    out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+    rows, programs, options = row_launch("swiglu_forward", out, whole=False)
+    grid = (programs, triton.cdiv(out.shape[-1], options["BLOCK_C"]))
+    wrap_triton(swiglu_forward_kernel)[grid](gate_up, out, rows=rows, **options)
+    return out
+
+
+@operator
+def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """Compute the gradient of gate_up, packed as it is."""
+    rows, programs, options = row_launch("swiglu_backward", grad, whole=False)
+    grad_gate_up = torch.empty_like(gate_up)
+    grid = (programs, triton.cdiv(grad.shape[-1], options["BLOCK_C"]))
+    tensors = grad, gate_up, grad_gate_up
+    wrap_triton(swiglu_backward_kernel)[grid](*tensors, rows=rows, **options)
+    return grad_gate_up
+
+
+class SwiGLUActivation(torch.autograd.Function):
+    """Compute silu(gate) * up [..., I] of gate_up [..., 2 I], gates first."""
+
+    @staticmethod
+    def forward(ctx, gate_up: Tensor):
+        gate_up = gate_up.contiguous()
+        ctx.save_for_backward(gate_up)
+        return swiglu_forward(gate_up)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return swiglu_backward(grad.contiguous(), *ctx.saved_tensors)
+
+
+class SwiGLU(nn.Module):
+    """Gated MLP, [B, S, D] -> [B, S, D]."""
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__()
+        self.fusions = fusions
+        if fusions.swiglu_fusion:
+            parts = {"gate_proj": config.intermediate_dim, "up_proj": config.intermediate_dim}
+            self.gate_up_proj = nn.Linear(config.hidden_dim, sum(parts.values()), bias=False)
+            keep_separate_names(self, "gate_up_proj", parts)
+        else:
+            self.gate_proj = nn.Linear(config.hidden_dim, config.intermediate_dim, bias=False)
+            self.up_proj = nn.Linear(config.hidden_dim, config.intermediate_dim, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_dim, config.hidden_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fusions.swiglu_fusion:
+            gate_up = self.gate_up_proj(x)
+            gate, up = gate_up.chunk(2, dim=-1)
+        else:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        if self.fusions.triton_swiglu:
+            gate_up = gate_up if self.fusions.swiglu_fusion else torch.cat((gate, up), dim=-1)
+            return self.down_proj(SwiGLUActivation.apply(gate_up))
+        return self.down_proj(F.silu(gate) * up)
+
+
+# --- loss: mean over tokens of log(sum(exp(logits))) - logits[next token]
 @block_sizes({"TILE": 4096})
 @triton.jit
 def cross_entropy_forward_kernel(
@@ -814,10 +838,7 @@ def cross_entropy_backward_kernel(
 
 @operator
 def cross_entropy_forward(logits: Tensor, targets: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """Compute the losses [T] of logits [T, V or more] and targets [T], 0 for a target of -100.
-
-    Returns them and log-sum-exp [T], both float32.
-    """
+    """Return the losses and log-sum-exp [T], both float32, of logits [T, C] and targets [T]."""
     rows, programs, options = row_launch("cross_entropy_forward", logits, whole=False)
     losses, log_sum_exp = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
     launch = wrap_triton(cross_entropy_forward_kernel)[(programs,)]
@@ -846,7 +867,9 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, vocab: int):
-        logits, targets, ctx.vocab = logits.contiguous(), targets.contiguous(), vocab
+        logits = logits.contiguous()
+        targets = targets.contiguous()
+        ctx.vocab = vocab
         losses, log_sum_exp = cross_entropy_forward(logits, targets, vocab)
         ctx.save_for_backward(logits, targets, log_sum_exp)
         return losses
@@ -857,164 +880,58 @@ class CrossEntropy(torch.autograd.Function):
         return grad_logits, None, None
 
 
+def next_token_loss(logits: Tensor, labels: Tensor, vocab: int, fusions: Fusions) -> Tensor:
+    """Return the mean loss of logits [B, S, V]; labels [B, S] are the same tokens, not shifted."""
+    following = F.pad(labels[:, 1:], (0, 1), value=-100)  # the last token has none: it is ignored
+    if fusions.triton_cross_entropy:
+        losses = CrossEntropy.apply(logits.flatten(0, 1), following.flatten(), vocab)
+        return losses.sum() / (following != -100).sum()
+    return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
+
+
+# --- sums of parts
+# No kernel adds atomically: each program writes the sum over its own rows, and this one sums these,
+# so that the same input gives the same bits.
+@block_sizes({"TILE": 4096, "ROWS": 512, "num_warps": 8})
+@triton.jit
+def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum the partial results of all programs: out = sum over p of parts[p].
+
+    PARTS [parts, width], OUT [width]. A program owns BLOCK columns, and reads ROWS parts at a time.
+    """
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, parts, ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = (row < parts)[:, None] & (column < width)[None, :]
+        at = row.to(tl.int64)[:, None] * width + column[None, :]
+        total += tl.load(PARTS + at, mask=inside, other=0.0)
+    tl.store(OUT + column, tl.sum(total, 0), mask=column < width)
+
+
+def sum_parts(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the sum of float32 parts [parts, ...], one of each program, in `dtype`.
+
+    torch.sum is slower at many short parts.
+    """
+    out = torch.empty_like(parts[0], dtype=dtype)
+    chosen = blocks("sum_parts")
+    rows = min(chosen.pop("ROWS"), triton.next_power_of_2(len(parts)))
+    block = max(8, chosen.pop("TILE") // rows)
+    launch = wrap_triton(sum_parts_kernel)[(triton.cdiv(out.numel(), block),)]
+    launch(parts, out, parts=len(parts), width=out.numel(), ROWS=rows, BLOCK=block, **chosen)
+    return out
+
+
 # --- model
-
-
 def gemm_dtype(x: Tensor) -> torch.dtype:
     """Return the type in which a matrix product takes x: that of autocast, or its own."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-class RMSNorm(nn.Module):
-    """Root mean square norm, `x / rms(x) * weight` over the last dimension, computed in float32."""
-
-    def __init__(self, dim: int, eps: float, fusions: Fusions):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps, self.fusions = eps, fusions
-
-    def forward(self, x: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return x + update [..., D] normalised, in the type of the next GEMM, and the sum."""
-        if self.fusions.triton_rms_norm:
-            result = AddRMSNorm.apply(x, update, self.weight, self.eps, gemm_dtype(x))
-            return (result, x) if update is None else result
-        x = x if update is None else x + update
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype), x
-
-
-class RotaryEmbedding(nn.Module):
-    """Rotary position embedding: channel i is rotated with channel i + head_dim / 2."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        half = config.hidden_dim // config.num_heads // 2
-        frequency = config.rope_theta ** (-torch.arange(half) / half)
-        positions = triton.cdiv(config.seq_len, 8) * 8  # as many as the model makes of them
-        angle = torch.outer(torch.arange(positions), frequency)
-        angle = angle.repeat(1, 2)[:, None]  # [S, 1, head_dim]
-        self.register_buffer("cos", angle.cos(), persistent=False)
-        self.register_buffer("sin", angle.sin(), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Rotate x [B, S, heads, head_dim] by its position along S."""
-        cos, sin = self.cos[: x.shape[1]].to(x.dtype), self.sin[: x.shape[1]].to(x.dtype)
-        first, second = x.chunk(2, dim=-1)
-        return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-
-def keep_separate_names(parent: nn.Module, fused: str, parts: dict[str, int]) -> None:
-    """Have state_dict save and load `parent.<fused>.weight` under the names of its parts.
-
-    `parts` maps the name of each projection to its number of rows, in their order.
-    """
-
-    def split(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: dict) -> None:
-        weights = state.pop(f"{prefix}{fused}.weight").split(list(parts.values()))
-        for part, weight in zip(parts, weights, strict=True):
-            state[f"{prefix}{part}.weight"] = weight
-
-    def merge(module: nn.Module, state: dict[str, Tensor], prefix: str, *unused) -> None:
-        names = [f"{prefix}{part}.weight" for part in parts]
-        if all(name in state for name in names):  # else load_state_dict reports what is missing
-            state[f"{prefix}{fused}.weight"] = torch.cat([state.pop(name) for name in names])
-
-    parent.register_state_dict_post_hook(split)
-    parent.register_load_state_dict_pre_hook(merge)
-
-
-class Attention(nn.Module):
-    """Causal self-attention with grouped key/value heads."""
-
-    def __init__(self, config: ModelConfig, fusions: Fusions):
-        super().__init__()
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.head_dim = config.hidden_dim // config.num_heads
-        kv_dim = self.num_kv_heads * self.head_dim
-        self.fusions = fusions
-        if fusions.qkv_fusion:
-            parts = {"q_proj": config.hidden_dim, "k_proj": kv_dim, "v_proj": kv_dim}
-            self.qkv_proj = nn.Linear(config.hidden_dim, sum(parts.values()), bias=False)
-            keep_separate_names(self, "qkv_proj", parts)
-        else:
-            self.q_proj = nn.Linear(config.hidden_dim, config.hidden_dim, bias=False)
-            self.k_proj = nn.Linear(config.hidden_dim, kv_dim, bias=False)
-            self.v_proj = nn.Linear(config.hidden_dim, kv_dim, bias=False)
-        self.o_proj = nn.Linear(config.hidden_dim, config.hidden_dim, bias=False)
-        self.rotary = RotaryEmbedding(config)
-        if not (fusions.flash_attention or fusions.triton_attention):
-            mask = torch.full((config.seq_len, config.seq_len), -torch.inf)
-            mask = mask.triu(1)  # 0 on and below the diagonal
-            self.register_buffer("causal_mask", mask, persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x [B, S, D] to [B, S, D]."""
-        batch, seq, _ = x.shape
-        if self.fusions.triton_rotary:
-            if self.fusions.qkv_fusion:
-                qkv = self.qkv_proj(x)
-            else:
-                qkv = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)
-            qkv = qkv.unflatten(-1, (-1, self.head_dim))
-            qkv = Rotary.apply(qkv, self.rotary.cos, self.rotary.sin, self.num_kv_heads)
-            q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
-        elif self.fusions.qkv_fusion:
-            qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
-            qk, v = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2)
-            q, k = self.rotary(qk).split([self.num_heads, self.num_kv_heads], dim=2)
-        else:
-            q = self.q_proj(x).view(batch, seq, self.num_heads, self.head_dim)
-            k = self.k_proj(x).view(batch, seq, self.num_kv_heads, self.head_dim)
-            v = self.v_proj(x).view(batch, seq, self.num_kv_heads, self.head_dim)
-            q, k = self.rotary(q), self.rotary(k)
-
-        if self.fusions.triton_attention:
-            qkv = qkv if self.fusions.triton_rotary else torch.cat((q, k, v), dim=2)
-            return self.o_proj(CausalAttention.apply(qkv, self.num_heads).flatten(2))
-        group = self.num_heads // self.num_kv_heads  # query heads that share a key/value head
-        k, v = (t.repeat_interleave(group, 2) for t in (k, v))
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        if self.fusions.flash_attention:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)  # [B, H, S, S]
-            scores = scores + self.causal_mask[:seq, :seq]
-            out = scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
-        return self.o_proj(out.transpose(1, 2).reshape(batch, seq, -1))
-
-
-class SwiGLU(nn.Module):
-    """Gated MLP, `down(silu(gate(x)) * up(x))`."""
-
-    def __init__(self, config: ModelConfig, fusions: Fusions):
-        super().__init__()
-        self.fusions = fusions
-        if fusions.swiglu_fusion:
-            parts = {"gate_proj": config.intermediate_dim, "up_proj": config.intermediate_dim}
-            self.gate_up_proj = nn.Linear(config.hidden_dim, sum(parts.values()), bias=False)
-            keep_separate_names(self, "gate_up_proj", parts)
-        else:
-            self.gate_proj = nn.Linear(config.hidden_dim, config.intermediate_dim, bias=False)
-            self.up_proj = nn.Linear(config.hidden_dim, config.intermediate_dim, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_dim, config.hidden_dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x [B, S, D] to [B, S, D]."""
-        if self.fusions.swiglu_fusion:
-            gate_up = self.gate_up_proj(x)
-            gate, up = gate_up.chunk(2, dim=-1)
-        else:
-            gate, up = self.gate_proj(x), self.up_proj(x)
-        if self.fusions.triton_swiglu:
-            gate_up = gate_up if self.fusions.swiglu_fusion else torch.cat((gate, up), dim=-1)
-            return self.down_proj(SwiGLUActivation.apply(gate_up))
-        return self.down_proj(F.silu(gate) * up)
-
-
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP, each added to the residual stream."""
+    """Pre-norm attention and MLP, each added to the residual stream [B, S, D]."""
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
@@ -1037,7 +954,8 @@ class TinyLlama(nn.Module):
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
-        self.config, self.fusions = config, fusions
+        self.config = config
+        self.fusions = fusions
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_dim)
         self.layers = nn.ModuleList(DecoderLayer(config, fusions) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
@@ -1054,10 +972,12 @@ class TinyLlama(nn.Module):
             # GEMMs are slow at odd numbers of tokens. No token sees those that are added behind it.
             input_ids = F.pad(input_ids, (0, -seq % 8))
             labels = None if labels is None else F.pad(labels, (0, -seq % 8), value=-100)
-        x, update = self.embed_tokens(input_ids), None
+        x = self.embed_tokens(input_ids)
+        update = None
         for layer in self.layers:
             x, update = layer(x, update)
-        normed, weight = self.norm(x, update)[0], self.embed_tokens.weight
+        normed, _ = self.norm(x, update)
+        weight = self.embed_tokens.weight
         missing = -len(weight) % 8 if self.fusions.triton_cross_entropy else 0
         if missing:  # rows of logits that begin at odd addresses are slow
             weight = weight.to(gemm_dtype(normed))
@@ -1065,13 +985,24 @@ class TinyLlama(nn.Module):
         logits = F.linear(normed, weight)
         if labels is None:
             return logits[:, :seq, : self.config.vocab_size]
-        # the one place where labels are shifted; -100 is ignored
-        following = F.pad(labels[:, 1:], (0, 1), value=-100)
-        if self.fusions.triton_cross_entropy:
-            rows = logits.flatten(0, 1), following.flatten()
-            losses = CrossEntropy.apply(*rows, self.config.vocab_size)
-            return losses.sum() / (following != -100).sum()
-        return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
+        return next_token_loss(logits, labels, self.config.vocab_size, self.fusions)
+
+
+def keep_separate_names(parent: nn.Module, fused: str, parts: dict[str, int]) -> None:
+    """Have state_dict save and load `parent.<fused>.weight` as its parts: names and their rows."""
+
+    def split(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: dict) -> None:
+        weights = state.pop(f"{prefix}{fused}.weight").split(list(parts.values()))
+        for part, weight in zip(parts, weights, strict=True):
+            state[f"{prefix}{part}.weight"] = weight
+
+    def merge(module: nn.Module, state: dict[str, Tensor], prefix: str, *unused) -> None:
+        names = [f"{prefix}{part}.weight" for part in parts]
+        if all(name in state for name in names):  # else load_state_dict reports what is missing
+            state[f"{prefix}{fused}.weight"] = torch.cat([state.pop(name) for name in names])
+
+    parent.register_state_dict_post_hook(split)
+    parent.register_load_state_dict_pre_hook(merge)
 
 
 def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
@@ -1099,26 +1030,91 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.O
     return torch.optim.AdamW(model.parameters(), rate, fused=True, capturable=args.cuda_graph)
 
 
+# --- arguments of the model
+VERSION = 3
+FUSIONS = tuple(  # flag, attribute, help
+    (name.replace("_", "-"), name, hint.__metadata__[0])
+    for name, hint in get_type_hints(Fusions, include_extras=True).items()
+)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that only this model has."""
+    add = parser.add_argument_group("model").add_argument
+    for flag, low, default, letter, text in (
+        ("vocab-size", 2, None, "V", f"(default: {ModelConfig.vocab_size}; 256 with --text-file)"),
+        ("hidden-dim", 1, ModelConfig.hidden_dim, "D", "width of the residual stream"),
+        ("num-layers", 1, ModelConfig.num_layers, "L", "transformer layers"),
+        ("num-heads", 1, ModelConfig.num_heads, "H", "query heads"),
+        ("num-kv-heads", 1, None, "K", "key/value heads (default: half of the heads)"),
+        ("intermediate-dim", 1, None, "I", "width of the MLP (default: 4 x hidden)"),
+        ("seq-len", 2, ModelConfig.seq_len, "S", "tokens per sample"),
+        ("batch-size", 1, 8, "B", "samples per step"),
+    ):
+        text += "" if default is None else " (default: %(default)s)"
+        add(f"--{flag}", type=at_least(low), default=default, metavar=letter, help=text)
+    add = parser.add_argument_group("data").add_argument
+    add("--text-file", type=Path, metavar="FILE", help="train on the bytes of a real text")
+    add = parser.add_argument_group("kernels").add_argument
+    text = "other block sizes or warps, powers of two; a wrong name lists all; can be repeated"
+    add("--blocks", type=read_blocks, action="append", metavar="KERNEL:NAME=NUMBER,...", help=text)
+
+
+def without_effect(args: argparse.Namespace) -> dict[str, str]:
+    """Return the fusions without effect under these arguments, on or off, and why."""
+    return {"flash_attention": "triton-attention takes its place"} if args.triton_attention else {}
+
+
+@cache
+def note_interpreter() -> None:
+    """Say once per process, which may train many times, that kernels are interpreted."""
+    say("note", "kernels run on the CPU in Triton's interpreter, right but slow: use small sizes")
+
+
+def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Fill in defaults that depend on other arguments; refuse sizes that do not fit together."""
+    args.num_kv_heads = args.num_kv_heads or max(1, args.num_heads // 2)
+    args.intermediate_dim = args.intermediate_dim or 4 * args.hidden_dim
+    must = "must be divisible by"
+    if args.hidden_dim % (2 * args.num_heads):  # pairs of channels are rotated
+        parser.error(f"--hidden-dim {args.hidden_dim} {must} 2 x --num-heads {args.num_heads}")
+    if args.num_heads % args.num_kv_heads:
+        parser.error(f"--num-heads {args.num_heads} {must} --num-kv-heads {args.num_kv_heads}")
+    if args.text_file and args.vocab_size not in (None, 256):
+        parser.error(f"--vocab-size {args.vocab_size} does not fit the bytes of --text-file")
+    args.vocab_size = args.vocab_size or (256 if args.text_file else ModelConfig.vocab_size)
+    if args.text_file:
+        read_text(args.text_file, args.seq_len)
+    if (channels := args.hidden_dim // args.num_heads) > 128:
+        reason = f"its kernels take up to 128 channels per head, not {channels}"
+        leave_to_pytorch(args, {"triton_attention": reason})
+    args.blocks = " ".join(args.blocks or ()) or ModelConfig.blocks
+    if any(getattr(args, name) for _, name, _ in FUSIONS if name.startswith("triton")):
+        if INTERPRETED:
+            note_interpreter()
+        elif args.device == "cpu" or not torch.cuda.is_available():
+            remedy = "set TRITON_INTERPRET=1, or --disable-all-fusion"
+            fail(f"on a CPU the kernels need Triton's interpreter: {remedy}", 4)
+
+
 # --- data
 # Copied from common/data_llama.py by tools/sync_common.py: edit it there.
 CONTROL = {*range(9), *range(14, 26), *range(28, 32)}  # bytes that no text has
 
 
 class TextBatches:
-    """Random windows of a token stream in host memory: {"input_ids": [B, S], "labels": [B, S]}."""
+    """Random windows of a text in host memory: {"input_ids": [B, S], "labels": [B, S]}."""
 
-    def __init__(
-        self, stream: np.ndarray, args: argparse.Namespace, device: torch.device, seed: int
-    ):  # fmt: skip
-        self.windows = np.lib.stride_tricks.sliding_window_view(stream, args.seq_len)
-        self.batch_size, self.device = args.batch_size, device
+    def __init__(self, text: np.ndarray, args: argparse.Namespace, device: torch.device, seed: int):
+        self.windows = np.lib.stride_tricks.sliding_window_view(text, args.seq_len)
+        self.batch_size = args.batch_size
+        self.device = device
         self.generator = torch.Generator().manual_seed(seed)
         self.source: dict = {}  # nothing to report
 
     def next_batch(self) -> dict[str, Tensor]:
         starts = torch.randint(len(self.windows), (self.batch_size,), generator=self.generator)
-        # By NumPy, in one thread: from 3000 tokens on PyTorch takes a thread per core, and on a
-        # busy host one is late.
+        # By NumPy in one thread: PyTorch takes one per core, and on a busy host one is late.
         tokens = torch.from_numpy(self.windows[starts.numpy()]).to(self.device)
         return {"input_ids": tokens, "labels": tokens}
 
@@ -1162,63 +1158,29 @@ def read_text(path: Path, seq_len: int) -> np.ndarray:
 def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> TextBatches:
     """Make the source of training batches: the bytes of --text-file, or synthetic text."""
     if args.text_file:
-        stream = read_text(args.text_file, args.seq_len)
+        text = read_text(args.text_file, args.seq_len)
     else:
-        stream = markov_text(args.vocab_size, length=max(1_000_000, 4 * args.seq_len), seed=seed)
-    return TextBatches(stream, args, device, seed)
+        text = markov_text(args.vocab_size, length=max(1_000_000, 4 * args.seq_len), seed=seed)
+    return TextBatches(text, args, device, seed)
 
 
 # --- end of data
 
-# --- checks of the model's arguments
 
-
-def without_effect(args: argparse.Namespace) -> dict[str, str]:
-    """Return the fusions without effect under these arguments, on or off, and why."""
-    return {"flash_attention": "triton-attention takes its place"} if args.triton_attention else {}
-
-
-@cache
-def note_interpreter() -> None:
-    """Say once per process, which may train many times, that kernels are interpreted."""
-    text = "the kernels run on the CPU in Triton's interpreter, right but slow: use small sizes"
-    say("note", text)
-
-
-def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Fill in defaults that depend on other arguments; refuse sizes that do not fit together."""
-    args.num_kv_heads = args.num_kv_heads or max(1, args.num_heads // 2)
-    args.intermediate_dim = args.intermediate_dim or 4 * args.hidden_dim
-    must = "must be divisible by"
-    if args.hidden_dim % (2 * args.num_heads):  # pairs of channels are rotated
-        parser.error(f"--hidden-dim {args.hidden_dim} {must} 2 x --num-heads {args.num_heads}")
-    if args.num_heads % args.num_kv_heads:
-        parser.error(f"--num-heads {args.num_heads} {must} --num-kv-heads {args.num_kv_heads}")
-    if args.text_file and args.vocab_size not in (None, 256):
-        parser.error(f"--vocab-size {args.vocab_size} does not fit the bytes of --text-file")
-    args.vocab_size = args.vocab_size or (256 if args.text_file else ModelConfig.vocab_size)
-    if args.text_file:
-        read_text(args.text_file, args.seq_len)
-    if (channels := args.hidden_dim // args.num_heads) > 128:
-        reason = f"its kernels take up to 128 channels per head, not {channels}"
-        leave_to_pytorch(args, {"triton_attention": reason})
-    args.blocks = " ".join(args.blocks or ()) or ModelConfig.blocks
-    if any(getattr(args, name) for name in TRITON_FUSIONS):
-        if INTERPRETED:
-            note_interpreter()
-        elif args.device == "cpu" or not torch.cuda.is_available():
-            remedy = "set TRITON_INTERPRET=1, or --disable-all-fusion"
-            fail(f"on a CPU the kernels need Triton's interpreter: {remedy}", 4)
+def wrap_triton(kernel: Callable) -> Callable:
+    """Return what launches a kernel by `[grid](TENSOR, ..., NAME=value, ...)`."""
+    return Interpreted(kernel) if INTERPRETED else torch.library.wrap_triton(kernel)
 
 
 # --- launch
 # Copied from common/launch.py by tools/sync_common.py: edit it there.
-OVERRIDES: dict[str, dict[str, int]] = {}  # what --blocks replaces, for this run
+OVERRIDES: dict[str, Sizes] = {}  # what --blocks replaces, for this run
 
 
 def read_blocks(text: str) -> str:
     """Check "kernel:NAME=number,..." of --blocks, and return it (an argparse type)."""
-    wrong, (kernel, _, settings) = argparse.ArgumentTypeError, text.partition(":")
+    wrong = argparse.ArgumentTypeError
+    kernel, _, settings = text.partition(":")
     if kernel not in BLOCKS:
         raise wrong(f"no kernel {kernel!r}; there are {', '.join(BLOCKS)}")
     names = {"num_warps": 4, "num_stages": 3, **BLOCKS[kernel]["any"]}
@@ -1234,23 +1196,17 @@ def read_blocks(text: str) -> str:
 def use_settings(args: argparse.Namespace) -> None:
     """Apply this run's process-wide settings: the block sizes of --blocks, of each the last one."""
     OVERRIDES.clear()
-    for part in args.blocks.split() if args.blocks != ModelConfig.blocks else ():
+    for part in args.blocks.split():
         kernel, _, settings = part.partition(":")
-        pairs = (pair.split("=") for pair in settings.split(","))
-        OVERRIDES.setdefault(kernel, {}).update((name, int(value)) for name, value in pairs)
+        for name, value in re.findall(r"(\w+)=(\d+)", settings):
+            OVERRIDES.setdefault(kernel, {})[name] = int(value)
 
 
-def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
+def blocks(kernel: str, dtype: torch.dtype | None = None) -> Sizes:
     """Return block sizes and warps of a kernel that multiplies matrices of this type."""
-    applies = {
-        "hip_float32": BACKEND == "hip" and dtype == torch.float32,
-        "hip": BACKEND == "hip",
-        "tf32": dot_precision(dtype) == "tf32",
-        "float32": dtype == torch.float32,
-        "any": True,
-    }
+    holds = {BACKEND, dot_precision(dtype), str(dtype).removeprefix("torch."), "any"}
     cases = BLOCKS[kernel]
-    special = next(sizes for case, sizes in cases.items() if applies[case])
+    special = next(sizes for case, sizes in cases.items() if holds.issuperset(case.split("_")))
     chosen = {"num_warps": 4, **cases["any"], **special}
     if INTERPRETED and "TILE" in chosen:
         chosen["TILE"] = 1 << 16  # its time goes by programs, not by elements
@@ -1264,65 +1220,43 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
+@cache
 class Interpreted:
-    """Launch a kernel in Triton's interpreter by `[grid](TENSOR, ..., NAME=value, ...)`.
-
-    A launch is an operator of the kernel's name, which counters and profilers see; PyTorch's
-    wrap_triton takes compiled kernels only. Nothing runs for FakeTensors, with which torch.compile
-    asks for shapes.
-    """
+    """Launches a kernel in Triton's interpreter, as an operator that counters and profilers see."""
 
     def __init__(self, kernel: Callable):
         self.kernel = kernel
+        name, schema = f"{NAMESPACE}::{kernel.__name__}", "(int[] grid, Dict(str, Any) named) -> ()"
+        self.operator = torch.library.custom_op(name, self.run, mutates_args=(), schema=schema)
+        self.operator.register_fake(lambda grid, named: None)  # torch.compile asks for shapes
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-        return partial(self.launch, grid)
+        names = self.kernel.arg_names
+        return lambda *args, **named: self.operator(
+            grid, dict(zip(names, args, strict=False), **named)
+        )
 
-    def launch(self, grid: tuple[int, ...], *tensors: Tensor | None, **arguments) -> None:
-        arguments |= zip(self.kernel.arg_names, tensors, strict=False)
-        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-        if not any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
-            sizes = {name: value for name, value in arguments.items() if name not in tensors}
-            told = json.dumps([grid, list(tensors), sizes])
-            interpreting_operator(self.kernel)(list(tensors.values()), told)
-
-
-@cache
-def interpreting_operator(kernel: Callable) -> Callable:
-    """Return an operator of a kernel's name, which gets its tensors, and all else as JSON.
-
-    Triton 3's interpreter silently multiplies bfloat16 as integers: the kernel gets float32 copies,
-    and results are rounded.
-    """
-
-    def interpret(tensors: list[Tensor], told: str) -> None:
-        grid, names, sizes = json.loads(told)
-        narrow = [tensor for tensor in tensors if tensor.dtype == torch.bfloat16]
-        copies = (torch.empty_strided(t.shape, t.stride()).copy_(t) for t in narrow)
-        wide = dict(zip(map(id, narrow), copies, strict=True))  # of the same strides
-        inputs = (wide.get(id(tensor), tensor) for tensor in tensors)
-        kernel[tuple(grid)](**dict(zip(names, inputs, strict=True)), **sizes)
+    def run(self, grid: list[int], named: dict) -> None:
+        # float32 copies, as the interpreter silently multiplies bfloat16 as integers
+        narrow = [v for v in named.values() if getattr(v, "dtype", None) == torch.bfloat16]
+        wide = {id(t): torch.empty_strided(t.shape, t.stride()).copy_(t) for t in narrow}
+        self.kernel[tuple(grid)](**{name: wide.get(id(v), v) for name, v in named.items()})
         for tensor in narrow:
-            # Unseen by autograd, which the inputs among them belong to.
-            tensor.data.copy_(wide[id(tensor)])
-
-    script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)
-    name, schema = f"{script}::{kernel.__name__}", "(Tensor[] tensors, str told) -> ()"
-    return torch.library.custom_op(name, interpret, mutates_args=(), schema=schema)
+            tensor.data.copy_(wide[id(tensor)])  # unseen by autograd, which inputs belong to
 
 
-def row_launch(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, dict[str, int]]:
-    """Return how many rows x [..., C] has, how many programs share them, and their block sizes.
-
-    A block has the rows that fit into TILE elements. A longer row is one block with more warps if
-    it must be `whole`, else several blocks.
-    """
-    chosen, dim = blocks(kernel), x.shape[-1]
-    tile, width = chosen.pop("TILE"), triton.next_power_of_2(dim)
-    if whole and width > tile:
+def row_launch(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, Sizes]:
+    """Return how many rows x [..., C] has, how many programs share them, and their block sizes."""
+    dim = x.shape[-1]
+    rows = x.numel() // dim
+    chosen = blocks(kernel)
+    tile = chosen.pop("TILE")
+    width = triton.next_power_of_2(dim)
+    if width > tile and whole:  # the row is one block with more warps
         chosen["num_warps"] = min(16, chosen["num_warps"] * (width // tile))
-    width = width if whole else min(width, tile)
-    rows, tile_rows = x.numel() // dim, max(1, tile // width)
+    elif width > tile:  # the row is several blocks
+        width = tile
+    tile_rows = max(1, tile // width)
     programs = triton.cdiv(rows, tile_rows)
     if "PROGRAMS" in chosen:
         most = max(chosen["PROGRAMS"], triton.cdiv(programs, 16))
@@ -1339,6 +1273,7 @@ def leave_to_pytorch(args: argparse.Namespace, reasons: dict[str, str]) -> None:
 
 
 # --- end of launch
+
 
 # --- core
 # Copied from common/core.py by tools/sync_common.py: edit it there.

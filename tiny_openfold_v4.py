@@ -66,7 +66,6 @@ try:
     import triton
     import triton.language as tl
     from torch import Tensor, nn
-    from torch._subclasses import FakeTensor
     from torch.utils.checkpoint import checkpoint
     from torch.utils.flop_counter import FlopCounterMode
 except ImportError as error:
@@ -157,6 +156,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 # Copied from common/blocks.py by tools/sync_common.py: edit it there.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the kernels run on the CPU, in Python
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
+NAMESPACE = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # of our operators
 Sizes = dict[str, int]
 BLOCKS: dict[str, dict[str, Sizes]] = {}  # the sizes of each kernel in each case
 
@@ -3591,12 +3591,13 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
 
 # --- launch
 # Copied from common/launch.py by tools/sync_common.py: edit it there.
-OVERRIDES: dict[str, dict[str, int]] = {}  # what --blocks replaces, for this run
+OVERRIDES: dict[str, Sizes] = {}  # what --blocks replaces, for this run
 
 
 def read_blocks(text: str) -> str:
     """Check "kernel:NAME=number,..." of --blocks, and return it (an argparse type)."""
-    wrong, (kernel, _, settings) = argparse.ArgumentTypeError, text.partition(":")
+    wrong = argparse.ArgumentTypeError
+    kernel, _, settings = text.partition(":")
     if kernel not in BLOCKS:
         raise wrong(f"no kernel {kernel!r}; there are {', '.join(BLOCKS)}")
     names = {"num_warps": 4, "num_stages": 3, **BLOCKS[kernel]["any"]}
@@ -3612,23 +3613,17 @@ def read_blocks(text: str) -> str:
 def use_settings(args: argparse.Namespace) -> None:
     """Apply this run's process-wide settings: the block sizes of --blocks, of each the last one."""
     OVERRIDES.clear()
-    for part in args.blocks.split() if args.blocks != ModelConfig.blocks else ():
+    for part in args.blocks.split():
         kernel, _, settings = part.partition(":")
-        pairs = (pair.split("=") for pair in settings.split(","))
-        OVERRIDES.setdefault(kernel, {}).update((name, int(value)) for name, value in pairs)
+        for name, value in re.findall(r"(\w+)=(\d+)", settings):
+            OVERRIDES.setdefault(kernel, {})[name] = int(value)
 
 
-def blocks(kernel: str, dtype: torch.dtype | None = None) -> dict[str, int]:
+def blocks(kernel: str, dtype: torch.dtype | None = None) -> Sizes:
     """Return block sizes and warps of a kernel that multiplies matrices of this type."""
-    applies = {
-        "hip_float32": BACKEND == "hip" and dtype == torch.float32,
-        "hip": BACKEND == "hip",
-        "tf32": dot_precision(dtype) == "tf32",
-        "float32": dtype == torch.float32,
-        "any": True,
-    }
+    holds = {BACKEND, dot_precision(dtype), str(dtype).removeprefix("torch."), "any"}
     cases = BLOCKS[kernel]
-    special = next(sizes for case, sizes in cases.items() if applies[case])
+    special = next(sizes for case, sizes in cases.items() if holds.issuperset(case.split("_")))
     chosen = {"num_warps": 4, **cases["any"], **special}
     if INTERPRETED and "TILE" in chosen:
         chosen["TILE"] = 1 << 16  # its time goes by programs, not by elements
@@ -3642,65 +3637,43 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
+@cache
 class Interpreted:
-    """Launch a kernel in Triton's interpreter by `[grid](TENSOR, ..., NAME=value, ...)`.
-
-    A launch is an operator of the kernel's name, which counters and profilers see; PyTorch's
-    wrap_triton takes compiled kernels only. Nothing runs for FakeTensors, with which torch.compile
-    asks for shapes.
-    """
+    """Launches a kernel in Triton's interpreter, as an operator that counters and profilers see."""
 
     def __init__(self, kernel: Callable):
         self.kernel = kernel
+        name, schema = f"{NAMESPACE}::{kernel.__name__}", "(int[] grid, Dict(str, Any) named) -> ()"
+        self.operator = torch.library.custom_op(name, self.run, mutates_args=(), schema=schema)
+        self.operator.register_fake(lambda grid, named: None)  # torch.compile asks for shapes
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-        return partial(self.launch, grid)
+        names = self.kernel.arg_names
+        return lambda *args, **named: self.operator(
+            grid, dict(zip(names, args, strict=False), **named)
+        )
 
-    def launch(self, grid: tuple[int, ...], *tensors: Tensor | None, **arguments) -> None:
-        arguments |= zip(self.kernel.arg_names, tensors, strict=False)
-        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-        if not any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
-            sizes = {name: value for name, value in arguments.items() if name not in tensors}
-            told = json.dumps([grid, list(tensors), sizes])
-            interpreting_operator(self.kernel)(list(tensors.values()), told)
-
-
-@cache
-def interpreting_operator(kernel: Callable) -> Callable:
-    """Return an operator of a kernel's name, which gets its tensors, and all else as JSON.
-
-    Triton 3's interpreter silently multiplies bfloat16 as integers: the kernel gets float32 copies,
-    and results are rounded.
-    """
-
-    def interpret(tensors: list[Tensor], told: str) -> None:
-        grid, names, sizes = json.loads(told)
-        narrow = [tensor for tensor in tensors if tensor.dtype == torch.bfloat16]
-        copies = (torch.empty_strided(t.shape, t.stride()).copy_(t) for t in narrow)
-        wide = dict(zip(map(id, narrow), copies, strict=True))  # of the same strides
-        inputs = (wide.get(id(tensor), tensor) for tensor in tensors)
-        kernel[tuple(grid)](**dict(zip(names, inputs, strict=True)), **sizes)
+    def run(self, grid: list[int], named: dict) -> None:
+        # float32 copies, as the interpreter silently multiplies bfloat16 as integers
+        narrow = [v for v in named.values() if getattr(v, "dtype", None) == torch.bfloat16]
+        wide = {id(t): torch.empty_strided(t.shape, t.stride()).copy_(t) for t in narrow}
+        self.kernel[tuple(grid)](**{name: wide.get(id(v), v) for name, v in named.items()})
         for tensor in narrow:
-            # Unseen by autograd, which the inputs among them belong to.
-            tensor.data.copy_(wide[id(tensor)])
-
-    script = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)
-    name, schema = f"{script}::{kernel.__name__}", "(Tensor[] tensors, str told) -> ()"
-    return torch.library.custom_op(name, interpret, mutates_args=(), schema=schema)
+            tensor.data.copy_(wide[id(tensor)])  # unseen by autograd, which inputs belong to
 
 
-def row_launch(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, dict[str, int]]:
-    """Return how many rows x [..., C] has, how many programs share them, and their block sizes.
-
-    A block has the rows that fit into TILE elements. A longer row is one block with more warps if
-    it must be `whole`, else several blocks.
-    """
-    chosen, dim = blocks(kernel), x.shape[-1]
-    tile, width = chosen.pop("TILE"), triton.next_power_of_2(dim)
-    if whole and width > tile:
+def row_launch(kernel: str, x: Tensor, whole: bool = True) -> tuple[int, int, Sizes]:
+    """Return how many rows x [..., C] has, how many programs share them, and their block sizes."""
+    dim = x.shape[-1]
+    rows = x.numel() // dim
+    chosen = blocks(kernel)
+    tile = chosen.pop("TILE")
+    width = triton.next_power_of_2(dim)
+    if width > tile and whole:  # the row is one block with more warps
         chosen["num_warps"] = min(16, chosen["num_warps"] * (width // tile))
-    width = width if whole else min(width, tile)
-    rows, tile_rows = x.numel() // dim, max(1, tile // width)
+    elif width > tile:  # the row is several blocks
+        width = tile
+    tile_rows = max(1, tile // width)
     programs = triton.cdiv(rows, tile_rows)
     if "PROGRAMS" in chosen:
         most = max(chosen["PROGRAMS"], triton.cdiv(programs, 16))

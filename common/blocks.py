@@ -1,6 +1,7 @@
 # Copied from common/blocks.py by tools/sync_common.py: edit it there.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the kernels run on the CPU, in Python
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
+NAMESPACE = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # of our operators
 Sizes = dict[str, int]
 BLOCKS: dict[str, dict[str, Sizes]] = {}  # the sizes of each kernel in each case
 

@@ -3,20 +3,18 @@ CONTROL = {*range(9), *range(14, 26), *range(28, 32)}  # bytes that no text has
 
 
 class TextBatches:
-    """Random windows of a token stream in host memory: {"input_ids": [B, S], "labels": [B, S]}."""
+    """Random windows of a text in host memory: {"input_ids": [B, S], "labels": [B, S]}."""
 
-    def __init__(
-        self, stream: np.ndarray, args: argparse.Namespace, device: torch.device, seed: int
-    ):  # fmt: skip
-        self.windows = np.lib.stride_tricks.sliding_window_view(stream, args.seq_len)
-        self.batch_size, self.device = args.batch_size, device
+    def __init__(self, text: np.ndarray, args: argparse.Namespace, device: torch.device, seed: int):
+        self.windows = np.lib.stride_tricks.sliding_window_view(text, args.seq_len)
+        self.batch_size = args.batch_size
+        self.device = device
         self.generator = torch.Generator().manual_seed(seed)
         self.source: dict = {}  # nothing to report
 
     def next_batch(self) -> dict[str, Tensor]:
         starts = torch.randint(len(self.windows), (self.batch_size,), generator=self.generator)
-        # By NumPy, in one thread: from 3000 tokens on PyTorch takes a thread per core, and on a
-        # busy host one is late.
+        # By NumPy in one thread: PyTorch takes one per core, and on a busy host one is late.
         tokens = torch.from_numpy(self.windows[starts.numpy()]).to(self.device)
         return {"input_ids": tokens, "labels": tokens}
 
@@ -60,7 +58,7 @@ def read_text(path: Path, seq_len: int) -> np.ndarray:
 def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> TextBatches:
     """Make the source of training batches: the bytes of --text-file, or synthetic text."""
     if args.text_file:
-        stream = read_text(args.text_file, args.seq_len)
+        text = read_text(args.text_file, args.seq_len)
     else:
-        stream = markov_text(args.vocab_size, length=max(1_000_000, 4 * args.seq_len), seed=seed)
-    return TextBatches(stream, args, device, seed)
+        text = markov_text(args.vocab_size, length=max(1_000_000, 4 * args.seq_len), seed=seed)
+    return TextBatches(text, args, device, seed)
