@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
 """TinyOpenFold V3: kernels of our own, written in Triton (Python for GPUs), each on its own flag.
 
-Read V1 and V2 first: model, weights and loss stay the same. A kernel does several operations at
-once: what passes between them stays on the chip, and fewer kernels start. An Evoformer waits for
-memory more than for arithmetic. A GEMM is a matrix product.
+Read V1 and V2 first: model, weights and loss stay the same. An Evoformer waits for memory; a kernel
+does several operations at once, and what is between them stays on the chip. GEMM: matrix product.
 
 triton-layer-norm     a norm in one pass, which also makes the pair bias where one is needed
 triton-attention      attention with pair bias and gate in one pass: no scores are stored
