@@ -297,12 +297,8 @@ def layer_norm_backward(
     heads: Tensor | None,
     eps: float,
     ending: bool,
-    parameters: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of x, and of weight, bias and heads as [2 + H, C].
-
-    The second result is empty without `parameters`. Mean and variance are computed again.
-    """
+    """Compute the gradients of x, and of weight, bias and heads as [2 + H, C]."""
     rows, programs, options = row_launch("layer_norm_backward", x)
     options |= norm_options(x, None if grad_pair_bias is None else heads, eps, ending)
     options["BLOCK_H"] = triton.next_power_of_2(max(options["H"], 1))
@@ -310,7 +306,7 @@ def layer_norm_backward(
     sums = x.new_empty(programs, 2 + options["H"], x.shape[-1], dtype=torch.float32)
     launch = wrap_triton(layer_norm_backward_kernel)[(programs,)]
     launch(grad, grad_pair_bias, x, weight, bias, heads, grad_x, sums, rows=rows, **options)
-    return grad_x, sum_parts(sums) if parameters else x.new_empty(0)
+    return grad_x, sum_parts(sums)
 
 
 def norm_options(x: Tensor, heads: Tensor | None, eps: float, ending: bool) -> dict:
@@ -347,11 +343,8 @@ class LayerNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor | None):
         grad, grad_pair_bias = (None if g is None else g.contiguous() for g in (*grads, None)[:2])
-        parameters = any(ctx.needs_input_grad[1:])
-        settings = ctx.eps, ctx.ending, parameters
+        settings = ctx.eps, ctx.ending
         grad_x, sums = layer_norm_backward(grad, grad_pair_bias, *ctx.saved_tensors, *settings)
-        if not parameters:
-            return grad_x, *6 * [None]
         grad_heads = None if grad_pair_bias is None else sums[2:]
         return grad_x, sums[0], sums[1], grad_heads, *3 * [None]
 
@@ -874,13 +867,9 @@ def attention_backward(
     out: Tensor,
     log_sum_exp: Tensor,
     columns: bool,
-    needs_gate_bias: bool,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of qkvg (in its layout), gate_bias and bias.
-
-    The last two are empty unless `needs_gate_bias` and `needs_bias` ask for them.
-    """
+    """Compute the gradients of qkvg, gate_bias and bias, the latter empty unless `needs_bias`."""
     samples, rows, length, heads, dim = attention_sizes(qkvg, columns)
     heads_of_all = heads * samples
     grad_qkvg = torch.empty_like(qkvg)
@@ -922,12 +911,8 @@ def attention_backward(
             options |= {"B": samples, "group": group}
             launch = wrap_triton(attention_backward_bias_kernel)[(tiles * parts * heads_of_all,)]
             launch(qkvg, bias, log_sum_exp, grad, delta, grad_bias, **options)
-    nothing = qkvg.new_empty(0)
-    return (
-        grad_qkvg,
-        sum_parts(grad_gate_bias) if needs_gate_bias else nothing,
-        sum_parts(grad_bias, bias.dtype) if needs_bias else torch.empty_like(nothing),
-    )
+    grad_bias = sum_parts(grad_bias, bias.dtype) if needs_bias else qkvg.new_empty(0)
+    return grad_qkvg, sum_parts(grad_gate_bias), grad_bias
 
 
 class GatedAttentionFunction(torch.autograd.Function):
@@ -951,11 +936,10 @@ class GatedAttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        needed = ctx.needs_input_grad[1:3]
+        needs_bias = ctx.needs_input_grad[2]
         inputs = grad_out.contiguous(), *ctx.saved_tensors, ctx.columns
-        grad_qkvg, *grads = attention_backward(*inputs, *needed)
-        grads = (g if asked else None for g, asked in zip(grads, needed, strict=True))
-        return grad_qkvg, *grads, None
+        *grads, grad_bias = attention_backward(*inputs, needs_bias)
+        return *grads, grad_bias if needs_bias else None, None
 
 
 class GatedAttention(nn.Module):
@@ -1425,13 +1409,12 @@ def triangle_backward(
     out_statistics: Tensor,
     incoming: bool,
     residual: bool,
-    norms: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradient of x, and what those of the parameters are made of.
 
     That is, for the projections before the product the gradient of their results [M, 5 C] and their
     input with ones beside it [M, C + ONES], and for that after it likewise. Then the gradients of
-    the norms' parameters, [2, C] each if `norms` asks for them.
+    the norms' parameters, [2, C] each.
     """
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
     normed = weight.new_empty(positions, dim + ONES.value)
@@ -1444,12 +1427,12 @@ def triangle_backward(
 
     programs, options = triangle_options("triangle_output_backward", x, weight)
     options["TRANSPOSED"] = transposed
-    grad_norm_out = x.new_empty(programs, 2, dim, dtype=torch.float32)
+    sums_out = x.new_empty(programs, 2, dim, dtype=torch.float32)
     grad_product = torch.empty_like(product)
     launch = wrap_triton(triangle_output_backward_kernel)[(programs,)]
     inputs = x, in_weight, in_bias, out_weight, out_bias, weight, bias
     inputs = *inputs, in_statistics, out_statistics, *gradients
-    launch(*inputs, grad_norm_out, product, grad_product, out_normed, grad_z, **options)
+    launch(*inputs, sums_out, product, grad_product, out_normed, grad_z, **options)
 
     grad_ab = torch.empty_like(ab)
     matrices = (dim * len(x), *x.shape[1:3])
@@ -1464,15 +1447,12 @@ def triangle_backward(
 
     programs, options = triangle_options("triangle_project_backward", x, weight)
     options |= {"TRANSPOSED": transposed, "RESIDUAL": residual}
-    grad_norm_in = x.new_empty(programs, 2, dim, dtype=torch.float32)
+    sums_in = x.new_empty(programs, 2, dim, dtype=torch.float32)
     grad_x = torch.empty_like(x)
     launch = wrap_triton(triangle_project_backward_kernel)[(programs,)]
     inputs = x, in_weight, weight, bias, in_statistics, *gradients, present
-    launch(*inputs, grad_ab, grad_x, grad_norm_in, **options)
-
-    if norms:
-        grad_norm_in, grad_norm_out = sum_parts(grad_norm_in), sum_parts(grad_norm_out)
-    return grad_x, grad_linear, normed, grad_z, out_normed, grad_norm_in, grad_norm_out
+    launch(*inputs, grad_ab, grad_x, sums_in, **options)
+    return grad_x, grad_linear, normed, grad_z, out_normed, sum_parts(sums_in), sum_parts(sums_out)
 
 
 def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> tuple[int, dict[str, int | str]]:
@@ -1548,13 +1528,11 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        norms = any(ctx.needs_input_grad[6:10])
         inputs = grad_out.contiguous(), *ctx.saved_tensors, *ctx.options
-        grad_x, *read, norm_in, norm_out = triangle_backward(*inputs, norms)
-        grads = [*norm_in.unbind(), *norm_out.unbind()] if norms else 4 * [None]
-        linears = any(ctx.needs_input_grad[10:])
-        grads += triangle_weight_gradients(*read) if linears else 2 * [None]
-        return grad_x, *5 * [None], *grads
+        grad_x, *read, norm_in, norm_out = triangle_backward(*inputs)
+        needed = any(ctx.needs_input_grad[10:])
+        linears = triangle_weight_gradients(*read) if needed else (None, None)
+        return grad_x, *5 * [None], *norm_in.unbind(), *norm_out.unbind(), *linears
 
 
 class TriangleMultiplication(nn.Module):
@@ -1619,13 +1597,6 @@ class TriangleMultiplicationIncoming(TriangleMultiplication):
 # all channels are one GEMM, but its result [N, H, N, H] is not what the projection takes: these
 # kernels write and read it as [N, N, H, H]. The backward pass makes it again. FACTORS [samples] are
 # 1 / (number of sequences + 1e-3).
-
-
-@block_sizes(
-    {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_S": 32},
-    float32={"BLOCK_M": 128, "num_warps": 8, "num_stages": 2},
-    hip={"BLOCK_M": 128, "num_warps": 8, "num_stages": 2},
-)
 @block_sizes(
     {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_S": 32},
     float32={"BLOCK_M": 128, "num_warps": 8, "num_stages": 2},
@@ -1809,9 +1780,6 @@ class OuterProductMean(nn.Module):
 
 # --- transition: update = linear_2(relu(linear_1(norm(x))))
 # Bias and ReLU between the two projections of a transition.
-
-
-@block_sizes({"TILE": 4096})
 @block_sizes({"TILE": 4096})
 @triton.jit
 def bias_relu_forward_kernel(
@@ -1861,16 +1829,14 @@ def bias_relu_forward(x: Tensor, bias: Tensor) -> Tensor:
 
 
 @operator
-def bias_relu_backward(
-    grad: Tensor, out: Tensor, dtype: torch.dtype, needs_bias: bool
-) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of x and of the bias; the latter in `dtype`, empty if not asked for."""
+def bias_relu_backward(grad: Tensor, out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of x and of the bias, the latter in `dtype`."""
     rows, programs, options = row_launch("bias_relu_backward", out)
     grad_x = torch.empty_like(out)
     sums = out.new_empty(programs, out.shape[-1], dtype=torch.float32)
     launch = wrap_triton(bias_relu_backward_kernel)[(programs,)]
     launch(grad, out, grad_x, sums, rows=rows, **options)
-    return grad_x, sum_parts(sums, dtype) if needs_bias else out.new_empty(0)
+    return grad_x, sum_parts(sums, dtype)
 
 
 class BiasReLU(torch.autograd.Function):
@@ -1888,10 +1854,7 @@ class BiasReLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        needs_bias = ctx.needs_input_grad[1]
-        (out,) = ctx.saved_tensors
-        grad_x, grad_bias = bias_relu_backward(grad.contiguous(), out, ctx.dtype, needs_bias)
-        return grad_x, grad_bias if needs_bias else None
+        return bias_relu_backward(grad.contiguous(), *ctx.saved_tensors, ctx.dtype)
 
 
 class Transition(nn.Module):
