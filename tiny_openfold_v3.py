@@ -265,14 +265,9 @@ def length_of(N, ALIGNED: tl.constexpr):
 
 @operator
 def layer_norm_forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    heads: Tensor | None,
-    eps: float,
-    dtype: torch.dtype,
+    x: Tensor, weight: Tensor, bias: Tensor, heads: Tensor | None, eps: float, dtype: torch.dtype,
     ending: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Normalise x [..., C] over C: the norm in `dtype`, and a pair bias.
 
     The latter is [B, H, N, N], made from x [B, N, N, C] by heads [H, C]; empty without heads.
@@ -289,16 +284,13 @@ def layer_norm_forward(
 
 @operator
 def layer_norm_backward(
-    grad: Tensor | None,
-    grad_pair_bias: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    heads: Tensor | None,
-    eps: float,
-    ending: bool,
-) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of x, and of weight, bias and heads as [2 + H, C]."""
+    grad: Tensor | None, grad_pair_bias: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor,
+    heads: Tensor | None, eps: float, ending: bool, parameters: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute the gradients of x, and of weight, bias and heads as [2 + H, C].
+
+    The latter is empty without `parameters`.
+    """
     rows, programs, options = row_launch("layer_norm_backward", x)
     options |= norm_options(x, None if grad_pair_bias is None else heads, eps, ending)
     options["BLOCK_H"] = triton.next_power_of_2(max(options["H"], 1))
@@ -306,7 +298,7 @@ def layer_norm_backward(
     sums = x.new_empty(programs, 2 + options["H"], x.shape[-1], dtype=torch.float32)
     launch = wrap_triton(layer_norm_backward_kernel)[(programs,)]
     launch(grad, grad_pair_bias, x, weight, bias, heads, grad_x, sums, rows=rows, **options)
-    return grad_x, sum_parts(sums)
+    return grad_x, sum_parts(sums) if parameters else x.new_empty(0)
 
 
 def norm_options(x: Tensor, heads: Tensor | None, eps: float, ending: bool) -> dict:
@@ -324,15 +316,9 @@ class LayerNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        heads: Tensor | None,
-        eps: float,
-        dtype: torch.dtype,
-        ending: bool = False,
-    ):
+        ctx, x: Tensor, weight: Tensor, bias: Tensor, heads: Tensor | None, eps: float,
+        dtype: torch.dtype, ending: bool = False,
+    ):  # fmt: skip
         ctx.set_materialize_grads(False)  # nobody may have used the norm, or the bias
         x = x.contiguous()
         ctx.save_for_backward(x, weight, bias, heads)
@@ -343,8 +329,11 @@ class LayerNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor | None):
         grad, grad_pair_bias = (None if g is None else g.contiguous() for g in (*grads, None)[:2])
-        settings = ctx.eps, ctx.ending
+        parameters = any(ctx.needs_input_grad[1:])
+        settings = ctx.eps, ctx.ending, parameters
         grad_x, sums = layer_norm_backward(grad, grad_pair_bias, *ctx.saved_tensors, *settings)
+        if not parameters:
+            return grad_x, *6 * [None]
         grad_heads = None if grad_pair_bias is None else sums[2:]
         return grad_x, sums[0], sums[1], grad_heads, *3 * [None]
 
@@ -761,16 +750,12 @@ def store_rows(X, x, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVE
 @triton.jit
 def load_bias(BIAS, head, row, column, N, EVEN: tl.constexpr):
     """Load a tile of the pair bias [N, N] of a head in float32; 0 without a bias."""
-    if BIAS is None:
-        return 0.0
-    BIAS += head * N * N
-    at = row.to(tl.int64)[:, None] * N + column[None, :]
-    if EVEN:
-        bias = tl.load(BIAS + at)
-    else:
-        inside = (row < N)[:, None] & (column < N)[None, :]
-        bias = tl.load(BIAS + at, mask=inside, other=0.0)
-    return bias.to(tl.float32)
+    bias = 0.0
+    if BIAS is not None:
+        at = BIAS + head * N * N + row.to(tl.int64)[:, None] * N + column[None, :]
+        inside = None if EVEN else (row < N)[:, None] & (column < N)[None, :]
+        bias = tl.load(at, mask=inside, other=None if EVEN else 0.0).to(tl.float32)
+    return bias
 
 
 @triton.jit
@@ -860,16 +845,13 @@ def attention_forward(
 
 @operator
 def attention_backward(
-    grad_out: Tensor,
-    qkvg: Tensor,
-    gate_bias: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    log_sum_exp: Tensor,
-    columns: bool,
-    needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of qkvg, gate_bias and bias, the latter empty unless `needs_bias`."""
+    grad_out: Tensor, qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None, out: Tensor,
+    log_sum_exp: Tensor, columns: bool, needs_gate_bias: bool, needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute the gradients of qkvg (in its layout), gate_bias and bias.
+
+    The last two are empty unless `needs_gate_bias` and `needs_bias` ask for them.
+    """
     samples, rows, length, heads, dim = attention_sizes(qkvg, columns)
     heads_of_all = heads * samples
     grad_qkvg = torch.empty_like(qkvg)
@@ -911,8 +893,9 @@ def attention_backward(
             options |= {"B": samples, "group": group}
             launch = wrap_triton(attention_backward_bias_kernel)[(tiles * parts * heads_of_all,)]
             launch(qkvg, bias, log_sum_exp, grad, delta, grad_bias, **options)
-    grad_bias = sum_parts(grad_bias, bias.dtype) if needs_bias else qkvg.new_empty(0)
-    return grad_qkvg, sum_parts(grad_gate_bias), grad_bias
+    grad_bias = sum_parts(grad_bias, dtype=bias.dtype) if needs_bias else qkvg.new_empty(0)
+    grad_gate_bias = sum_parts(grad_gate_bias) if needs_gate_bias else qkvg.new_empty(0)
+    return grad_qkvg, grad_gate_bias, grad_bias
 
 
 class GatedAttentionFunction(torch.autograd.Function):
@@ -936,10 +919,11 @@ class GatedAttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        needs_bias = ctx.needs_input_grad[2]
+        needed = ctx.needs_input_grad[1:3]
         inputs = grad_out.contiguous(), *ctx.saved_tensors, ctx.columns
-        *grads, grad_bias = attention_backward(*inputs, needs_bias)
-        return *grads, grad_bias if needs_bias else None, None
+        grad_qkvg, *grads = attention_backward(*inputs, *needed)
+        grads = (g if asked else None for g, asked in zip(grads, needed, strict=True))
+        return grad_qkvg, *grads, None
 
 
 class GatedAttention(nn.Module):
@@ -1096,16 +1080,16 @@ def triangle_project_kernel(
         present = tl.load(PRESENT + position, mask=position < M, other=0).to(tl.float32)[None, :]
     for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
         row = first + tl.arange(0, BLOCK_C)
-        at = WEIGHT + row[:, None] * C + channel[None, :]
-        gate = tl.dot(tl.load(at + A_G * C * C), y, input_precision=PRECISION)  # W_ag y^T
+        weight = WEIGHT + row[:, None] * C + channel[None, :]
+        gate = tl.dot(tl.load(weight + A_G * C * C), y, input_precision=PRECISION)  # W_ag y^T
         gate = gate + tl.load(BIAS + A_G * C + row)[:, None]
-        value = tl.dot(tl.load(at), y, input_precision=PRECISION)  # W_ap y^T
+        value = tl.dot(tl.load(weight), y, input_precision=PRECISION)  # W_ap y^T
         value = value + tl.load(BIAS + row)[:, None]
         value *= sigmoid(gate)
         if PRESENT is not None:
             value *= tl.where(first < B_P * C, present, 1.0)
-        at = AB + index(row, WIDE)[:, None] * M + position[None, :]
-        tl.store(at, value, mask=(position < M)[None, :])
+        at_ab = index(row, WIDE)[:, None] * M + position[None, :]
+        tl.store(AB + at_ab, value, mask=(position < M)[None, :])
 
 
 @block_sizes(
@@ -1135,16 +1119,16 @@ def triangle_output_kernel(
     normed = scale_and_shift(product, OUT_WEIGHT, OUT_BIAS, C).to(dtype)
     for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
         row = first + tl.arange(0, BLOCK_C)
-        at = WEIGHT + (row + G * C)[None, :] * C + channel[:, None]
-        gate = tl.dot(y, tl.load(at), input_precision=PRECISION)  # y W_g
+        weight = WEIGHT + (row + G * C)[None, :] * C + channel[:, None]
+        gate = tl.dot(y, tl.load(weight), input_precision=PRECISION)  # y W_g
         gate = gate + tl.load(BIAS + G * C + row)[None, :]
-        out = tl.dot(normed, tl.load(at + C * C), input_precision=PRECISION)  # LayerNorm(X) W_z
+        out = tl.dot(normed, tl.load(weight + C * C), input_precision=PRECISION)  # LayerNorm(X) W_z
         out = out + tl.load(BIAS + Z * C + row)[None, :]
         out *= sigmoid(gate)
-        at = position[:, None] * C + row[None, :]
+        at_out = position[:, None] * C + row[None, :]
         if RESIDUAL:
-            out += load_tile(X, at, inside)
-        tl.store(OUT + at, out, mask=inside)
+            out += load_tile(X, at_out, inside)
+        tl.store(OUT + at_out, out, mask=inside)
 
 
 @block_sizes(
@@ -1185,18 +1169,18 @@ def triangle_output_backward_kernel(
     grad_normed = tl.zeros([BLOCK_M, C], tl.float32)
     for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
         row = first + tl.arange(0, BLOCK_C)
-        at = WEIGHT + (row + G * C)[None, :] * C + channel[:, None]
-        gate = tl.dot(y, tl.load(at), input_precision=PRECISION)  # y W_g
+        weight = WEIGHT + (row + G * C)[None, :] * C + channel[:, None]
+        gate = tl.dot(y, tl.load(weight), input_precision=PRECISION)  # y W_g
         gate = sigmoid(gate + tl.load(BIAS + G * C + row)[None, :])
-        z = tl.dot(normed, tl.load(at + C * C), input_precision=PRECISION)  # LayerNorm(X) W_z
+        z = tl.dot(normed, tl.load(weight + C * C), input_precision=PRECISION)  # LayerNorm(X) W_z
         z = z + tl.load(BIAS + Z * C + row)[None, :]
         grad_z = load_tile(GRAD_OUT, m * C + row[None, :], inside) * gate
         grad_g = grad_z * (1 - gate) * z
         tl.store(GRAD_Z + m * C + row[None, :], grad_z, mask=inside)
         tl.store(GRAD_LINEAR + m * (5 * C) + (row + G * C)[None, :], grad_g, mask=inside)
-        weight = load_transposed(WEIGHT_T, row + Z * C, channel, 6 * C, C, TRANSPOSED)
+        weight_z = load_transposed(WEIGHT_T, row + Z * C, channel, 6 * C, C, TRANSPOSED)
         # dLayerNorm(X) += dz W_z^T
-        grad_normed = tl.dot(grad_z.to(dtype), weight, grad_normed, input_precision=PRECISION)
+        grad_normed = tl.dot(grad_z.to(dtype), weight_z, grad_normed, input_precision=PRECISION)
     # Loaded and normalised once more: that is cheaper than keeping it in registers over the loop.
     product = load_tile(PRODUCT, at_product, inside)
     product, rstd = normalise_again(product, position, OUT_STATISTICS, M)
@@ -1240,10 +1224,10 @@ def triangle_project_backward_kernel(
         present = tl.load(PRESENT + m, mask=inside, other=0).to(tl.float32)
     for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
         row = first + tl.arange(0, BLOCK_C)
-        at_w = WEIGHT + row[None, :] * C + channel[:, None]
-        gate = tl.dot(y, tl.load(at_w + A_G * C * C), input_precision=PRECISION)  # y W_ag
+        weight = WEIGHT + row[None, :] * C + channel[:, None]
+        gate = tl.dot(y, tl.load(weight + A_G * C * C), input_precision=PRECISION)  # y W_ag
         gate = gate + tl.load(BIAS + A_G * C + row)[None, :]
-        value = tl.dot(y, tl.load(at_w), input_precision=PRECISION)  # y W_ap
+        value = tl.dot(y, tl.load(weight), input_precision=PRECISION)  # y W_ap
         value = value + tl.load(BIAS + row)[None, :]
         gate = sigmoid(gate)
         grad_p = load_tile(GRAD_AB, index(row, WIDE)[None, :] * M + m, inside) * gate
@@ -1254,10 +1238,10 @@ def triangle_project_backward_kernel(
         at_p = GRAD_LINEAR + m * (5 * C) + row[None, :]
         tl.store(at_p, grad_p, mask=inside)
         tl.store(at_p + A_G * C, grad_s, mask=inside)
-        weight = load_transposed(WEIGHT_T, row, channel, 6 * C, C, TRANSPOSED)
-        grad_y = tl.dot(grad_p, weight, grad_y, input_precision=PRECISION)  # dy += dp W_ap^T
-        weight = load_transposed(WEIGHT_T, row + A_G * C, channel, 6 * C, C, TRANSPOSED)
-        grad_y = tl.dot(grad_s, weight, grad_y, input_precision=PRECISION)  # dy += ds W_ag^T
+        weight_p = load_transposed(WEIGHT_T, row, channel, 6 * C, C, TRANSPOSED)
+        grad_y = tl.dot(grad_p, weight_p, grad_y, input_precision=PRECISION)  # dy += dp W_ap^T
+        weight_s = load_transposed(WEIGHT_T, row + A_G * C, channel, 6 * C, C, TRANSPOSED)
+        grad_y = tl.dot(grad_s, weight_s, grad_y, input_precision=PRECISION)  # dy += ds W_ag^T
     x, rstd = normalise_again(load_tile(X, at, inside), position, STATISTICS, M)
     store_norm_gradients(GRAD_NORM, grad_y, x, C)
     grad_x = norm_backward(grad_y * tl.load(NORM_WEIGHT + channel)[None, :], x, rstd, C)
@@ -1353,18 +1337,9 @@ def store_norm_gradients(GRAD_NORM, grad, x, C: tl.constexpr):
 
 @operator
 def triangle_forward(
-    x: Tensor,
-    present: Tensor | None,
-    in_weight: Tensor,
-    in_bias: Tensor,
-    out_weight: Tensor,
-    out_bias: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    incoming: bool,
-    eps: float,
-    residual: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, present: Tensor | None, in_weight: Tensor, in_bias: Tensor, out_weight: Tensor,
+    out_bias: Tensor, weight: Tensor, bias: Tensor, incoming: bool, eps: float, residual: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Multiply triangles: the update of x [B, N, N, C], a and b [2 C, M], their product [C, M].
 
     Then mean and rstd of the norm before the product [2, M], and of that after it. The update is in
@@ -1394,27 +1369,15 @@ def triangle_forward(
 
 @operator
 def triangle_backward(
-    grad_out: Tensor,
-    x: Tensor,
-    present: Tensor | None,
-    in_weight: Tensor,
-    in_bias: Tensor,
-    out_weight: Tensor,
-    out_bias: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    ab: Tensor,
-    product: Tensor,
-    in_statistics: Tensor,
-    out_statistics: Tensor,
-    incoming: bool,
-    residual: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grad_out: Tensor, x: Tensor, present: Tensor | None, in_weight: Tensor, in_bias: Tensor,
+    out_weight: Tensor, out_bias: Tensor, weight: Tensor, bias: Tensor, ab: Tensor, product: Tensor,
+    in_statistics: Tensor, out_statistics: Tensor, incoming: bool, residual: bool, norms: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradient of x, and what those of the parameters are made of.
 
     That is, for the projections before the product the gradient of their results [M, 5 C] and their
     input with ones beside it [M, C + ONES], and for that after it likewise. Then the gradients of
-    the norms' parameters, [2, C] each.
+    the norms' parameters, [2, C] each if `norms` asks for them.
     """
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
     normed = weight.new_empty(positions, dim + ONES.value)
@@ -1452,7 +1415,10 @@ def triangle_backward(
     launch = wrap_triton(triangle_project_backward_kernel)[(programs,)]
     inputs = x, in_weight, weight, bias, in_statistics, *gradients, present
     launch(*inputs, grad_ab, grad_x, sums_in, **options)
-    return grad_x, grad_linear, normed, grad_z, out_normed, sum_parts(sums_in), sum_parts(sums_out)
+    if norms:
+        sums_in = sum_parts(sums_in)
+        sums_out = sum_parts(sums_out)
+    return grad_x, grad_linear, normed, grad_z, out_normed, sums_in, sums_out
 
 
 def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> tuple[int, dict[str, int | str]]:
@@ -1510,15 +1476,9 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        x: Tensor,
-        present: Tensor | None,
-        incoming: bool,
-        residual: bool,
-        eps: float,
-        dtype: torch.dtype,
-        *parameters: Tensor,
-    ) -> Tensor:
+        ctx, x: Tensor, present: Tensor | None, incoming: bool, residual: bool, eps: float,
+        dtype: torch.dtype, *parameters: Tensor,
+    ) -> Tensor:  # fmt: skip
         *norms, weight, bias = parameters
         inputs = x.contiguous(), present, *norms, weight.to(dtype), bias
         out, *saved = triangle_forward(*inputs, incoming, eps, residual)
@@ -1528,11 +1488,13 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
+        norms = any(ctx.needs_input_grad[6:10])
+        linears = any(ctx.needs_input_grad[10:])
         inputs = grad_out.contiguous(), *ctx.saved_tensors, *ctx.options
-        grad_x, *read, norm_in, norm_out = triangle_backward(*inputs)
-        needed = any(ctx.needs_input_grad[10:])
-        linears = triangle_weight_gradients(*read) if needed else (None, None)
-        return grad_x, *5 * [None], *norm_in.unbind(), *norm_out.unbind(), *linears
+        grad_x, *read, norm_in, norm_out = triangle_backward(*inputs, norms)
+        grads = [*norm_in.unbind(), *norm_out.unbind()] if norms else 4 * [None]
+        grads += triangle_weight_gradients(*read) if linears else 2 * [None]
+        return grad_x, *5 * [None], *grads
 
 
 class TriangleMultiplication(nn.Module):
@@ -1829,14 +1791,16 @@ def bias_relu_forward(x: Tensor, bias: Tensor) -> Tensor:
 
 
 @operator
-def bias_relu_backward(grad: Tensor, out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of x and of the bias, the latter in `dtype`."""
+def bias_relu_backward(
+    grad: Tensor, out: Tensor, dtype: torch.dtype, needs_bias: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of x and of the bias; the latter in `dtype`, empty if not asked for."""
     rows, programs, options = row_launch("bias_relu_backward", out)
     grad_x = torch.empty_like(out)
     sums = out.new_empty(programs, out.shape[-1], dtype=torch.float32)
     launch = wrap_triton(bias_relu_backward_kernel)[(programs,)]
     launch(grad, out, grad_x, sums, rows=rows, **options)
-    return grad_x, sum_parts(sums, dtype)
+    return grad_x, sum_parts(sums, dtype) if needs_bias else out.new_empty(0)
 
 
 class BiasReLU(torch.autograd.Function):
@@ -1854,7 +1818,10 @@ class BiasReLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return bias_relu_backward(grad.contiguous(), *ctx.saved_tensors, ctx.dtype)
+        needs_bias = ctx.needs_input_grad[1]
+        inputs = grad.contiguous(), *ctx.saved_tensors, ctx.dtype
+        grad_x, grad_bias = bias_relu_backward(*inputs, needs_bias)
+        return grad_x, grad_bias if needs_bias else None
 
 
 class Transition(nn.Module):
