@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""TinyOpenFold V2: fusions (several operations become one) in plain PyTorch, each on its own flag.
+"""TinyOpenFold V2: V1 with fusions (several operations become one) in plain PyTorch, by flags.
 
-Read V1 first: model, weights and loss stay the same. A fusion starts fewer kernels, and these move
-fewer bytes. `diff tiny_openfold_v1.py tiny_openfold_v2.py` shows all; begin with GatedAttention.
+Model and loss stay, fewer kernels move fewer bytes: `diff tiny_openfold_v1.py tiny_openfold_v2.py`.
 
 qkv-fusion-msa, qkv-fusion-triangle   one GEMM (matrix product) makes query, key, value and gate
 flash-attention                       scaled_dot_product_attention: a GPU stores no scores
-triangle-fusion                       one GEMM makes both factors of a triangle, a GLU gates them
+triangle-fusion                       one GEMM makes both factors of a product; a GLU gates them
 
 Examples:
   python tiny_openfold_v2.py --compare-fusion                                all off, all on
