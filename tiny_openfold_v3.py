@@ -223,46 +223,6 @@ def layer_norm_backward_kernel(
         tl.store(at_head, grad_heads, mask=(head < H) & (channel < C)[None, :])
 
 
-@triton.jit
-def normalise(x, inside, eps, C: tl.constexpr):
-    """Compute x_hat = (x - mean(x)) * rstd and rstd = 1 / sqrt(var(x) + eps) for rows [rows, C].
-
-    Where not `inside` x_hat is 0.
-    """
-    x = tl.where(inside, x - tl.sum(x, 1)[:, None] / C, 0.0)
-    rstd = 1 / tl.sqrt(tl.sum(x * x, 1) / C + eps)
-    return x * rstd[:, None], rstd
-
-
-@triton.jit
-def norm_backward(grad, x, rstd, C: tl.constexpr):
-    """Compute dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) from g = dx_hat and x_hat."""
-    mean_grad = tl.sum(grad, 1)[:, None] / C
-    return (grad - mean_grad - x * (tl.sum(grad * x, 1)[:, None] / C)) * rstd[:, None]
-
-
-@triton.jit
-def pair_bias_offset(row, head, N, H: tl.constexpr, ENDING: tl.constexpr, ALIGNED: tl.constexpr):
-    """Find the place in a bias [B, H, N, N] of what pair `row` = (b, i, j) gives.
-
-    It is bias[b, head, i, j], and with ENDING bias[b, head, j, i].
-    """
-    N = length_of(N, ALIGNED)
-    b, pair = row // (N * N), row % (N * N)
-    if ENDING:
-        pair = pair % N * N + pair // N
-    return (b * H + head) * N * N + pair
-
-
-@triton.jit
-def length_of(N, ALIGNED: tl.constexpr):
-    """Return N; if ALIGNED, a multiple of 8 that is none of 16, the compiler knows it now.
-
-    It then takes 16 bytes at a time. A multiple of 16 it sees itself.
-    """
-    return N // 8 * 8 if ALIGNED else N
-
-
 @operator
 def layer_norm_forward(
     x: Tensor, weight: Tensor, bias: Tensor, heads: Tensor | None, eps: float, dtype: torch.dtype,
@@ -1268,13 +1228,6 @@ def triangle_weights_kernel(
 
 
 @triton.jit
-def scale_and_shift(x, WEIGHT, BIAS, C: tl.constexpr):
-    """Compute x_hat * weight + bias."""
-    channel = tl.arange(0, C)
-    return x * tl.load(WEIGHT + channel)[None, :] + tl.load(BIAS + channel)[None, :]
-
-
-@triton.jit
 def normalise_and_keep(x, position, STATISTICS, M, eps, C: tl.constexpr):
     """Compute x_hat = (x - mean(x)) * rstd [positions, C], and store mean and rstd for later.
 
@@ -1977,6 +1930,53 @@ def sigmoid(x):
     """
     root = tl.rsqrt(1 + tl.exp2(-x * LOG2E))
     return root * root
+
+
+@triton.jit
+def normalise(x, inside, eps, C: tl.constexpr):
+    """Compute x_hat = (x - mean(x)) * rstd and rstd = 1 / sqrt(var(x) + eps) for rows [rows, C].
+
+    Where not `inside` x_hat is 0.
+    """
+    x = tl.where(inside, x - tl.sum(x, 1)[:, None] / C, 0.0)
+    rstd = 1 / tl.sqrt(tl.sum(x * x, 1) / C + eps)
+    return x * rstd[:, None], rstd
+
+
+@triton.jit
+def norm_backward(grad, x, rstd, C: tl.constexpr):
+    """Compute dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) from g = dx_hat and x_hat."""
+    mean_grad = tl.sum(grad, 1)[:, None] / C
+    return (grad - mean_grad - x * (tl.sum(grad * x, 1)[:, None] / C)) * rstd[:, None]
+
+
+@triton.jit
+def scale_and_shift(x, WEIGHT, BIAS, C: tl.constexpr):
+    """Compute x_hat * weight + bias."""
+    channel = tl.arange(0, C)
+    return x * tl.load(WEIGHT + channel)[None, :] + tl.load(BIAS + channel)[None, :]
+
+
+@triton.jit
+def pair_bias_offset(row, head, N, H: tl.constexpr, ENDING: tl.constexpr, ALIGNED: tl.constexpr):
+    """Find the place in a bias [B, H, N, N] of what pair `row` = (b, i, j) gives.
+
+    It is bias[b, head, i, j], and with ENDING bias[b, head, j, i].
+    """
+    N = length_of(N, ALIGNED)
+    b, pair = row // (N * N), row % (N * N)
+    if ENDING:
+        pair = pair % N * N + pair // N
+    return (b * H + head) * N * N + pair
+
+
+@triton.jit
+def length_of(N, ALIGNED: tl.constexpr):
+    """Return N; if ALIGNED, a multiple of 8 that is none of 16, the compiler knows it now.
+
+    It then takes 16 bytes at a time. A multiple of 16 it sees itself.
+    """
+    return N // 8 * 8 if ALIGNED else N
 
 
 @block_sizes({"TILE": 4096, "ROWS": 512, "num_warps": 8})
