@@ -870,11 +870,11 @@ class GatedAttentionFunction(torch.autograd.Function):
     def forward(
         ctx, qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None, columns: bool = False
     ) -> Tensor:
+        ctx.columns = columns
         qkvg = qkvg.contiguous()
         bias = None if bias is None else bias.contiguous()
         out, log_sum_exp = attention_forward(qkvg, gate_bias, bias, columns)
         ctx.save_for_backward(qkvg, gate_bias, bias, out, log_sum_exp)
-        ctx.columns = columns
         return out
 
     @staticmethod
@@ -1295,9 +1295,9 @@ def triangle_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Multiply triangles: the update of x [B, N, N, C], a and b [2 C, M], their product [C, M].
 
-    Then mean and rstd of the norm before the product [2, M], and of that after it. The update is in
-    the weight's type; with `residual` it is x + update. present [B, N, N] is False for padding,
-    where a becomes 0.
+    Then mean and rstd of the norm before the product [2, M], and of that after it. present
+    [B, N, N] is False for padding, where a becomes 0.
+    With `residual` the first is x + update, else it has the weight's type.
     """
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
     dtype = torch.promote_types(x.dtype, weight.dtype) if residual else weight.dtype
@@ -1418,13 +1418,13 @@ def triangle_weight_gradients(
 
 
 class TriangleMultiplicationFunction(torch.autograd.Function):
-    """Multiply the triangles of x [B, N, N, C] -> its update in `dtype`, or x + update.
+    """Multiply the triangles of x [B, N, N, C] -> its update in `dtype`, x + update if `residual`.
 
-    The latter is with `residual`. present [B, N, N] is False for padding. The parameters: weight
-    and bias of the norm before the product and of that after it, then the weights of a_p, b_p, a_g,
-    b_g, g and z in one piece, and their biases.
+    present [B, N, N] is False for padding, where a becomes 0. The parameters: weight and bias of
+    the norm before the product and of that after it, then the weights of a_p, b_p, a_g, b_g, g and
+    z in one piece, and their biases.
 
-    Kept for later: x, a, b and their product.
+    Kept for later: x, a, b and their product, and mean and rstd of both norms.
     """
 
     @staticmethod
