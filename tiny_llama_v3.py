@@ -1125,8 +1125,7 @@ def markov_text(vocab_size: int, length: int, seed: int) -> np.ndarray:
     The two previous tokens, each taken modulo 8, choose one of 64 contexts; a context has 16
     possible successors with probabilities 1/2, 1/4, 1/8, ..., an entropy of 1.39 nats.
     """
-    chain = np.random.default_rng(0)  # the language is the same for every seed, the text is not
-    successors = chain.integers(vocab_size, size=(64, 16))
+    successors = np.random.default_rng(0).integers(vocab_size, size=(64, 16))  # for every seed
     rng = np.random.default_rng(seed)
     streams = 256  # written side by side, as a chain can only be sampled token after token
     steps = -(-length // streams)
@@ -1221,22 +1220,20 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 
 @cache
-class Interpreted:
+class Interpreted(triton.KernelInterface):
     """Launches a kernel in Triton's interpreter, as an operator that counters and profilers see."""
 
     def __init__(self, kernel: Callable):
         self.kernel = kernel
-        name, schema = f"{NAMESPACE}::{kernel.__name__}", "(int[] grid, Dict(str, Any) named) -> ()"
-        self.operator = torch.library.custom_op(name, self.run, mutates_args=(), schema=schema)
-        self.operator.register_fake(lambda grid, named: None)  # torch.compile asks for shapes
+        name = f"{NAMESPACE}::{kernel.__name__}"
+        schema = "(int[] grid, Dict(str, Any) named) -> ()"
+        self.launch = torch.library.custom_op(name, self.interpret, mutates_args=(), schema=schema)
+        self.launch.register_fake(lambda grid, named: None)  # torch.compile asks for shapes
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-        names = self.kernel.arg_names
-        return lambda *args, **named: self.operator(
-            grid, dict(zip(names, args, strict=False), **named)
-        )
+    def run(self, *args: Tensor | None, grid: tuple[int, ...], warmup: bool, **named) -> None:
+        self.launch(grid, dict(zip(self.kernel.arg_names, args, strict=False), **named))
 
-    def run(self, grid: list[int], named: dict) -> None:
+    def interpret(self, grid: list[int], named: dict) -> None:
         # float32 copies, as the interpreter silently multiplies bfloat16 as integers
         narrow = [v for v in named.values() if getattr(v, "dtype", None) == torch.bfloat16]
         wide = {id(t): torch.empty_strided(t.shape, t.stride()).copy_(t) for t in narrow}

@@ -2578,22 +2578,20 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 
 @cache
-class Interpreted:
+class Interpreted(triton.KernelInterface):
     """Launches a kernel in Triton's interpreter, as an operator that counters and profilers see."""
 
     def __init__(self, kernel: Callable):
         self.kernel = kernel
-        name, schema = f"{NAMESPACE}::{kernel.__name__}", "(int[] grid, Dict(str, Any) named) -> ()"
-        self.operator = torch.library.custom_op(name, self.run, mutates_args=(), schema=schema)
-        self.operator.register_fake(lambda grid, named: None)  # torch.compile asks for shapes
+        name = f"{NAMESPACE}::{kernel.__name__}"
+        schema = "(int[] grid, Dict(str, Any) named) -> ()"
+        self.launch = torch.library.custom_op(name, self.interpret, mutates_args=(), schema=schema)
+        self.launch.register_fake(lambda grid, named: None)  # torch.compile asks for shapes
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-        names = self.kernel.arg_names
-        return lambda *args, **named: self.operator(
-            grid, dict(zip(names, args, strict=False), **named)
-        )
+    def run(self, *args: Tensor | None, grid: tuple[int, ...], warmup: bool, **named) -> None:
+        self.launch(grid, dict(zip(self.kernel.arg_names, args, strict=False), **named))
 
-    def run(self, grid: list[int], named: dict) -> None:
+    def interpret(self, grid: list[int], named: dict) -> None:
         # float32 copies, as the interpreter silently multiplies bfloat16 as integers
         narrow = [v for v in named.values() if getattr(v, "dtype", None) == torch.bfloat16]
         wide = {id(t): torch.empty_strided(t.shape, t.stride()).copy_(t) for t in narrow}

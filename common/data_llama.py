@@ -25,8 +25,7 @@ def markov_text(vocab_size: int, length: int, seed: int) -> np.ndarray:
     The two previous tokens, each taken modulo 8, choose one of 64 contexts; a context has 16
     possible successors with probabilities 1/2, 1/4, 1/8, ..., an entropy of 1.39 nats.
     """
-    chain = np.random.default_rng(0)  # the language is the same for every seed, the text is not
-    successors = chain.integers(vocab_size, size=(64, 16))
+    successors = np.random.default_rng(0).integers(vocab_size, size=(64, 16))  # for every seed
     rng = np.random.default_rng(seed)
     streams = 256  # written side by side, as a chain can only be sampled token after token
     steps = -(-length // streams)
