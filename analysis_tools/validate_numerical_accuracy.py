@@ -29,7 +29,6 @@ Examples:
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import _path
 
@@ -70,7 +69,7 @@ def validate(args: argparse.Namespace, argv: Sequence[str]) -> int:
     try:
         rows = compare_scripts(*sides, args.tolerance, args.steps)
     except (RuntimeError, MemoryError) as error:
-        status, message = scripts[0].explain(error, Path())
+        status, message = scripts[0].explain(error, sides[0].args)
         raise ToolError(message, status) from error
     print(render(COLUMNS, rows))
     passed = all(row["passed"] for row in rows)

@@ -12,6 +12,15 @@ from pathlib import Path
 
 inputs: set[str] = set()  # the files that the program that runs has read; see files.py
 running = [Path(sys.argv[0]).name]  # the program's name
+# What programs here import that can be missing, and how it is installed
+SETUP = "bash setup/environment_setup.sh"
+PACKAGES = {
+    **dict.fromkeys(("torch", "triton", "numpy", "matplotlib"), SETUP),
+    "gemmi": "pip install gemmi",
+    "deepspeed": "pip install -r requirements-deepspeed.txt",
+    "pptx": "pip install python-pptx",
+    "resvg_py": "pip install resvg-py",
+}
 
 
 class ToolError(Exception):
@@ -57,8 +66,12 @@ def say_what_is_missing(kind: type, error: BaseException, trace: object) -> None
 
 
 def missing(error: ModuleNotFoundError) -> str:
-    package = (error.name or str(error)).partition(".")[0]
-    return f"it needs the package {package}, which is not there (pip install {package})"
+    """What to say of a module that an import lacks. A package is advised for those that programs
+    here import: one on PyPI that has the name of anybody's module is a stranger's."""
+    package = (error.name or "").partition(".")[0]
+    if package not in PACKAGES:
+        return str(error)
+    return f"it needs the package {package}, which is not there ({PACKAGES[package]})"
 
 
 def at_least(low: int) -> Callable[[str], int]:

@@ -64,11 +64,16 @@ def write_file(path: Path, write: Callable[[Path], object], replace: bool = Fals
             temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)
-    except (OSError, UnicodeEncodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ToolError(f"{path}: cannot write there ({reason})") from error
+    except OSError as error:
+        raise ToolError(f"{path}: cannot write there ({error.strerror or error})") from error
 
 
 def write_text(path: Path, text: str, replace: bool = False) -> None:
-    """Write or replace a text file."""
-    write_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"), replace)
+    """Write or replace a text file; in UTF-8, as `printable` says."""
+    write_file(path, lambda file: file.write_text(printable(text), encoding="utf-8"), replace)
+
+
+def printable(text: str) -> str:
+    """The text with what UTF-8 cannot encode, as bytes of a folder's name, written as on a
+    terminal: with a backslash."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

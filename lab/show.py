@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from lab.cli import ToolError, one_line
-from lab.files import write_file, write_text
+from lab.files import printable, write_file, write_text
 
 NOT_FINISHED = {  # what tables say of a side with this status
     "oom": "out of memory",
@@ -159,7 +159,10 @@ def drawing() -> ModuleType:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure of `drawing()` as the ending of the path says, and close it."""
+    """Write a figure of `drawing()` as the ending of the path says, and close it. Names in it are
+    no mathematics, and may have bytes that no font has."""
+    for text in figure.findobj(lambda artist: hasattr(artist, "set_text")):
+        text.set_text(printable(text.get_text()).replace("$", r"\$"))
     try:
         write_file(path, lambda temporary: figure.savefig(temporary, dpi=150))
     finally:

@@ -118,6 +118,13 @@ else
     echo "Track: $track"
 fi
 
+refuse_diversion() {
+    local advice
+    advice=$("$python" "$checks" diverts)
+    [[ -z $advice ]] || fail "pip is set to install elsewhere than in $target, or nothing: $advice, then run this again"
+}
+refuse_diversion # of the environment, or of the Python that makes one and may have no pip
+
 # The PyTorch that is there: used if it can be, never replaced.
 torch=$("$python" "$checks" torch "$track") ||
     fail "PyTorch of $python: $torch (nothing was changed; make and activate an environment without it, or load another)"
@@ -164,6 +171,7 @@ if [[ $create ]]; then
     fi
 fi
 pip=("$target/bin/python" -m pip)
+[[ $dry_run ]] || refuse_diversion
 
 # Say why pip did not do it.
 install_failed() {

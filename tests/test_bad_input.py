@@ -3,6 +3,8 @@ never a traceback."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
 import os
 import resource
@@ -10,6 +12,7 @@ import subprocess
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +25,7 @@ from conftest import (
     assert_one_error,
     command_line,
     load,
+    parse,
     summary_in,
     words,
 )
@@ -243,6 +247,65 @@ def test_a_full_disk_costs_the_profile_and_not_the_report(small_files, run):
     assert "Average training speed" in result.stdout and "Final loss" in result.stdout
     assert_record(result.summary, "failed", 2)
     assert result.summary["timing"]["samples_per_sec"] > 0
+
+
+@pytest.mark.parametrize("mode", [[], ["--compare-fusion"]], ids=["run", "comparison"])
+def test_a_full_disk_costs_the_result_and_not_the_report(mode: list[str], run, monkeypatch):
+    """The record of a run that began fits; no later one does, and what there is of it goes."""
+    write_text, records = Path.write_text, [*mode, "of the run"]
+
+    def write_what_fits(path: Path, text: str) -> None:
+        write_text(path, text if records else "")
+        if not records:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        records.pop()
+
+    monkeypatch.setattr(Path, "write_text", write_what_fits)
+    result = run(SCRIPT, *QUICK, *mode)
+    assert_one_error(result, 2, "cannot write", "No space left on device")
+    assert ("Batch time ratio in 3 turns" if mode else "Kernel reduction") in result.stdout
+    assert_record(result.summary, "failed", 1)
+    assert not [*result.directory.rglob("*.tmp")]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="mounting needs root")
+def test_a_disk_of_16_kb_costs_the_profile_and_not_the_report(run, tmp_path: Path):
+    disk = tmp_path / "profiles"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        result = run(SCRIPT, *QUICK, "--enable-pytorch-profiler")
+        left = {path.name for path in disk.iterdir()}
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+    assert_one_error(result, 2, "cannot write", "No space left on device")
+    assert "Average training speed" in result.stdout and "Final loss" in result.stdout
+    assert_record(result.summary, "failed", 2)
+    assert not [name for name in left if ".tmp" in name or name.endswith(".gz")]
+
+
+def test_a_graph_is_not_replayed_after_a_parameter_has_moved(monkeypatch):
+    """Loading weights in place moves none; the graph would train memory that nobody reads."""
+    module, replays = load(SCRIPT), []
+    trainer = module.Trainer(parse(SCRIPT)).build()
+    trainer.inputs = trainer.next_batch()
+    graph = SimpleNamespace(replay=lambda: replays.append("replay"))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    trainer.capture()
+    weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.model.load_state_dict(weights)
+    trainer.step()
+    assert replays == ["replay"]
+    parameter = next(trainer.model.parameters())
+    parameter.data = parameter.data.clone()
+    with pytest.raises(RuntimeError, match="a parameter moved in memory") as refusal:
+        trainer.step()
+    assert replays == ["replay"]
+    assert module.explain(refusal.value, trainer.args) == (1, str(refusal.value))
 
 
 def test_a_refused_command_line_leaves_an_earlier_result_untouched(run):

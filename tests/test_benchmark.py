@@ -36,10 +36,10 @@ def test_headline_compares_all_versions_turn_by_turn(tmp_path, monkeypatch):
     for version in benchmark.VERSIONS:
         script = benchmark.importlib.import_module(benchmark.script_of("tiny_llama", version))
 
-        def take(trainer, steps: int, label: str = "step", version: str = version) -> float:
+        def take(trainer, steps: int, measured: bool = True, version: str = version) -> float:
             turn = len(trainer.turns_ms)  # 0 is the trial
             ms = {"V1": 30.0, "V2": 20.0, "V3": 10.0}[version] * (1 + (turn - 1) ** 2)
-            if label == "step":
+            if measured:
                 trainer.turns_ms.append(ms)
                 order.extend([version] * (turn > 0))
             return ms

@@ -187,7 +187,7 @@ def test_the_first_process_alone_writes_the_result(tmp_path: Path, monkeypatch):
     """Two would write the same file at once."""
     trainer = load(SCRIPT).Trainer(parse(SCRIPT, "--profile-dir", str(tmp_path)))
     monkeypatch.setattr(load(SCRIPT), "RANK", 1)
-    trainer.write()
+    trainer.write((0, None))
     assert not [*tmp_path.iterdir()]
 
 

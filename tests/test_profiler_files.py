@@ -227,14 +227,39 @@ NAMES = {
         aten::cat""",
     "reductions": """
         at::reduce_kernel<512, 1, at::ReduceOp<float, at::MeanOps<float, float, float> > >()
+        block_all_reduce_sum_f32_kernel(float*, float*, int)
         aten::mean""",
     "optimizer": """
         at::multi_tensor_apply_kernel<at::FusedOptimizerTensorListMetadata<4>>()
         aten::_fused_adamw_""",
-    "generated": "triton_poi_fused__unsafe_view_mul_silu_split_9",
+    "generated": """
+        triton_poi_fused__unsafe_view_mul_silu_split_9
+        triton_poi_fused_all_gather_into_tensor_wait_tensor_0""",
     "communication": """
         ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)
-        rcclKernel""",
+        ncclSymDevKernel_AllGather_LLMC(ncclSymDevArgs)
+        rcclKernel
+        mscclKernel_Sum_half_LL128_false(ncclDevComm*, mscclAlgo*, mscclWork*)
+        void mscclpp::collective::allreduceAllPairs<(mscclpp::ReduceOp)0, __half>(__half*)
+        void mscclpp::executionKernel<__half, mscclpp::LL16Packet, false>(int, __half*)
+        void vllm::cross_device_reduce_1stage<__half, 8>(vllm::RankData*, vllm::RankSignals)
+        void aiter::reduce_scatter_cross_device_store<__half, 8>(aiter::RankData*)
+        void quickreduce::allreduce_prototype_twoshot<quickreduce::CodecFP<__half, 4> >(__half*)
+        void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<8>()
+        void tensorrt_llm::kernels::twoShotAllReduceKernel<__half, 8, true>(AllReduceParams)
+        void (anonymous namespace)::multimem_one_shot_all_reduce_kernel<c10::BFloat16, 16>()
+        void (anonymous namespace)::two_shot_all_reduce_kernel_inplace<float, 16, 8>(float**)
+        c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, unsigned long)
+        one_shot_all_reduce_kernel
+        void alltoall_on_stream_kernel<float>(nvshmemi_team_t*, float*, float const*)
+        rocshmem::rocshmem_barrier_all_kernel()
+        oneccl_allreduce_pcie
+        void deep_ep::intranode::notify_dispatch<8>(int const*, int*)
+        EpDispatchIntraNodeKernel_bf16
+        userbuffers_fp16_sum_inplace_gpu_rr_rs
+        c10d::allreduce_
+        _c10d_functional::wait_tensor
+        gloo:all_reduce""",
     "other": """
         void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, true, false>()
         at::cunn_SoftMaxForward<4, float, float, at::LogSoftMaxForwardEpilogue>(float*)
@@ -434,21 +459,31 @@ def test_events_that_lack_something_are_counted(capsys):
     assert "x.json: other events left out, which lack a name, a place or a time: 1" in second
 
 
-def test_communication_is_told_apart_from_what_hides_it():
+@pytest.mark.parametrize(
+    ("cat", "name"),
+    [
+        ("kernel", "ncclDevKernel_Generic(ncclArgs)"),
+        ("kernel", "mscclKernel_Sum_half_LL128_false(ncclDevComm*, mscclAlgo*, mscclWork*)"),
+        ("user_annotation", "gloo:all_reduce"),
+        ("user_annotation", "mpi:all_reduce"),
+    ],
+)
+def test_communication_is_told_apart_from_what_hides_it(cat: str, name: str):
     """Two steps of 60 us; an all-reduce from 10 to 50 us of each, until 30 beside a GEMM, then
     alone.
 
     What comes before the first step is not part of them.
     """
-    nccl = {"cat": "kernel", "name": "ncclDevKernel_Generic(ncclArgs)"}
-    events = [nccl | {"ts": -90.0, "dur": 80.0}]
+    collective = {"ph": "X", "cat": cat, "name": name}
+    gemm = {"ph": "X", "cat": "kernel" if cat == "kernel" else "cpu_op", "name": "Cijk_Ailk"}
+    events = [collective | {"ts": -90.0, "dur": 80.0}]
     for start in (0.0, 60.0):
-        for index, name in enumerate(PHASES):
-            mark = {"cat": "user_annotation", "name": name}
+        for index, phase in enumerate(PHASES):
+            mark = {"ph": "X", "cat": "user_annotation", "name": phase}
             events.append({**mark, "ts": start + 15 * index, "dur": 15.0})
-        events.append({"cat": "kernel", "name": "Cijk_Ailk", "ts": start + 5, "dur": 25.0})
-        events.append(nccl | {"ts": start + 10, "dur": 40.0})
-    found = kernels.communication_of([{"ph": "X", **event} for event in events], PHASES)
+        events.append(gemm | {"ts": start + 5, "dur": 25.0})
+        events.append(collective | {"ts": start + 10, "dur": 40.0})
+    found = kernels.communication_of(events, PHASES)
     assert (found.step_ms, found.ms, found.exposed_ms) == pytest.approx((0.060, 0.040, 0.020))
-    alone = [event for event in events if "nccl" not in event["name"]]
+    alone = [event for event in events if event["name"] != name]
     assert kernels.communication_of(alone, PHASES) is None

@@ -43,8 +43,8 @@ from analysis_tools import (
 from bench import versions
 from exercises.performance_debugging import check_step, compare_stages
 from exercises.tiny_llama_v3 import add_relu, check_custom_kernel, measure
-from lab.cli import ToolError
-from lab.files import write_file, write_text
+from lab.cli import ToolError, missing
+from lab.files import printable, write_file, write_text
 from lab.script import MODES
 from lab.show import Column, render, write_csv
 
@@ -148,6 +148,39 @@ def test_a_table_is_markdown_or_csv_and_a_name_is_no_formula(tmp_path):
     assert {row["value"] for row in found} == {"-1.5"}
 
 
+@pytest.mark.parametrize("name", [b"lat\xe9n", b"a$b^$"], ids=["Latin-1", "mathematics"])
+def test_a_folder_may_have_any_name(name: bytes, tmp_path: Path):
+    """The wrappers get its bytes as they are."""
+    folder = tmp_path / os.fsdecode(name)
+    shutil.copytree(ROOT / "examples/rocm_format_samples/rocprof_compute", folder)
+    shutil.copy(RUN, folder / "tiny_llama_v2_summary.json")
+    named = f"{folder.name}={folder}"
+    picture, page = folder / "memory.png", folder / "page.html"
+    table, saved = folder / "table.csv", folder / "saved.json"
+    for tool, *argv in (
+        (plot_runs, "memory", named, "--output", picture),
+        (compare_runs, named, "--csv", table, "--save", saved),
+        (compare_runs, f"{saved}/{folder.name}"),
+        (performance_dashboard, folder, "--output", page),
+        (roofline_analysis, "--from-rocprof-compute", folder, "--output", folder),
+    ):
+        status, _, err = call(tool, *argv)
+        assert status == 0, err
+    assert read_rows(table)[0]["configuration"] == printable(folder.name)
+    (folder / "logs").mkdir()
+    (folder / "steps.tsv").write_text("flops\t1\t0\t1\n")
+    (folder / "logs/flops.log").write_bytes(name)
+    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    for status, program, *argv in (
+        (0, "files.py", "newest", folder),
+        (1, "summarise_profiles.py", folder, name),
+    ):
+        command = [sys.executable, ROOT / "lab/rocm" / program, *argv]
+        done = subprocess.run(command, capture_output=True, env=strict)
+        assert (done.returncode, done.stdout != b"") == (status, True), done.stderr
+        assert program != "files.py" or name in done.stdout
+
+
 def test_a_pipe_that_is_closed_is_no_error_and_a_full_device_is_one_line():
     tool = ROOT / "analysis_tools/compare_runs.py"
     command = f"'{sys.executable}' {tool} {RUN} x={RUN} | true; echo ${{PIPESTATUS[0]}}"
@@ -174,6 +207,7 @@ analysis_tools/validate_numerical_accuracy.py --baseline tiny_llama_v1.py --opti
 bench/versions.py overview .
 exercises/performance_debugging/check_step.py {ROOT}/tiny_llama_v1.py
 exercises/tiny_llama_v3/add_relu.py
+slides/build.py
 tools/compile_for_amd.py --help""".splitlines()
 # Runs command lines, one after the other, where there is nothing but the standard library.
 RUNS = """
@@ -181,7 +215,7 @@ import contextlib, io, json, runpy, sys
 from pathlib import Path
 class Missing:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torch", "numpy", "triton", "matplotlib"):
+        if name.partition(".")[0] in ("torch", "numpy", "triton", "matplotlib", "pptx"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Missing())
 for argv in json.load(sys.stdin):
@@ -208,8 +242,15 @@ def test_a_package_that_is_missing_is_one_line(tmp_path):
     for program, status, out, err in map(json.loads, done.stdout.splitlines()):
         *notes, line = err.splitlines()
         assert (status, out, " error: " in line) == (4, "", True), (program, err)
-        assert any(package in line for package in ("torch", "numpy", "matplotlib"))
+        assert any(package in line for package in ("torch", "numpy", "matplotlib", "python-pptx"))
         assert all(": note: " in note for note in notes)
+
+
+@pytest.mark.parametrize("module", ["lab", "bench.peers", "yaml"])
+def test_no_package_of_a_stranger_is_advised(module: str):
+    """PyPI has a lab and a bench, and what is imported as yaml is called otherwise there."""
+    error = ModuleNotFoundError(f"No module named {module!r}", name=module)
+    assert missing(error) == f"No module named {module!r}"
 
 
 # --- odd arguments are one line, and nothing is written

@@ -108,7 +108,7 @@ def test_progress_is_apart_from_the_report(plain: Run):
     losses = [plain.summary["loss"]["curve"][i] for i in (3, 5, 7)]
     assert [float(loss) for _, loss in shown] == pytest.approx(losses, abs=6e-5)
     assert first == "taking the first step"
-    assert all(re.match("counting |adding up ", line) for line in counting) and counting
+    assert all(re.match("counting ", line) for line in counting) and counting
 
 
 def test_progress_on_a_terminal_is_one_line_that_is_rewritten(plain: Run, tmp_path: Path):
@@ -172,7 +172,7 @@ def test_result_file_has_what_readers_look_for(plain: Run):
 
 
 # --under-profiler, and the variable of one of the profilers that the scripts know
-@pytest.mark.parametrize("variable", [None, "ROCP_TOOL_LIBRARIES"])
+@pytest.mark.parametrize("variable", [None, "NSYS_PROFILING_SESSION_ID"])
 def test_under_a_profiler_nothing_runs_but_training_steps(variable: str | None, run, monkeypatch):
     monkeypatch.setattr(torch.profiler, "profile", None)  # would be a traceback
     if variable:

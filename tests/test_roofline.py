@@ -185,6 +185,37 @@ def test_a_table_of_each_pass_is_the_table_of_all(tmp_path: Path):
         read_rocprof_compute(folder)
 
 
+@pytest.mark.parametrize(
+    ("left", "words"),
+    [
+        (lambda dispatch, name: ("TCC" in name) == (dispatch == "1"), "profiled with multiplexing"),
+        (lambda dispatch, name: "TCC" in name, "pmc_perf.csv: it lacks the counters SQ_INSTS"),
+        (
+            lambda dispatch, name: dispatch == "0" or name[:2] == "SQ",
+            r"row \d+: it lacks the counters TCC",
+        ),
+    ],
+    ids=["iteration multiplexing", "some counters", "cut off"],
+)
+@pytest.mark.parametrize("wide", [False, True])
+def test_counters_that_dispatches_lack_are_refused_with_the_reason(
+    wide: bool, left, words: str, tmp_path: Path
+):
+    """In a row for each counter, and in empty cells of a row for each dispatch."""
+    folder = profile(tmp_path, "MI200", SQ_INSTS_VALU_FMA_F32=1000, TCC_EA_RDREQ_sum=1000)
+    place, header, rows = in_rows(folder)
+    kept = [row for row in rows if left(row[1], row[5])]
+    if wide:
+        names = dict.fromkeys(row[5] for row in kept)
+        found = {(row[1], row[5]): row[6] for row in kept}
+        header = [*header[:5], *names]
+        firsts = {row[1]: row[:5] for row in kept}
+        kept = [[*cells, *(found.get((i, n), "") for n in names)] for i, cells in firsts.items()]
+    write_table(place / "pmc_perf.csv", header, kept)
+    with pytest.raises(ToolError, match=words):
+        read_rocprof_compute(folder)
+
+
 @pytest.mark.parametrize("beside", [True, False])
 def test_a_database_of_each_process_and_pass_is_the_table_of_all(beside: bool, tmp_path: Path):
     """Processes count their dispatches from one; their counters are beside, or in the database."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import importlib.util
 import os
 import re
 import shlex
@@ -221,6 +222,37 @@ def test_only_what_is_missing_is_installed_and_pytorch_never_changes(machine):
     )
     assert (result.returncode, lines[-1]) == (0, "Check: --track cpu")
     assert machine.setup(**active, CHECK="1").returncode == 1, "the status is that of the check"
+
+
+@pytest.mark.parametrize(
+    ("variables", "configuration", "advice"),
+    [
+        ({"PIP_TARGET": "/elsewhere"}, "", "unset PIP_TARGET"),
+        ({"PIP_PREFIX": "/elsewhere"}, "", "unset PIP_PREFIX"),
+        ({"PIP_ROOT": "/elsewhere"}, "", "unset PIP_ROOT"),
+        ({"PIP_USER": "yes"}, "", "unset PIP_USER"),
+        ({"PIP_DRY_RUN": "1"}, "", "unset PIP_DRY_RUN"),
+        ({}, "[global]\ntarget = /it's", "take global.target out of pip's configuration"),
+        ({"PIP_TARGET": ""}, "[install]\nprefix = /elsewhere", "take install.prefix out"),
+        ({"PIP_TARGET": "", "PIP_USER": "0"}, "[install]\nuser = true", ""),
+        ({}, "[global]\nindex-url = https://example.org/target", ""),
+    ],
+)
+def test_pip_that_is_set_to_install_elsewhere_is_refused(machine, variables, configuration, advice):
+    """pip's own, which knows where its settings are and which of them counts."""
+    pip = importlib.util.find_spec("pip").submodule_search_locations[0]
+    machine.site.mkdir()
+    (machine.site / "pip").symlink_to(pip)
+    machine.add_python(machine.site)
+    file = machine.path / "pip.conf"
+    file.write_text(f"{configuration}\n")
+    before = machine.files()
+    result = machine.setup("--track", "nvidia", "--dry-run", **variables, PIP_CONFIG_FILE=str(file))
+    assert machine.files() == before
+    if advice:
+        assert_refused(result, 1, advice, str(machine.repository / ".venv"))
+    else:
+        assert result.returncode == 0, result.stderr
 
 
 def test_an_interrupted_setup_goes_on_at_the_next_call(machine):

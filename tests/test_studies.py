@@ -214,12 +214,12 @@ def steady(monkeypatch):
     for version in (1, 2):
         script = load(f"tiny_llama_v{version}")
 
-        def take(trainer, steps: int, label: str = "step") -> float:
+        def take(trainer, steps: int, measured: bool = True) -> float:
             given = {name: getattr(trainer.args, name.replace("-", "_"), False) for name in GAINS}
             gain = math.prod(GAINS[name] for name, on in given.items() if on)
             turn = len(trainer.turns_ms)  # 0 is the trial
             ms = 20.0 / gain * (1 + (turn - 1) / 10)
-            trainer.turns_ms += [ms] * (label == "step")
+            trainer.turns_ms += [ms] * measured
             return ms
 
         monkeypatch.setattr(script.Trainer, "take", take)

@@ -32,9 +32,9 @@ class Trainer(v3.Trainer):
     def mark(self, phase: str) -> None:
         self.marks.append((phase, HostTime(time.perf_counter())))
 
-    def take(self, steps: int, label: str = "step") -> float:
-        ms = super().take(steps, label)
-        if label == "step":
+    def take(self, steps: int, measured: bool = True) -> float:
+        ms = super().take(steps, measured)
+        if measured:
             (_, first), *_, (_, last) = self.marks
             ms = self.turns_ms[-1] = first.elapsed_time(last) / steps
         return ms

@@ -258,7 +258,7 @@ def read_view(path: Path, view: str) -> list[Row]:
 
 
 def read_counters(paths: Sequence[Path]) -> tuple[list[str], list[Dispatch]]:
-    """The columns that all dispatches of a profile of rocprof-compute have, and these, checked.
+    """The columns that dispatches of a profile of rocprof-compute have, and these, checked.
 
     A file has a row for each dispatch, or one for each counter of a dispatch (ROCm 7). Of the rows
     of a dispatch, in one file or in one for each pass, one is made here: its first time counts.
@@ -279,7 +279,7 @@ def read_counters(paths: Sequence[Path]) -> tuple[list[str], list[Dispatch]]:
             counted = {cells[COUNTER]: cells[VALUE]} if COUNTER in cells else cells
             first |= {name: text for name, text in counted.items() if name not in first}
         rows = list(by_dispatch.values())
-    header = sorted(set.intersection(*(set(row.cells) for row in rows)))
+    header = sorted(set().union(*(row.cells for row in rows)))
     dispatches = [row.dispatch() for row in rows]
     if all(row.cells.get("Agent_Id") == EXECUTED for row in rows):
         return header, dispatches

@@ -55,13 +55,22 @@ FOR_GPU = ("kernel", "gpu_", "Trace")  # and how the names of those begin that l
 WINDOW_END = "Record Window End"  # the profiler's mark of the end, one for each process
 NO_KERNELS = "the profiler saw no kernels on the GPU: may this user profile it?"
 
+BACKEND = re.compile("^(gloo|mpi|ucc):")  # how a collective without a GPU is marked
 # The first pattern that is found in the name decides, so what is specific comes first. Upper and
 # lower case are alike.
 KERNELS = (
     # nodes of the autograd graph: the time between operators
     ("other", r"^autograd::|backward\d+$|accumulategrad$"),
-    ("communication", r"nccl|rccl|^c10d::|^gloo:"),
+    # named after what they fuse, which can be a collective's neighbour
     ("generated", r"^triton_|^cpp_fused|compiledfxgraph|^compiledfunction|^torch-compiled region"),
+    ("reductions", r"(block|warp)_?all_?reduce"),  # within one GPU
+    # NCCL, RCCL, MSCCL, oneCCL; PyTorch's own, also of symmetric memory; NVSHMEM, rocSHMEM
+    ("communication", r"[nrsexu]ccl|c10d|symm_mem|multimem_|shmem|_on_stream_kernel"),
+    # those of inference engines, and experts on several GPUs
+    ("communication", r"cross_device|(put|wait)_signal|userbuffers|(deep|hybrid)_ep|mori::"),
+    ("communication", r"(^ep|a2a_?)(dispatch|combine)"),
+    ("communication", r"all_?(reduce|gather(?!_copy)|to_?all)|reduce_?scatter"),
+    ("communication", BACKEND.pattern),
     # AOTriton (attn_fwd, bwd_kernel_*), composable kernel (Fmha), CUTLASS (MemEffAttention), cuDNN
     # (sdpa), V3's own
     ("attention", r"flash|fmha|attn_fwd|attn_bwd|bwd_kernel_|bwd_preprocess|attention|sdpa"),
@@ -200,7 +209,7 @@ def write_statistics(path: Path, rows: Sequence[KernelStatistics]) -> None:
     """Write rows in the format of rocprofv3's `*_kernel_stats.csv`."""
 
     def write(temporary: Path) -> None:
-        with temporary.open("w", newline="", encoding="utf-8") as file:
+        with temporary.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
             writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
             writer.writerow(HEADER)
             writer.writerows(astuple(row) for row in rows)
@@ -499,21 +508,19 @@ class Communication:
 
 
 def communication_of(events: Sequence[dict], phases: Sequence[str]) -> Communication | None:
-    """How long collectives (gloo on a CPU) ran, and how far other work hid them; None without
-    any."""
+    """How long collectives ran, and how far other work hid them; None without any."""
     marks = [e for e in complete(events, "user_annotation") if e["name"] in phases]
     work = complete(events, "kernel") or [
-        e
-        for e in complete(events, "cpu_op", "user_annotation")
-        if e["cat"] == "cpu_op" or e["name"].startswith("gloo:")
+        event
+        for event in complete(events, "cpu_op", "user_annotation")
+        if event["cat"] == "cpu_op" or BACKEND.match(event["name"])
     ]
     begin = min((mark["ts"] for mark in marks), default=0.0)
     edges = []
     for event in work:
         if event["ts"] < begin:  # the processes meeting before the first step
             continue
-        # RCCL's kernels are called ncclDevKernel too
-        collective = event["name"].startswith(("nccl", "gloo:", "rccl"))
+        collective = category(event["name"]) == "communication"
         edges += [(event["ts"], collective, 1), (event["ts"] + event["dur"], collective, -1)]
     running, last, total, exposed = {True: 0, False: 0}, 0.0, 0.0, 0.0
     for moment, collective, change in sorted(edges):

@@ -14,7 +14,8 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
-from lab.cli import note
+from lab.cli import ToolError, note
+from lab.files import write_file
 from lab.profile.kernels import GRAPH_PHASES, PHASES
 
 
@@ -57,12 +58,24 @@ def recorded_region(trainers: Sequence) -> Iterator[None]:
             try:
                 roctx = ctypes.CDLL("librocprofiler-sdk-roctx.so")
             except OSError as error:
-                raise ImportError(name="ROCm's librocprofiler-sdk-roctx.so") from error
+                needed = "needs ROCm's librocprofiler-sdk-roctx.so"
+                raise ImportError(f"--enable-rocm-profiling {needed}") from error
             roctx.roctxProfilerResume(0)
             at_end.callback(roctx.roctxProfilerPause, 0)
         for trainer in trainers:
             at_end.enter_context(ranges(trainer, torch.cuda.nvtx.range))
         yield
+
+
+@contextlib.contextmanager
+def profiled_region(script: ModuleType, trainers: Sequence) -> Iterator[None]:
+    """Run the measured steps of these inside; a profiler records them, and profiles are written
+    behind them, as the flags of the last one ask for it."""
+    args = trainers[-1].args
+    with recorded_region(trainers) if args.enable_rocm_profiling else contextlib.nullcontext():
+        yield
+    for trainer in trainers if not args.under_profiler else ():
+        write_profile(script, trainer)
 
 
 def profiled_steps(
@@ -83,6 +96,15 @@ def profiled_steps(
         return profile, json.loads(path.read_text())["traceEvents"]
 
 
+def write_whole(path: str, content: str | bytes) -> None:
+    """Write a file, whole or not at all. OSError where it cannot be written, as of a script."""
+    content = content.encode() if isinstance(content, str) else content
+    try:
+        write_file(Path(path), lambda temporary: temporary.write_bytes(content))
+    except ToolError as error:
+        raise error.__cause__ or error from None
+
+
 def write_profile(script: ModuleType, trainer) -> None:
     """Write what the flags of a run ask for: tables of operators by time and a trace of three
     steps; the course of memory in one step. All processes take these; the first one writes."""
@@ -91,7 +113,7 @@ def write_profile(script: ModuleType, trainer) -> None:
         course = script.memory_of_a_step(trainer)
         rows = ["time_us,bytes\n", *(f"{time:.3f},{used:.0f}\n" for time, used in course)]
         if not script.RANK:
-            Path(f"{start}_memory_timeline.csv").write_text("".join(rows))
+            write_whole(f"{start}_memory_timeline.csv", "".join(rows))
     if not trainer.args.enable_pytorch_profiler:
         return
     profile, events = profiled_steps(trainer, steps=3, record_shapes=True)
@@ -99,7 +121,7 @@ def write_profile(script: ModuleType, trainer) -> None:
         return
     for clock in ("cpu", "device") if trainer.gpu else ("cpu",):
         table = profile.key_averages().table(f"self_{clock}_time_total", row_limit=40)
-        path = Path(f"{start}_operators_by_{clock}_time.txt")
-        path.write_text(table.replace("time total", "total"))
-    with gzip.open(f"{start}_trace.json.gz", "wt") as file:
-        json.dump({"traceEvents": events}, file)
+        table = table.replace("time total", "total")
+        write_whole(f"{start}_operators_by_{clock}_time.txt", table)
+    trace = json.dumps({"traceEvents": events}).encode()
+    write_whole(f"{start}_trace.json.gz", gzip.compress(trace))

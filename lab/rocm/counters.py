@@ -1,11 +1,12 @@
 """What rocprof-compute counted on an AMD GPU: FLOP, bytes of HBM and time of each kernel."""
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from lab.cli import ToolError
 from lab.profile.ceilings import Ceilings
-from lab.profile.dispatches import read_counters, read_table
+from lab.profile.dispatches import Dispatch, read_counters, read_table
 from lab.profile.kernels import category
 from lab.profile.roofline import make_row
 from lab.rocm.files import profiles
@@ -43,8 +44,7 @@ def read_rocprof_compute(directory: Path) -> tuple[str, Ceilings | None, list[di
     header, dispatches = read_counters(files)
     likely = "MI200" if any(name.startswith("TCC_EA_") for name in header) else "MI300"
     gpu = next((gpu for gpu, names in BYTE_COUNTERS.items() if {*names} <= {*header}), likely)
-    if missing := [name for name in (*FLOP_COUNTERS, *BYTE_COUNTERS[gpu]) if name not in header]:
-        raise ToolError(f"{files[0]}: the header lacks {', '.join(missing)}")
+    refuse_incomplete(files[0], dispatches, (*FLOP_COUNTERS, *BYTE_COUNTERS[gpu]))
     flop, moved, ns, calls, by_unit = (Counter() for _ in range(5))
     for dispatch in dispatches:
         name, counted = dispatch.name, dispatch.row.number
@@ -63,6 +63,24 @@ def read_rocprof_compute(directory: Path) -> tuple[str, Ceilings | None, list[di
         ms = ns[name] / 1e6 if ns else None
         rows.append(make_row(names, flop, name, moved[name], ms, ceilings))
     return gpu, ceilings, rows
+
+
+def refuse_incomplete(path: Path, dispatches: Sequence[Dispatch], needed: Sequence[str]) -> None:
+    """ToolError where a dispatch lacks counters, with the reason: none has them, each has others,
+    or the file is cut off."""
+
+    def lacking(dispatch: Dispatch) -> list[str]:
+        cells = dispatch.row.cells
+        return [name for name in needed if cells.get(name, "").lower() in ("", "nan")]
+
+    gaps = [lacking(dispatch) for dispatch in dispatches]
+    if all(gaps) and any(gap != gaps[0] for gap in gaps):
+        each = "it was profiled with multiplexing (each dispatch has other counters)"
+        raise ToolError(f"{path}: {each}: profile without --iteration-multiplexing")
+    for dispatch, gap in zip(dispatches, gaps, strict=True):
+        if gap:
+            place = path if all(gaps) else dispatch.row.place
+            raise ToolError(f"{place}: it lacks the counters {', '.join(gap)}")
 
 
 def read_ceilings(path: Path, unit: str | None) -> Ceilings:

@@ -185,6 +185,7 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] not in commands or len(argv) != (2 if argv[0] in alone else 3):
         print(__doc__, file=sys.stderr)
         return 2
+    sys.stdout.reconfigure(errors="surrogateescape")  # the wrappers want a path as it is
     try:
         commands[argv[0]](*map(Path, argv[1:]))
     except (ToolError, OSError) as error:

@@ -48,6 +48,7 @@ def where(step: dict) -> str:
 
 
 def main(argv: list[str]) -> int:
+    sys.stdout.reconfigure(errors="backslashreplace")  # a name that UTF-8 does not have
     directory, script = Path(argv[0]), argv[1]
     lines = (directory / "steps.tsv").read_text().splitlines()
     steps = [read_step(directory, line) for line in lines]

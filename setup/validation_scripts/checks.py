@@ -11,6 +11,8 @@ For environment_setup.sh:
   python checks.py missing FILE    what FILE requires and this Python does not meet, a line each
   python checks.py cpu-build FILE  the newest CPU build of PyTorch that pip finds and FILE allows,
                                    as a requirement, or nothing
+  python checks.py diverts         which setting makes pip install elsewhere or nothing, and what to
+                                   do; or nothing
 """
 
 from __future__ import annotations
@@ -49,6 +51,11 @@ INDEX_TIMEOUT = 60  # seconds; pip asks its package indexes
 CHILD_TIMEOUT = 300  # seconds; importing PyTorch from a network file system can take a minute
 COMPARE = {">=": operator.ge, "<=": operator.le, "==": operator.eq, "!=": operator.ne}
 COMPARE |= {">": operator.gt, "<": operator.lt}
+# Settings with which pip's packages do not arrive in the environment that it belongs to, those of
+# the second line where they are true; where pip looks for them, the last one counts
+PLACES = ("target", "prefix", "root", "python")
+SWITCHES = ("user", "dry-run", "no-deps")
+SECTIONS = ("global", "install", ":env:")
 PROBE = "PROBE "  # starts the lines by which a child process answers
 
 
@@ -474,12 +481,34 @@ def usable_torch(track: str) -> int:
     return 0
 
 
+def diverting_setting() -> str:
+    """What to do where pip is set to install elsewhere, or nothing; '' where it is not."""
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    listed = subprocess.run(command, capture_output=True, text=True, errors="replace").stdout
+    settings = {}
+    for section in SECTIONS:
+        # an empty value is none to pip
+        pattern = rf"^{section}\.([\w-]+)=(['\"])(.+)\2$"
+        settings |= {m[1]: (section, m[3]) for m in re.finditer(pattern, listed, re.MULTILINE)}
+    for name, (section, value) in settings.items():
+        is_on = value.lower() in ("1", "y", "yes", "t", "true", "on")
+        if name in PLACES or (name in SWITCHES and is_on):
+            if section == ":env:":
+                return "unset PIP_" + name.upper().replace("-", "_")
+            files = shlex.join([sys.executable, "-m", "pip", "config", "debug"])
+            return f"take {section}.{name} out of pip's configuration ({files} lists its files)"
+    return ""
+
+
 def main(question: str, about: str = "") -> int:
     """What environment_setup.sh asks."""
     if question == "torch":
         return usable_torch(about)
     if question == "cpu-build":
         print(newest_cpu_build(Path(about)), end="")
+        return 0
+    if question == "diverts":
+        print(diverting_setting())
         return 0
     found = detect_track() if question == "track" else missing_requirements(Path(about))
     print(*found, sep=" " if question == "track" else "\n")
