@@ -5,8 +5,8 @@ Read V1 to V3 first: model, weights and loss stay the same. V3's kernels stay (t
 includes triton-rotary). V4 saves casts (changes of type) and memory, and overlaps kernels.
 
 direct-gradients   AdamW takes a weight's gradient as its GEMM (matrix product) wrote it: no cast
-fused-optimizer    AdamW is a kernel. It also writes the weights in the type of the next GEMMs
-norm-from-output   a norm's backward pass reads its output (a GEMM keeps it): its input is not kept
+fused-optimizer    AdamW is a kernel
+norm-from-output   a norm keeps its normalised input in the type of the GEMMs, not its float32 input
 overlap            weight gradients and updates on streams (kernel queues) beside the backward pass
 
 Begin with Projection.backward: `compute` writes a weight's gradient to `out`, where FusedAdamW
@@ -40,7 +40,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -93,11 +94,18 @@ class Fusions:
     triton_swiglu: Annotated[bool, "silu(gate) * up as one kernel"] = True
     triton_cross_entropy: Annotated[bool, "loss without a float32 copy of the logits"] = True
     direct_gradients: Annotated[bool, "weight gradients reach the optimizer without a cast"] = True
-    fused_optimizer: Annotated[bool, "AdamW as one kernel, which also casts weights"] = True
-    norm_from_output: Annotated[bool, "the norm's backward pass reads its output"] = True
+    fused_optimizer: Annotated[bool, "AdamW as one kernel"] = True
+    norm_from_output: Annotated[
+        bool, "the norm's backward pass reads its normalised input, kept in the type of the GEMMs"
+    ] = True
     overlap: Annotated[
         bool, "in a graph, weight gradients and updates during the backward pass"
     ] = True
+
+    @property
+    def own_projection(self) -> bool:
+        """Tell whether Projection multiplies, and not F.linear."""
+        return self.direct_gradients or self.fused_optimizer
 
 
 FUSIONS = tuple(  # flag, attribute, help
@@ -177,6 +185,20 @@ def wrap_triton(kernel: Callable) -> Callable:
     return Interpreted(kernel) if INTERPRETED else kernel
 
 
+def without_second_derivative(backward: Callable) -> staticmethod:
+    """Return a Function's backward pass that refuses to be differentiated.
+
+    PyTorch's once_differentiable takes it for a constant if the gradient that it gets is one.
+    """
+
+    def checked(ctx, *grads: Tensor | None):
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph: V4's kernels have no second derivatives; V1 has")
+        return backward(ctx, *grads)
+
+    return staticmethod(checked)
+
+
 @block_sizes({"TILE": 4096, "ROWS": 512, "num_warps": 8})
 @triton.jit
 def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
@@ -212,15 +234,15 @@ LOG2E = tl.constexpr(math.log2(math.e))  # scores are in base 2: the hardware co
 @block_sizes({"TILE": 2048, "num_warps": 2})
 @triton.jit
 def rms_norm_forward_kernel(
-    X, UPDATE, WEIGHT, NORMED, SUMMED, RSTD, rows, eps: tl.constexpr,
+    X, UPDATE, WEIGHT, NORMED, SUMMED, XHAT, RSTD, rows, eps: tl.constexpr,
     C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Add an update to the residual stream x, and normalise the sum.
 
-        x = x + update;  rstd = 1 / sqrt(mean(x^2) + eps);  normed = x * rstd * weight
+        x = x + update;  rstd = 1 / sqrt(mean(x^2) + eps);  xhat = x * rstd;  normed = xhat * weight
 
-    X, UPDATE, NORMED, SUMMED [rows, C], WEIGHT [C], RSTD [rows]. Without an update (None) SUMMED is
-    not written. A program owns ROWS whole rows.
+    X, UPDATE, NORMED, SUMMED, XHAT (or None) [rows, C], WEIGHT [C], RSTD [rows]. Without an update
+    (None) SUMMED is not written. A program owns ROWS whole rows.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK_C)
@@ -232,7 +254,10 @@ def rms_norm_forward_kernel(
         tl.store(SUMMED + at, x, mask=inside)
     rstd = 1 / tl.sqrt(tl.sum(x * x, 1) / C + eps)
     weight = tl.load(WEIGHT + channel, mask=channel < C, other=0.0).to(tl.float32)
-    tl.store(NORMED + at, x * rstd[:, None] * weight[None, :], mask=inside)
+    x *= rstd[:, None]
+    if XHAT is not None:
+        tl.store(XHAT + at, x, mask=inside)
+    tl.store(NORMED + at, x * weight[None, :], mask=inside)
     tl.store(RSTD + row, rstd, mask=row < rows)
 
 
@@ -240,7 +265,7 @@ def rms_norm_forward_kernel(
 @triton.jit
 def rms_norm_backward_kernel(
     GRAD_NORMED, GRAD_SUMMED, SAVED, WEIGHT, RSTD, GRAD_X, GRAD_UPDATE, GRAD_WEIGHT, rows,
-    FROM_OUTPUT: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
+    NORMALISED: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a norm's input and weight from those of the norm and of the sum.
@@ -249,9 +274,9 @@ def rms_norm_backward_kernel(
         dx = rstd * (g - xhat * mean(g * xhat)) + dsummed;  dupdate = dx
 
     GRAD_NORMED, GRAD_SUMMED, SAVED, GRAD_X, GRAD_UPDATE [rows, C], WEIGHT [C], RSTD [rows],
-    GRAD_WEIGHT [PROGRAMS, C]. SAVED is x, or FROM_OUTPUT normed: then xhat = normed / weight.
-    Without an update GRAD_UPDATE is None. A program owns every PROGRAMS-th block of ROWS whole
-    rows, and a row of GRAD_WEIGHT: its own sum of dweight.
+    GRAD_WEIGHT [PROGRAMS, C]. SAVED is x or, if NORMALISED, xhat. Without an update GRAD_UPDATE is
+    None. A program owns every PROGRAMS-th block of ROWS whole rows, and a row of GRAD_WEIGHT: its
+    own sum of dweight.
     """
     program = tl.program_id(0)
     channel = tl.arange(0, BLOCK_C)
@@ -262,11 +287,9 @@ def rms_norm_backward_kernel(
         inside = (row < rows)[:, None] & (channel < C)[None, :]
         at = row[:, None] * C + channel[None, :]
         rstd = tl.load(RSTD + row, mask=row < rows, other=0.0)[:, None]
-        saved = tl.load(SAVED + at, mask=inside, other=0.0).to(tl.float32)
-        if FROM_OUTPUT:
-            xhat = tl.where((weight == 0)[None, :], 0.0, saved / weight[None, :])
-        else:
-            xhat = saved * rstd
+        xhat = tl.load(SAVED + at, mask=inside, other=0.0).to(tl.float32)
+        if not NORMALISED:
+            xhat *= rstd
         grad = tl.load(GRAD_NORMED + at, mask=inside, other=0.0).to(tl.float32)
         grad_weight += grad * xhat
         grad *= weight[None, :]  # g
@@ -281,28 +304,30 @@ def rms_norm_backward_kernel(
 class AddRMSNorm(torch.autograd.Function):
     """Compute norm(x + update) * weight in `dtype`, and x + update, of x and update [..., D].
 
-    update: None for x alone. from_output: the backward pass divides the norm by the weight, so that
-    the sum need not be saved (Apex's memory_efficient); a channel whose weight is exactly 0 has
-    gradients of 0.
+    update: None for x alone. Kept for the backward pass: the sum or, with `keep_normalised` where
+    `dtype` takes less memory, the sum divided by its root mean square.
     """
 
     @staticmethod
     def forward(
         ctx, x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype,
-        from_output: bool,
+        keep_normalised: bool,
     ):  # fmt: skip
-        x, weight = x.contiguous(), weight.contiguous()
+        x = x.contiguous()
         update = None if update is None else update.contiguous()
         rows, programs, options = row_launch("rms_norm_forward", x)
         normed, rstd = torch.empty_like(x, dtype=dtype), x.new_empty(rows, dtype=torch.float32)
         summed = x if update is None else torch.empty_like(x)
+        ctx.normalised = keep_normalised and dtype.itemsize < x.dtype.itemsize
+        xhat = torch.empty_like(normed) if ctx.normalised else None
+        scale = weight.contiguous()
         launch = wrap_triton(rms_norm_forward_kernel)[(programs,)]
-        launch(x, update, weight, normed, summed, rstd, rows=rows, eps=eps, **options)
-        ctx.from_output, ctx.update = from_output, update is not None
-        ctx.save_for_backward(normed if from_output else summed, weight, rstd)
+        launch(x, update, scale, normed, summed, xhat, rstd, rows=rows, eps=eps, **options)
+        ctx.save_for_backward(xhat if ctx.normalised else summed, scale, rstd)
+        ctx.weight, ctx.update = weight, update is not None
         return normed, summed
 
-    @staticmethod
+    @without_second_derivative
     def backward(ctx, grad_normed: Tensor, grad_summed: Tensor):
         saved, weight, rstd = ctx.saved_tensors
         grad_normed, grad_summed = grad_normed.contiguous(), grad_summed.contiguous()
@@ -311,10 +336,10 @@ class AddRMSNorm(torch.autograd.Function):
         grad_update = torch.empty_like(grad_normed) if ctx.update else None
         parts = weight.new_empty(programs, len(weight), dtype=torch.float32)
         tensors = grad_normed, grad_summed, saved, weight, rstd, grad_x, grad_update, parts
-        options |= {"rows": rows, "FROM_OUTPUT": ctx.from_output}
+        options |= {"rows": rows, "NORMALISED": ctx.normalised}
         wrap_triton(rms_norm_backward_kernel)[(programs,)](*tensors, **options)
         if ctx.needs_input_grad[2]:
-            (grad_weight,) = gradients_into_buffer(((weight,),), partial(sum_parts, parts), parts)
+            (grad_weight,) = gradients_of(((ctx.weight,),), partial(sum_parts, parts), parts)
         return grad_x, grad_update, grad_weight, None, None, None
 
 
@@ -419,7 +444,7 @@ class SwiGLUActivation(torch.autograd.Function):
         wrap_triton(swiglu_forward_kernel)[grid](gate_up, out, rows=rows, **options)
         return out
 
-    @staticmethod
+    @without_second_derivative
     def backward(ctx, grad: Tensor):
         (gate_up,) = ctx.saved_tensors
         grad, grad_gate_up = grad.contiguous(), torch.empty_like(gate_up)
@@ -676,7 +701,7 @@ class CausalAttention(torch.autograd.Function):
         ctx.save_for_backward(qkv, out, log_sum_exp, cos, sin)
         return out
 
-    @staticmethod
+    @without_second_derivative
     def backward(ctx, grad: Tensor):
         qkv, out, log_sum_exp, cos, sin = ctx.saved_tensors
         (batch, seq, num_heads, _), sizes, grad = out.shape, ctx.sizes, grad.contiguous()
@@ -780,7 +805,7 @@ class NextTokenLoss(torch.autograd.Function):
         ctx.save_for_backward(logits, labels, log_sum_exp, sums)
         return sums[0] / sums[1]
 
-    @staticmethod
+    @without_second_derivative
     def backward(ctx, grad: Tensor):
         logits, *saved = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)
@@ -798,7 +823,7 @@ class Projection(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, direct: bool, multiple: int):
-        cast = cached_cast(weight, x.dtype)
+        cast = cast_of(weight, x.dtype)
         if missing := -len(cast) % multiple:
             cast = torch.cat((cast, cast.new_zeros(missing, cast.shape[1])))
         ctx.save_for_backward(x, cast)
@@ -806,12 +831,15 @@ class Projection(torch.autograd.Function):
         ctx.whole = max(multiple, len(weight) // multiple * multiple)
         return F.linear(x, cast)
 
-    @staticmethod
+    @without_second_derivative
     def backward(ctx, grad: Tensor):
         x, cast = ctx.saved_tensors
-        grad_x, grad_weight = None, None
+        grad_x = grad @ cast if ctx.needs_input_grad[0] else None
+        grad_weight = None
         if ctx.needs_input_grad[1]:
             rows = grad.flatten(0, -2), x.flatten(0, -2)
+            narrow = ctx.weight.is_leaf and getattr(ctx.weight, "grad_dtype", x.dtype) is None
+            dtype = x.dtype if narrow else torch.float32
 
             def compute(out: Tensor) -> None:
                 # dW = dy^T x; odd numbers of rows are slow, so the last few are a GEMM of their own
@@ -819,11 +847,7 @@ class Projection(torch.autograd.Function):
                 for grads, part in zip(*parts, strict=True):
                     matmul_out(grads[:, : len(part)], rows[1], part, ctx.direct)
 
-            (grad_weight,) = gradients_into_buffer(((ctx.weight,),), compute, *rows)
-        if ctx.needs_input_grad[0]:
-            grad_x = grad @ cast
-        if hasattr(ctx.weight, "slot"):
-            ctx.weight.slot.buffer.side.release(ctx.weight)
+            (grad_weight,) = gradients_of(((ctx.weight,),), compute, *rows, dtype=dtype)
         return grad_x, grad_weight, None, None
 
 
@@ -832,320 +856,179 @@ def linear(x: Tensor, weight: Tensor, fusions: Fusions, multiple: int = 1) -> Te
 
     Where Projection does it, columns of zeros make N a multiple of `multiple`.
     """
-    if not (fusions.direct_gradients or fusions.fused_optimizer):
+    if not fusions.own_projection:
         return F.linear(x, weight)
     return Projection.apply(x.to(gemm_dtype(x)), weight, fusions.direct_gradients, multiple)
 
 
-# --- optimizer
-# Copied from common/optimizer.py by tools/sync_common.py: edit it there.
-# The backward pass writes gradients where AdamW reads them. In a step that is captured as a graph,
-# weight gradients and updates overlap it. A parameter of FusedAdamW has an attribute `slot`.
+# --- streams
+# Copied from common/streams.py by tools/sync_common.py: edit it there.
+# A forward pass casts its weights together. In a step that is captured as a graph, casts, weight
+# gradients and updates overlap the rest.
+CASTS: ContextVar[dict[Tensor, Tensor]] = ContextVar("CASTS")  # of parameters, in a forward pass
 
 
-@dataclass(eq=False)
-class Slot:
-    """A parameter's place in the buffers of FusedAdamW, from element `begin` to `end`.
+def side_by_side(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Allocate tensors of these shapes as one piece, each from a multiple of 64 elements on."""
+    sizes = [triton.cdiv(t.numel(), 64) * 64 for t in tensors]
+    make = torch.zeros if any(t.numel() % 64 for t in tensors) else torch.empty  # gaps are read
+    piece = make(sum(sizes), device=tensors[0].device, dtype=dtype)
+    parts = zip(piece.split(sizes), tensors, strict=True)
+    return [part[: t.numel()].view(t.shape) for part, t in parts]
 
-    `cast` is the parameter in the type of the GEMMs, up to date if `version` is the parameter's;
-    None for float32. (Megatron attaches its `main_grad` to a parameter in the same way.)
+
+def cast_of(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a parameter in this type: the cast of cast_weights, else one of its own."""
+    cast = CASTS.get({}).get(parameter)
+    usable = cast is not None and cast.dtype == dtype
+    return cast if usable else parameter.detach().to(dtype).contiguous()
+
+
+@contextlib.contextmanager
+def cast_weights(
+    weights: Iterable[Tensor], dtype: torch.dtype, side: SideStreams
+) -> Iterator[None]:
+    """Cast weights together, in few launches, for the operations inside.
+
+    Each forward pass has casts of its own, which its backward pass keeps: so weights may change in
+    any way between two passes.
     """
-
-    buffer: GradientBuffer
-    begin: int
-    end: int
-    cast: Tensor | None
-    version: int = -1  # not written yet
-
-
-def cached_cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a parameter in this type, from the optimizer's cast if it has one.
-
-    The cast is renewed first if something else has changed the parameter since.
-    """
-    slot = getattr(parameter, "slot", None)
-    if slot is None or slot.cast is None or slot.cast.dtype != dtype:
-        return parameter.detach().to(dtype)
-    if slot.version != parameter._version:
-        slot.cast.copy_(parameter.detach())
-        slot.version = parameter._version
-    return slot.cast
-
-
-def renew_casts(module: nn.Module, *unused) -> None:
-    """Renew the casts of loaded parameters (load_state_dict's hook): a graph would not do it."""
-    for parameter in module.parameters():
-        slot = getattr(parameter, "slot", None)
-        if slot and slot.cast is not None:
-            cached_cast(parameter, slot.cast.dtype)
+    weights, casts = [w for w in weights if w.dtype != dtype], []
+    if weights:  # on the main stream where a block is computed again in the backward pass
+        with torch.no_grad(), side.beside(None if side.written else side.gradients):
+            casts = side_by_side(weights, dtype)
+            torch._foreach_copy_(casts, weights)
+    token = CASTS.set(CASTS.get({}) | dict(zip(weights, casts, strict=True)))
+    try:
+        yield
+    finally:
+        CASTS.reset(token)
 
 
 class SideStreams:
-    """Overlap weight gradients, averages and updates with the main stream of a training step.
+    """Overlap casts, weight gradients and updates with the main stream of a training step.
 
     For a step that is captured as a graph: that stores what depends on what, not the order of
     launches, so work on a side stream runs as soon as there is room for it. One step; time goes
     down, and a stream waits where an arrow ends:
 
         main (forward, backward)        gradients                 updates
-        begin_step -------------------------------------------->  corrections of the moments
-        grad of layer L's output ----->  run: its weight gradient
-        grad of its input
-        weight no longer needed --- release: waits for both ---->  AdamW, cast of this weight
+        begin_step -------------------> casts of a layer
+        forward pass of the layer <---- done
+        grad of layer L's input
+        weight no longer needed ------> run: its gradient ------> AdamW
         DEPTH pieces of work later,
-        or BYTES of inputs <------------  done: its inputs may be freed
-        ... next layer                  ...                       ...
-        grad of the embedding <--------  join: all of them
-        end of optimizer.step <---------------------------------  all of them
-
-    Only TinyLlama releases weights early; TinyOpenFold's are one group, updated at the end.
-
-    On several GPUs a third stream averages the gradients of a buffer over them: it waits as an
-    update does here, and both the update and the main stream before optimizer.step wait for it.
-
-    What work on a side stream reads must not change before the main stream has waited for that
-    work; `pending` holds it, so that it is not freed. Nor may autograd add to a gradient before
-    then: join raises RuntimeError if it did.
+        or BYTES of inputs <----------- done: its inputs may be freed
+        grad of the embedding <-------- join: all of them
+        end of optimizer.step <---------------------------------- all of them
     """
 
     DEPTH, BYTES = 4, 2 * 10**8
 
     def __init__(self):
         self.streams: tuple[torch.cuda.Stream, ...] = ()
-        self.pending = collections.deque()  # of events, and what the work before them reads
         self.begin_step(False)
 
-    def __deepcopy__(self, memo: dict) -> SideStreams:
-        """Return new ones: a copy of a model has no optimizer."""
-        return SideStreams()
+    def __reduce__(self) -> tuple:
+        return SideStreams, ()  # a copy of a model or parameter has no optimizer
 
     def begin_step(self, overlap: bool) -> None:
         """Start a step at its forward pass; `overlap` has an effect while a graph is captured."""
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         self.active = overlap and capturing
         self.joined = not self.active
+        self.gradients = self.updates = None  # the main stream
         # cleared here, as a failed capture does not end its step
-        self.addresses: dict[Tensor, int] = {}  # of the parameters' gradients
-        self.released: set[Tensor] = set()  # parameters that this step no longer needs
-        # of a buffer: its tensor and version, and the events that an update waits for
-        self.ready: dict[GradientBuffer, tuple[Tensor, int, list[torch.cuda.Event]]] = {}
+        self.pending = collections.deque()  # of events, and what the work before them reads
+        self.written: dict[Tensor, tuple] = {}  # event, address and version of a gradient
         self.return_workspaces()
         if self.active:
             self.main = torch.cuda.current_stream()
-            self.begun = self.main.record_event()
-            # a graph may only wait for streams that belong to it, also where one gets no work
-            self.stream(0).wait_event(self.begun)
+            self.streams = self.streams or (torch.cuda.Stream(), torch.cuda.Stream())
+            self.gradients, self.updates = self.streams
+            for stream in self.streams:  # a graph may only wait for streams that belong to it
+                stream.wait_stream(self.main)
 
     def return_workspaces(self) -> None:
         """Give memory back that GEMMs keep for each stream and thread; two streams need more."""
         if self.active:
             torch._C._cuda_clearCublasWorkspaces()
 
-    def stream(self, number: int) -> torch.cuda.Stream | None:
-        """Return the stream of gradients (0), of updates (1), of averages (2); None: the main one.
-
-        Averages have the main stream's priority: nothing hides a late one.
-        """
-        make = torch.cuda.Stream
-        if self.active:
-            self.streams = self.streams or (make(), make(), make(priority=-1))
-        return self.streams[number] if self.active else None
-
-    def run(self, work: Callable, *inputs: Tensor) -> object:
-        """Run work on the stream of gradients, and return its result.
-
-        The inputs are all tensors that it reads and that are freed after the caller's work.
-        """
-        if self.joined:
-            return work()
-        current, stream = torch.cuda.current_stream(), self.stream(0)
-        stream.wait_stream(current)
+    @contextlib.contextmanager
+    def beside(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        """Launch what is inside on this stream; what follows waits for it."""
         with torch.cuda.stream(stream):
-            result = work()
-            self.pending.append((stream.record_event(), inputs))
-        while len(self.pending) > self.DEPTH or self.pending_bytes() > self.BYTES:
+            yield
+        if stream:
+            torch.cuda.current_stream().wait_stream(stream)
+
+    def run(self, work: Callable, grads: dict[Tensor, Tensor], inputs: Sequence[Tensor]) -> None:
+        """Run work that writes gradients of parameters; until then its inputs are not freed."""
+        current = torch.cuda.current_stream()
+        self.gradients.wait_stream(current)
+        with torch.cuda.stream(self.gradients):
+            work()
+        done = self.gradients.record_event()
+        self.written |= {p: (done, grad.data_ptr(), grad._version) for p, grad in grads.items()}
+        self.pending.append((done, sum(tensor.nbytes for tensor in inputs), inputs))
+        while len(self.pending) > self.DEPTH or sum(n for _, n, _ in self.pending) > self.BYTES:
             current.wait_event(self.pending[0][0])
             self.pending.popleft()
-        return result
 
-    def pending_bytes(self) -> int:
-        return sum(tensor.nbytes for _, inputs in self.pending for tensor in inputs)
+    def changed(self, parameter: Tensor) -> bool:
+        """Tell whether its gradient is not, or no longer, what the side stream writes."""
+        now = parameter.grad.data_ptr(), parameter.grad._version
+        return now != self.written.get(parameter, (None,))[1:]
 
-    def release(self, parameter: Tensor) -> None:
-        """Record that this step no longer needs a parameter whose gradient has been launched."""
-        buffer = parameter.slot.buffer
-        if self.active and buffer.written:
-            self.released.add(parameter)
-            if self.released.issuperset(buffer.parameters):  # norms are never released
-                self.record(buffer, torch.cuda.current_stream(), self.stream(0))
+    def wait_for(self, parameters: Sequence[Tensor]) -> None:
+        """Let the current stream wait for these gradients; else for all of the main stream."""
+        if self.active:
+            known = not any(map(self.changed, parameters))
+            events = {self.written[p][0] for p in parameters} if known else ()
+            for event in events or [self.main.record_event()]:
+                torch.cuda.current_stream().wait_event(event)
 
-    def record(self, buffer: GradientBuffer, *streams: torch.cuda.Stream) -> None:
-        """Have an update of this buffer wait for what these streams have been given so far."""
-        events = [stream.record_event() for stream in streams]
-        self.ready[buffer] = buffer.tensor, buffer.tensor._version, events
-
-    def wait_for(self, buffer: GradientBuffer) -> None:
-        """Let the current stream wait for a buffer's gradients and the last use of their weights.
-
-        If the gradients have changed since that was recorded, it waits for the main stream.
-        """
-        if not self.active:
-            return
-        tensor, version, events = self.ready.pop(buffer, (None, 0, []))
-        if tensor is not buffer.tensor or version != tensor._version:
-            events = [self.main.record_event()]
-        for event in events:
-            torch.cuda.current_stream().wait_event(event)
-
-    def join(self) -> None:
+    def join(self, *unused) -> None:
         """Let the main stream wait for all gradients; later work of this step runs on it.
 
-        Raises RuntimeError if autograd added to a gradient that a side stream computes.
+        Raises RuntimeError if autograd changed a gradient while a side stream computed it.
         """
-        if self.joined:
-            return
-        self.joined = True
-        torch.cuda.current_stream().wait_stream(self.stream(0))
-        self.pending.clear()
-        if any(p.grad is not None and p.grad.data_ptr() != at for p, at in self.addresses.items()):
-            wrong = "a weight got more than one gradient in a backward pass"
-            raise RuntimeError(f"overlap: {wrong}: use --disable-overlap")
-
-    def average(self, buffer: GradientBuffer) -> None:
-        """Average a buffer over the processes, as soon as its gradients are there."""
-        with torch.cuda.stream(self.stream(2)):
-            self.wait_for(buffer)
-            buffer.average()
-            if self.active:
-                self.record(buffer, self.stream(2))
-
-    def main_waits_for(self, number: int) -> None:
-        """Let the main stream wait for a side stream."""
-        if self.active:
-            self.main.wait_stream(self.stream(number))
+        if not self.joined:
+            self.joined = True
+            torch.cuda.current_stream().wait_stream(self.gradients)
+            self.pending.clear()
+            if any(p.grad is not None and self.changed(p) for p in self.written):
+                wrong = "a weight got more than one gradient in a backward pass"
+                raise RuntimeError(f"overlap: {wrong}: use --disable-overlap")
 
 
-class JoinSideStreams(torch.autograd.Function):
-    """Return the tensors; in the backward pass, join the stream of gradients here."""
-
-    @staticmethod
-    def forward(ctx, side: SideStreams, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.side = side
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        ctx.side.join()
-        return None, *grads
-
-
-class GradientBuffer:
-    """One tensor with the gradients of some parameters, which the optimizer reads.
-
-    It exists from the first gradient of a step to the end of the update. A parameter's first
-    gradient in a step is written here, in `dtype`; autograd adds later ones to it, in float32.
-    """
-
-    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype, side: SideStreams):
-        self.parameters, self.side = parameters, side
-        self.clear()
-        self.set_dtype(dtype)
-
-    def set_dtype(self, dtype: torch.dtype) -> None:
-        """Set the type of the gradients, also of those that exist."""
-        self.dtype = dtype
-        for parameter in self.parameters:
-            if dtype != (getattr(parameter, "grad_dtype", None) or parameter.dtype):
-                grad, parameter.grad = parameter.grad, None
-                parameter.grad_dtype = dtype  # else autograd would cast the gradient
-                parameter.grad = grad if grad is None else grad.to(dtype)
-
-    def clear(self) -> None:
-        """Drop the gradients."""
-        self.tensor, self.written = None, set()
-
-    def claim(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
-        """Return the part [elements] for the first gradients in a step of these parameters.
-
-        None for later gradients, or if the parameters are not neighbours in the buffer.
-        """
-        if any(p.grad is not None or p in self.written for p in parameters):
-            if self.dtype != torch.float32:
-                self.set_dtype(torch.float32)  # for sums
-            return None
-        ends = [p.slot.begin + p.numel() for p in parameters]
-        if ends[:-1] != [p.slot.begin for p in parameters[1:]]:
-            return None
-        self.written.update(parameters)
-        return self.elements(parameters[0].slot.begin, ends[-1])
-
-    def elements(self, begin: int, end: int) -> Tensor:
-        """Return elements of the tensor, counted as in the optimizer's buffers."""
-        first, last = self.parameters[0].slot.begin, self.parameters[-1].slot.end
-        if self.tensor is None:
-            filled = sum(p.numel() for p in self.parameters)  # gaps are read, too: zeros
-            make = torch.zeros if self.parameters[1:] and last - first > filled else torch.empty
-            self.tensor = make(last - first, device=self.parameters[0].device, dtype=self.dtype)
-        return self.tensor[begin - first : end - first]
-
-    def part(self, parameter: nn.Parameter) -> Tensor:
-        """Return the part for a parameter, in its shape."""
-        begin = parameter.slot.begin
-        return self.elements(begin, begin + parameter.numel()).view_as(parameter)
-
-    def collect(self) -> bool:
-        """Copy gradients that are elsewhere into the tensor; return whether there are gradients.
-
-        Sums that autograd has made are elsewhere, and gradients of PyTorch's own operators.
-        """
-        present = [p for p in self.parameters if p.grad is not None]
-        elsewhere = [p for p in present if p.grad.data_ptr() != self.part(p).data_ptr()]
-        if any(p in self.written for p in elsewhere):
-            # The caller of torch.autograd.grad may have the tensor.
-            self.tensor, elsewhere = None, present
-        if elsewhere:
-            torch._foreach_copy_([self.part(p) for p in elsewhere], [p.grad for p in elsewhere])
-        return bool(present)
-
-    def average(self) -> None:
-        """Average the gradients over the processes, and make each `.grad` a part of the tensor."""
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                parameter.grad = self.part(parameter)
-        if self.tensor.is_cuda:
-            dist.all_reduce(self.tensor, dist.ReduceOp.AVG)
-        else:  # gloo has no AVG
-            dist.all_reduce(self.tensor)
-            self.tensor /= dist.get_world_size()
-
-
-def gradients_into_buffer(
-    groups: Sequence[Sequence[Tensor]], compute: Callable[..., None], *inputs: Tensor
-) -> tuple[Tensor, ...]:
+def gradients_of(
+    groups: Sequence[Sequence[Tensor]], compute: Callable[..., None], *inputs: Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:  # fmt: skip
     """Return the gradients of groups of parameters, which `compute` makes of these inputs.
 
     `compute` gets a tensor [elements] for each group, and writes the gradients of the group's
-    parameters into it, one after the other. It is the optimizer's buffer, unless the parameters
-    have gradients already, to which autograd will add these.
+    parameters into it, one after the other. Call this last: in a graph a parameter may be updated
+    as soon as its gradient is there. Nothing overlaps where autograd or a hook reads a gradient.
     """
-    parameters = [parameter for group in groups for parameter in group]
-    slots = [getattr(parameter, "slot", None) for parameter in parameters]
-    buffer = slots[0].buffer if all(slots) else None
-    outs, grads, overlaps = [], [], buffer is not None
-    for group in groups:
-        sizes, out = [p.numel() for p in group], buffer.claim(group) if buffer else None
-        if out is None:  # autograd may add to it as soon as this function returns
-            out, overlaps = torch.empty(sum(sizes), device=group[0].device), False
-        outs.append(out)
-        grads += [part.view_as(p) for part, p in zip(out.split(sizes), group, strict=True)]
-    if not overlaps:
+    parameters = [p for group in groups for p in group]
+    sizes = [[p.numel() for p in group] for group in groups]
+    outs = [parameters[0].new_empty(sum(group), dtype=dtype) for group in sizes]
+    parts = (part for out, group in zip(outs, sizes, strict=True) for part in out.split(group))
+    grads = {p: part.view_as(p) for p, part in zip(parameters, parts, strict=True)}
+    side = getattr(parameters[0], "side", None)
+    overlaps = side is not None and not side.joined
+    for p in parameters:
+        if p.is_leaf and p.grad is not None:  # autograd adds the second gradient, in float32
+            p.grad = p.grad.to(p.dtype)
+            overlaps = False
+        overlaps &= not (p._backward_hooks or p._post_accumulate_grad_hooks)
+    if overlaps:
+        side.run(partial(compute, *outs), grads, inputs)
+    else:
         compute(*outs)
-        return tuple(grads)
-    buffer.side.run(partial(compute, *outs), *inputs)
-    if not buffer.side.joined:
-        addresses = [grad.data_ptr() for grad in grads]
-        buffer.side.addresses |= zip(parameters, addresses, strict=True)
-    return tuple(grads)
+    return list(grads.values())
 
 
 WIDE_RESULTS = "dtype_out" in torch.ops.aten.mm.overloads()  # from PyTorch 2.8 on
@@ -1161,28 +1044,47 @@ def matmul_out(grad: Tensor, x: Tensor, out: Tensor, direct: bool) -> None:
         out.copy_(grad.t() @ x)
 
 
+# --- end of streams
+
+
+# --- optimizer
+# Copied from common/optimizer.py by tools/sync_common.py: edit it there.
+# AdamW is a kernel, which reads weights and gradients where they lie.
+
+
+def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return tensors that lie as side_by_side allocates them as one [elements]; None for others."""
+    first, last, size = tensors[0], tensors[-1], 0
+    for t in tensors:
+        place = first.data_ptr() + size * first.element_size()
+        if t.data_ptr() != place or t.dtype != first.dtype or not t.is_contiguous():
+            return None
+        size += triton.cdiv(t.numel(), 64) * 64
+    one = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    return first.detach().as_strided((size - -last.numel() % 64,), (1,)) if one else None
+
+
 @block_sizes({"BLOCK": 1024, "PROGRAMS": 1024})
 @triton.jit
 def adamw_kernel(
-    WEIGHTS, CASTS, GRADS, AVERAGES, SQUARES, CORRECTIONS, LR, SCALE, FOUND_INF, size,
-    BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, DECAY: tl.constexpr,
-    BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+    WEIGHTS, GRADS, AVERAGES, SQUARES, POWER1, POWER2, LR, SCALE, FOUND_INF, size,
+    share1, share2, eps, decay, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Update weights w from their gradients g, and cast them to the type of the GEMMs.
+    """Update weights w from their gradients g.
 
-        m += (1 - beta1) * (g - m);  v += (1 - beta2) * (g^2 - v)
+        m += (1 - beta1) * (g - m);  v += (1 - beta2) * (g^2 - v);  c = 1 - beta^steps
         w = w * (1 - lr * decay) - lr / c1 * m / (sqrt(v) / sqrt(c2) + eps)
 
-    WEIGHTS, CASTS (or None), GRADS, AVERAGES (m), SQUARES (v) [size]. CORRECTIONS [2] are
-    c = 1 - beta^steps; LR [] is the learning rate. SCALE [] and FOUND_INF [] are a gradient
-    scaler's, or None: gradients are divided by SCALE, and nothing is updated if FOUND_INF. A
-    program owns every PROGRAMS-th block of BLOCK elements.
+    WEIGHTS, GRADS, AVERAGES (m), SQUARES (v) [size]; share is 1 - beta, POWER [] beta^steps, LR []
+    the learning rate. SCALE [] and FOUND_INF [] are a gradient scaler's, or None: gradients are
+    divided by SCALE, and nothing is updated if FOUND_INF. A program owns every PROGRAMS-th block of
+    BLOCK elements.
     """
     if FOUND_INF is not None:
         size = tl.where(tl.load(FOUND_INF) > 0, 0, size)
     lr = tl.load(LR).to(tl.float32)
-    root_of_correction = tl.sqrt(tl.load(CORRECTIONS + 1)).to(tl.float32)
-    rate = lr / tl.load(CORRECTIONS).to(tl.float32)
+    root_of_correction = tl.sqrt(1 - tl.load(POWER2)).to(tl.float32)
+    rate = lr / (1 - tl.load(POWER1)).to(tl.float32)
     for start in range(tl.program_id(0) * BLOCK, size, PROGRAMS * BLOCK):
         at = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
         inside = at < size
@@ -1190,177 +1092,162 @@ def adamw_kernel(
         if SCALE is not None:
             grad /= tl.load(SCALE)
         average = tl.load(AVERAGES + at, mask=inside, other=0.0)
-        average += (1 - BETA1) * (grad - average)
+        average += share1 * (grad - average)
         square = tl.load(SQUARES + at, mask=inside, other=0.0)
-        square += (1 - BETA2) * (grad * grad - square)
-        weight = tl.load(WEIGHTS + at, mask=inside, other=0.0) * (1 - lr * DECAY)
-        weight -= rate * average / (tl.sqrt(square) / root_of_correction + EPS)
+        square += share2 * (grad * grad - square)
+        weight = tl.load(WEIGHTS + at, mask=inside, other=0.0) * (1 - lr * decay)
+        weight -= rate * average / (tl.sqrt(square) / root_of_correction + eps)
         tl.store(AVERAGES + at, average, mask=inside)
         tl.store(SQUARES + at, square, mask=inside)
         tl.store(WEIGHTS + at, weight, mask=inside)
-        if CASTS is not None:
-            tl.store(CASTS + at, weight, mask=inside)
-
-
-class Options(dict):
-    """The optimizer's options, of which only the learning rate may change.
-
-    The kernel reads the learning rate from the device. Assigning it, as some schedulers do, writes
-    it there, so that a captured graph follows. The kernel is compiled for the other options:
-    another value for one raises ValueError.
-    """
-
-    def __setitem__(self, name: str, value: object) -> None:
-        if name == "lr" and name in self:
-            self[name].fill_(value)
-        elif name in ("betas", "eps", "weight_decay") and value != self.get(name, value):
-            wrong = f"{name} was {self[name]} when it was made and cannot become {value}"
-            raise ValueError(f"FusedAdamW: {wrong}")
-        else:
-            super().__setitem__(name, value)
 
 
 class FusedAdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019) as one kernel over all parameters in one buffer.
+    """AdamW (Loshchilov and Hutter 2019): one launch for each of `groups`, which lie side by side.
 
-    Weights, their casts to `dtype` for the GEMMs and moments are in buffers of the same order, so
-    the kernel needs no list of addresses. It is launched once for each of `groups`. A group has a
-    GradientBuffer, in `grad_dtype` for a single parameter, else in float32. `side`: the streams on
-    which the model computes gradients.
-
-    On several GPUs it replaces DistributedDataParallel, which would copy each gradient to another
-    buffer: call average_gradients before every step.
+    Parameters that have been given other memory are updated there, one by one. `narrow`: the
+    gradient of a group of one may have another type. `side`: the model's streams. On several GPUs
+    it replaces DistributedDataParallel: call average_gradients before every step.
     """
 
     _step_supports_amp_scaling = True  # the kernel divides by GradScaler's scale and skips a step
+    averaged = False  # over several GPUs
 
     def __init__(
-        self, groups: Iterable[list[nn.Parameter]], lr: float, dtype: torch.dtype,
-        grad_dtype: torch.dtype = torch.float32, side: SideStreams | None = None,
+        self, groups: Iterable[list[nn.Parameter]], lr: float, side: SideStreams | None = None,
+        narrow: bool = False,
     ):  # fmt: skip
-        groups, self.side = list(groups), side or SideStreams()
-        parameters = [parameter for group in groups for parameter in group]
+        self.groups, self.side = list(groups), side or SideStreams()
         defaults = {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-        super().__init__(parameters, defaults)
-        # each parameter begins at a multiple of 128 bytes
-        sizes = [triton.cdiv(p.numel(), 64) * 64 for p in parameters]
-        spans = itertools.pairwise([0, *itertools.accumulate(sizes)])
-        size, device = sum(sizes), parameters[0].device
-        rate = torch.full((), lr, device=device, dtype=torch.float64)
-        self.param_groups = [Options(self.param_groups[0], lr=rate)]
-        names = ("weight", "exp_avg", "exp_avg_sq")
-        self.buffers = {name: torch.zeros(size, device=device) for name in names}
-        if dtype != torch.float32:
-            self.buffers["cast"] = torch.zeros(size, device=device, dtype=dtype)
-        self.steps = torch.zeros((), device=device)  # of all parameters
-        self.betas = torch.tensor(self.defaults["betas"], device=device, dtype=torch.float64)
-        self.gradients = []
-        for group in groups:
-            buffer_dtype = grad_dtype if len(group) == 1 else torch.float32
-            self.gradients.append(GradientBuffer(group, buffer_dtype, self.side))
-            for parameter in group:
-                begin, end = next(spans)
-                # .data: views would share one version counter
-                views = {
-                    name: buffer[begin:][: parameter.numel()].view_as(parameter).data
-                    for name, buffer in self.buffers.items()
-                }
-                parameter.data = views.pop("weight").copy_(parameter.detach())
-                parameter.slot = Slot(self.gradients[-1], begin, end, views.get("cast"))
-                self.state[parameter] = {"step": self.steps, **views}
-        self.averaged = False  # over several GPUs
-        if dist.is_initialized():
-            # One seed gives one set of weights on equal machines; this makes sure.
-            dist.broadcast(self.buffers["weight"], 0)
+        super().__init__([p for group in self.groups for p in group], defaults)
+        self.parameters = self.param_groups[0]["params"]
+        self.steps = self.parameters[0].new_zeros(len(self.parameters), dtype=torch.float64)
+        self.counts = dict.fromkeys(self.parameters, 0)  # the same on the host, skipped ones too
+        steps = iter(self.steps)
+        for group in self.groups:
+            pieces = [side_by_side(group, torch.float32) for _ in range(3)]
+            for p, weight, average, square in zip(group, *pieces, strict=True):
+                p.data, p.side = weight.copy_(p.detach()), self.side
+                moments = {"exp_avg": average.zero_(), "exp_avg_sq": square.zero_()}
+                self.state[p] = {"step": next(steps), **moments}
+            if narrow and len(group) == 1:
+                p.grad_dtype = None  # any type
+            if dist.is_initialized():  # one seed gives equal weights on equal machines only
+                dist.broadcast(as_one(group), 0)
+
+    def __getstate__(self) -> dict:
+        raise TypeError("FusedAdamW: copy or save its state_dict, not the optimizer")
+
+    def add_param_group(self, param_group: dict) -> None:
+        if self.param_groups:
+            raise ValueError("FusedAdamW: build a new one for more parameters")
+        super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Copy options, moments and numbers of steps to where the kernel reads them.
-
-        Raises ValueError if they are in another order, or have not taken equally many steps.
-        """
+        """Copy options and state to where the kernel reads them; ValueError if they do not fit."""
         loaded, own = state_dict["state"], self.state_dict()["state"]
         shapes = [{i: v["exp_avg"].shape for i, v in state.items()} for state in (loaded, own)]
         if shapes[0] != shapes[1]:
             wrong = "the state is of other parameters, or in another order"
             raise ValueError(f"{wrong}, such as that of PyTorch's AdamW")
-        if len({float(values["step"]) for values in loaded.values()}) > 1:
-            raise ValueError("FusedAdamW: the parameters have not taken equally many steps")
-        for name, value in state_dict["param_groups"][0].items():
-            if name != "params":
-                self.param_groups[0][name] = value
-        for index, values in own.items():  # they share memory with the optimizer's
-            for name in ("step", "exp_avg", "exp_avg_sq"):
-                values[name].copy_(loaded[index][name])
+        options = {**state_dict["param_groups"][0], "params": self.parameters}
+        options["lr"] = self.rate().fill_(options["lr"])
+        self.param_groups[0].update(options)
+        for i, p in enumerate(self.parameters):
+            self.counts[p] = int(loaded[i]["step"])
+            for name, value in self.state[p].items():
+                value.copy_(loaded[i][name])
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
-        super().zero_grad(set_to_none)
-        self.averaged = False
-        for buffer in self.gradients if set_to_none else ():
-            buffer.clear()
+    def rate(self) -> Tensor:
+        """Return the learning rate, a number on the device, as a graph needs it."""
+        options = self.param_groups[0]
+        if not isinstance(options["lr"], Tensor):  # as it was given, or assigned since
+            options["lr"] = self.steps.new_tensor(options["lr"])
+        return options["lr"]
+
+    def collect(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """Return gradients as one tensor [elements]; they are copied if they do not lie so."""
+        grads = [p.grad for p in parameters]
+        if as_one(grads) is None:
+            parts = side_by_side(grads, torch.float32)
+            torch._foreach_copy_(parts, grads)
+            for p, part in zip(parameters, parts, strict=True):
+                p.grad = part
+        return as_one([p.grad for p in parameters])
 
     @torch.no_grad()
     def average_gradients(self) -> None:
         """Average the gradients over all processes; a single process returns at once.
 
-        Call it before a gradient scaler reads the gradients: an infinity of one process has reached
-        all by then, so all skip the same steps. No backward pass may follow before step. Raises
+        Call it before a gradient scaler reads them, so that all skip the same steps. Raises
         RuntimeError if a parameter that needs a gradient has none, for which others would wait.
         """
         if not dist.is_initialized():
             return
         self.side.join()
-        if any(p.grad is None and p.requires_grad for p in self.param_groups[0]["params"]):
+        if any(p.grad is None and p.requires_grad for p in self.parameters):
             raise RuntimeError("FusedAdamW: on several GPUs each parameter needs a gradient")
-        for buffer in reversed(self.gradients):
-            if buffer.collect():
-                self.side.average(buffer)
-        self.side.main_waits_for(2)
+        kept = [p.grad for p in self.parameters]  # until what reads them has been waited for
+        with self.side.beside(self.side.updates):
+            for group in reversed(self.groups):
+                if present := [p for p in group if p.grad is not None]:
+                    self.side.wait_for(present)
+                    dist.all_reduce(grads := self.collect(present))
+                    grads /= dist.get_world_size()
+        del kept
         self.averaged = True
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        """Update all parameters that have a gradient.
-
-        In a graph with overlap each group is updated as soon as it can be. The steps are those of
-        the optimizer: a parameter that had no gradient in some is corrected for these, too.
-        """
+    def step(self) -> None:
+        """Update all parameters that have a gradient; in a graph with overlap as soon as it can."""
         if dist.is_initialized() and not self.averaged:
             raise RuntimeError("FusedAdamW: on several GPUs, call average_gradients before step")
-        self.side.join()
-        skipped = getattr(self, "found_inf", None)
-        buffers = [buffer for buffer in reversed(self.gradients) if buffer.collect()]
-        with torch.cuda.stream(self.side.stream(1)):
-            if self.side.active:
-                begun = self.side.begun if skipped is None else self.side.main.record_event()
-                torch.cuda.current_stream().wait_event(begun)
-            self.steps += 1 if skipped is None else 1 - skipped
-            corrections = 1 - self.betas**self.steps
-            for buffer in buffers:
-                self.side.wait_for(buffer)
-                present = [[p] for p in buffer.parameters if p.grad is not None]
-                whole = len(present) == len(buffer.parameters)
-                for part in [buffer.parameters] if whole else present:
-                    self.update(part, corrections)
-        self.side.main_waits_for(1)
-        for buffer in self.gradients:
-            buffer.clear()
         self.averaged = False
+        self.side.join()
+        present = [p for p in self.parameters if p.grad is not None]
+        if not present:
+            return
+        for p in present:
+            self.counts[p] += 1
+            if (p.dtype, p.device) != (torch.float32, self.steps.device):
+                raise TypeError(f"FusedAdamW: a parameter is {p.dtype} on {p.device} by now")
+        skipped, rate = getattr(self, "found_inf", None), self.rate()
+        kept = [p.grad for p in present]  # until what reads them has been waited for
+        with self.side.beside(self.side.updates):
+            if skipped is not None:
+                self.side.wait_for([])
+            one = torch.ones_like(rate) if skipped is None else 1 - skipped
+            torch._foreach_add_([self.state[p]["step"] for p in present], one)
+            powers = [beta**self.steps for beta in self.param_groups[0]["betas"]]
+            for group in reversed(self.groups):
+                together = itertools.groupby(group, lambda p: p.grad is not None and self.counts[p])
+                for count, parameters in together:
+                    if count:
+                        self.update([*parameters], powers, rate)
+        del kept
 
-    def update(self, parameters: list[nn.Parameter], corrections: Tensor) -> None:
-        """Update neighbours in the buffers."""
-        begin, end = parameters[0].slot.begin, parameters[-1].slot.end
-        parts = {name: buffer[begin:end] for name, buffer in self.buffers.items()}
-        parts["gradient"] = parameters[0].slot.buffer.elements(begin, end)
-        names = ("weight", "cast", "gradient", "exp_avg", "exp_avg_sq")
-        options, chosen = self.param_groups[0], blocks("adamw")
-        tensors = *map(parts.get, names), corrections, options["lr"]
+    def update(self, group: list[nn.Parameter], powers: list[Tensor], rate: Tensor) -> None:
+        """Update parameters by one launch if they lie side by side, else each where it lies."""
+        weights = as_one(group)
+        if weights is None and len(group) > 1:
+            for p in group:
+                self.update([p], powers, rate)
+            return
+        memory = group[0].contiguous() if weights is None else weights
+        states = [self.state[p] for p in group]
+        moments = [as_one([state[name] for state in states]) for name in ("exp_avg", "exp_avg_sq")]
+        powers = [power[states[0]["step"].storage_offset()] for power in powers]
+        tensors = memory, self.collect(group), *moments, *powers, rate
         tensors += getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        constants = dict(zip(("BETA1", "BETA2"), options["betas"], strict=True))
-        constants |= {"EPS": options["eps"], "DECAY": options["weight_decay"]}
-        most = triton.next_power_of_2(triton.cdiv(end - begin, chosen["BLOCK"]))
+        options, chosen, size = self.param_groups[0], blocks("adamw"), moments[0].numel()
+        shares = {f"share{i}": 1 - beta for i, beta in enumerate(options["betas"], 1)}
+        settings = {"size": size, **shares, "eps": options["eps"], "decay": options["weight_decay"]}
+        most = triton.next_power_of_2(triton.cdiv(size, chosen["BLOCK"]))
         programs = chosen["PROGRAMS"] = min(chosen["PROGRAMS"], most)
-        wrap_triton(adamw_kernel)[(programs,)](*tensors, size=end - begin, **constants, **chosen)
+        wrap_triton(adamw_kernel)[(programs,)](*tensors, **settings, **chosen)
+        if weights is None:
+            group[0].copy_(memory)
+        torch.autograd.graph.increment_version(group)  # no kernel does
 
 
 # --- end of optimizer
@@ -1400,7 +1287,6 @@ class Linear(nn.Linear):
     def __init__(self, inputs: int, outputs: int, fusions: Fusions):
         super().__init__(inputs, outputs, bias=False)
         self.fusions = fusions
-        self.register_load_state_dict_post_hook(renew_casts)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., inputs] to [..., outputs]."""
@@ -1532,7 +1418,6 @@ class TinyLlama(nn.Module):
         super().__init__()
         self.config, self.fusions, self.side = config, fusions, SideStreams()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_dim)
-        self.embed_tokens.register_load_state_dict_post_hook(renew_casts)
         self.layers = nn.ModuleList(DecoderLayer(config, fusions) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
 
@@ -1552,13 +1437,18 @@ class TinyLlama(nn.Module):
         trains = weight.requires_grad and torch.is_grad_enabled()
         self.side.begin_step(self.fusions.overlap and self.fusions.fused_optimizer and trains)
         x, update = self.embed_tokens(input_ids), None
-        if self.side.active:
-            (x,) = JoinSideStreams.apply(self.side, x)
+        if (
+            self.side.active
+        ):  # the embedding's gradient is made on the main stream, after all others
+            x.register_hook(self.side.join)
+        dtype = gemm_dtype(x) if self.fusions.own_projection else x.dtype
         for layer in self.layers:
-            x, update = layer(x, update)
+            with cast_weights(layer.parameters(), dtype, self.side):
+                x, update = layer(x, update)
         # The embedding has the same weight, to whose gradient autograd adds its own.
         multiple = 8 if self.fusions.triton_cross_entropy else 1  # rows at odd addresses are slow
-        logits = linear(self.norm(x, update)[0], weight, self.fusions, multiple)
+        with cast_weights([weight], dtype, self.side):
+            logits = linear(self.norm(x, update)[0], weight, self.fusions, multiple)
         if labels is None:
             return logits[:, :seq, :vocab]
         if self.fusions.triton_cross_entropy:
@@ -1599,7 +1489,8 @@ def join_neighbours(groups: list[list[nn.Parameter]]) -> list[list[nn.Parameter]
     return joined
 
 
-# From PyTorch 2.10 on the gradient of a float32 parameter may have another type.
+# From PyTorch 2.10 on the gradient of a float32 parameter may have another type. One in float16
+# would not do: a gradient scaler refuses to unscale it.
 NARROW_GRADIENTS = hasattr(Tensor, "grad_dtype")
 
 
@@ -1609,12 +1500,10 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.O
         weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
         small = [p for p in model.parameters() if all(p is not weight for weight in weights)]
         groups = [small, *([weight] for weight in weights)]
-        dtype = getattr(torch, args.amp_dtype) if args.use_amp else torch.float32
-        narrow = args.direct_gradients and NARROW_GRADIENTS
+        narrow = args.direct_gradients and NARROW_GRADIENTS and args.amp_dtype == "bfloat16"
         if dist.is_initialized():
             groups, narrow = join_neighbours(groups), False  # several GPUs sum in float32
-        grad_dtype = dtype if narrow else torch.float32
-        return FusedAdamW(groups, args.learning_rate, dtype, grad_dtype, model.side)
+        return FusedAdamW(groups, args.learning_rate, model.side, narrow)
     rate = args.learning_rate
     if args.device == "cuda":  # a tensor, so that a captured step follows a scheduler
         rate = torch.tensor(rate, device=next(model.parameters()).device)
@@ -1699,6 +1588,7 @@ def without_effect(args: argparse.Namespace) -> dict[str, str]:
         idle["norm_from_output"] = "it changes triton-rms-norm, which is off"
     if not args.use_amp:
         idle["direct_gradients"] = "without --use-amp no gradient is cast"
+        idle.setdefault("norm_from_output", "without --use-amp GEMMs take float32, too")
     if not args.fused_optimizer:
         idle["overlap"] = "it needs fused-optimizer, which takes gradients from other streams"
     elif not args.cuda_graph:

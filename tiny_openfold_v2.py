@@ -443,6 +443,7 @@ class EvoformerBlock(nn.Module):
 
         sequences [B, S] and residues [B, N] are False for padding, which changes nothing elsewhere.
         """
+        sequences, residues = (m if m is None else m.bool() for m in (sequences, residues))
         msa = msa + self.msa_att_row(msa, pair, residues)
         msa = msa + self.msa_att_col(msa, sequences)
         msa = msa + self.msa_transition(msa)
@@ -495,6 +496,7 @@ class TinyOpenFold(nn.Module):
         outputs = {"masked_msa": self.masked_msa(msa), "distogram": self.distogram(pair)}
         if true_tokens is None:
             return outputs
+        masked, observed = masked.bool(), observed.bool()  # 0 and 255, for example
         distogram = head_loss(outputs["distogram"], *self.distogram.targets(coords, observed))
         masked_msa = head_loss(outputs["masked_msa"], true_tokens, masked)
         return 0.3 * distogram + 2.0 * masked_msa

@@ -2085,6 +2085,7 @@ class EvoformerBlock(nn.Module):
         check_shape("pair", pair, samples, length, length, pair_dim)
         check_shape("sequences", sequences, samples, depth)
         check_shape("residues", residues, samples, length)
+        sequences, residues = (m if m is None else m.bool() for m in (sequences, residues))
         msa = msa + self.msa_att_row(msa, pair, residues)
         msa = msa + self.msa_att_col(msa, sequences)
         msa = msa + self.msa_transition(msa)
@@ -2176,6 +2177,7 @@ class TinyOpenFold(nn.Module):
         if true_tokens is None:
             distogram = distogram[:, :length, :length]
             return {"masked_msa": masked_msa[:, :, :length], "distogram": distogram}
+        masked, observed = masked.bool(), observed.bool()  # 0 and 255, for example
         if any(padding):  # where nothing counts
             true_tokens, masked = F.pad(true_tokens, padding), F.pad(masked, padding)
             coords, observed = F.pad(coords, (0, 0, *padding)), F.pad(observed, padding)

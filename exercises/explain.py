@@ -17,15 +17,17 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
+import numpy as np
 from torch import Tensor
 
+from exercises.memory import BEYOND, RACE, Memory
 from lab.cli import ToolError
 
 CONDITION = "Boolean value of Tensor with more than one value is ambiguous"  # as the compiler says
-BEYOND = "beyond every tensor of the launch"
 PRECEDENCE = "& is applied before <: write (a < b) & (c < d)"
 HELPER = "{} is a function of Python: @triton.jit above its `def` makes it one for kernels"
 MODULE = "PyTorch, numpy and math do not work on blocks: take the function from tl, as in tl.exp(x)"
+IN_16_BITS = "`{}` begins in 16 bits, and loses a digit at each step: add up in float32"
 PRINT = 'print in a kernel takes a fixed text and then the blocks: print("x", x)'
 GLOBAL = "`{}` is a global variable: pass it as an argument (a function needs @triton.jit)"
 RETURN = "a kernel returns nothing: tl.store(OUT + at, value) writes the result"
@@ -45,6 +47,10 @@ MISTAKES = {
     BEYOND: (
         "this goes beyond the end of a tensor: give it a mask, such as at < n; or is a stride "
         "wrong?"
+    ),
+    RACE: (
+        "this is a race: another program stores there, too, and programs run in any order; is a "
+        "mask missing, or a stride wrong? If all add up, give each a place of its own"
     ),
     "'function' object": "@triton.jit is missing in the line above `def`",
     "'torch.dtype' object": "in a kernel a dtype is tl.float32, not torch.float32",
@@ -133,9 +139,10 @@ MISTAKES = {
     "should have M|K >= 16": (
         "tl.dot takes tiles with at least 16 elements along each axis: make the blocks larger"
     ),
-    ("[Ff]irst input shape|Reduction dimension|incompatible dimensions at index -?[12]", "dot"): (
-        "the second axis of the first tile must be the first of the second one: [M, K] and [K, N]"
-    ),
+    (
+        "[Ff]irst input shape|[Rr]eduction dimension|incompatible dimensions at index -?[12]",
+        "dot",
+    ): ("the second axis of the first tile must be the first of the second one: [M, K] and [K, N]"),
     "incompatible|broadcast|must be compatible|make_shape": (
         "blocks of different sizes do not go together: give each an axis of its own, m[:, None] "
         "and n[None, :]"
@@ -143,6 +150,9 @@ MISTAKES = {
     "Loop-carried variable (\\w+)": (
         "`{}` changes its type or shape in the loop: begin it with that of the sum, as "
         "tl.zeros((BLOCK,), tl.float32)"
+    ),
+    r"Expected dtype \['fp32'": (
+        "exp, log, sqrt and sigmoid take float32: convert behind the load, .to(tl.float32)"
     ),
     "unexpected type fp": "`//` and `%` are for whole numbers: `/` divides fractions",
     "argument 'dim'": "the argument is called axis, not dim",
@@ -236,10 +246,22 @@ def visible_mistake(function: Callable) -> str:
     names = [node for node in ast.walk(definition) if isinstance(node, ast.Name)]
     own = {name.id for name in names if isinstance(name.ctx, ast.Store)}
     own |= {argument.arg for argument in definition.args.args}
+    loops = [node for node in ast.walk(definition) if isinstance(node, ast.For)]
+    in_loops = [name for loop in loops for name in ast.walk(loop) if isinstance(name, ast.Name)]
+    changed = {name.id for name in in_loops if isinstance(name.ctx, ast.Store)}
     for statement in definition.body:
         for node in ast.walk(statement):
-            if sentence := seen_in(node, function, own):
+            if sentence := seen_in(node, function, own) or seen_in_sum(node, changed):
                 return f"line {first + node.lineno - 1}: {sentence}"
+    return ""
+
+
+def seen_in_sum(node: ast.AST, changed: set[str]) -> str:
+    """What is wrong with the first value of a variable that a loop changes, or nothing."""
+    match node:
+        case ast.Assign([ast.Name(name)], value) if name in changed:
+            in_16_bits = re.search(r"tl\.(zeros|full)\(.*tl\.b?float16", ast.unparse(value))
+            return IN_16_BITS.format(name) if in_16_bits else ""
     return ""
 
 
@@ -276,16 +298,21 @@ def kernels_of(module: ModuleType) -> list[Callable]:
 
 
 @contextlib.contextmanager
-def explaining(file: Path, *kernels: Callable) -> Iterator[None]:
+def explaining(file: Path, *kernels: Callable) -> Iterator[Memory]:
     """ToolError, in one line, for an error in this file, which the reader wrote, and for what can
     be seen in its kernels. What is still to be written stays a NotImplementedError."""
     for kernel in kernels:
         if text := visible_mistake(kernel):
             raise ToolError(text, status=1)
     try:
-        with strictly_interpreted():
-            yield
-    except (ToolError, NotImplementedError):
+        with strictly_interpreted() as memory:
+            yield memory
+    except ToolError as error:
+        if "NaN" in str(error) and memory.without_other:
+            text = f"{memory.without_other} loads without `other`: does it reach the result?"
+            raise ToolError(f"{error}; {text}", error.status) from error
+        raise
+    except NotImplementedError:
         raise
     except Exception as error:
         text = explained(error, {str(file)})
@@ -295,9 +322,9 @@ def explaining(file: Path, *kernels: Callable) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def strictly_interpreted() -> Iterator[None]:
+def strictly_interpreted() -> Iterator[Memory]:
     """Let Triton's interpreter refuse what its compiler refuses, a block as a condition, and tiles
-    for tl.dot that are too small; and what would crash it, addresses beyond the tensors."""
+    for tl.dot that are too small; addresses beyond the tensors, which would crash it; races."""
     import triton
     from triton.runtime import interpreter
 
@@ -317,41 +344,9 @@ def strictly_interpreted() -> Iterator[None]:
 
     sizes = {"min_dot_size": lambda *types: (1, 1, 16)}
     with (
-        only_in_tensors(interpreter),
+        np.errstate(all="ignore"),  # NaN and inf are looked for in results
+        Memory().watched(interpreter) as memory,
         mock.patch.object(interpreter, "_patch_lang_tensor", patched),
         mock.patch.dict(interpreter.interpreter_builder.codegen_fns, sizes),
     ):
-        yield
-
-
-@contextlib.contextmanager
-def only_in_tensors(interpreter: ModuleType) -> Iterator[None]:
-    """ValueError for a load or store beyond the memory of all tensors that a launch was given."""
-    bounds: list[tuple[int, int]] = []  # addresses; none where there are arguments of other kinds
-    executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
-    begin = executor._init_args_hst
-
-    def noted(self, *arguments):
-        positional, named = found = begin(self, *arguments)
-        given = [*positional, *named.values()]
-        memory = [x.untyped_storage() for x in given if isinstance(x, Tensor)]
-        known = all(isinstance(x, Tensor | int | float | str) or x is None for x in given)
-        bounds[:] = [(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in memory] if known else []
-        return found
-
-    def guarded(access: Callable, mask_at: int) -> Callable:
-        def checked(self, addresses, *rest):
-            wanted = addresses.data[rest[mask_at].data.astype(bool)]
-            if bounds and not sum((low <= wanted) & (wanted < end) for low, end in bounds).all():
-                raise ValueError(BEYOND)
-            return access(self, addresses, *rest)
-
-        return checked
-
-    load, store = builder.create_masked_load, builder.create_masked_store
-    with (
-        mock.patch.object(executor, "_init_args_hst", noted),
-        mock.patch.object(builder, "create_masked_load", guarded(load, 0)),
-        mock.patch.object(builder, "create_masked_store", guarded(store, 1)),
-    ):
-        yield
+        yield memory

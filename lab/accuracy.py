@@ -29,6 +29,7 @@ GRADIENT = "gradient of "  # stands before a parameter's name
 # the largest error that passes, over the largest right value; of other types SHORT
 LIMITS = {torch.float64: 1e-11, torch.float32: 1e-5}
 SHORT = 1e-2
+ROUNDING = 5e-3  # errors below this share of the largest value may be rounding to 16 bits
 ZERO = 1e-9  # a gradient below this share of the largest is zero but for float64's own rounding
 
 
@@ -77,6 +78,7 @@ def difference(
     limit = LIMITS.get(found.dtype, SHORT) if limit is None else limit
     if not right.numel():
         return Difference(what, 0.0, limit)
+    found_in_float32 = found.dtype == torch.float32
     found, right = found.detach().double(), right.detach().double()
     scale = max(right.abs().max().item(), least, 1e-300)
     error = ((found - right).abs() / scale).nan_to_num(math.inf)
@@ -90,6 +92,8 @@ def difference(
         fault += "; some are NaN: did nobody write them, or is there 0 / 0?"
     elif wrong.any() and (said := pattern(found, right, wrong)):
         fault += f"; {said}"
+    elif found_in_float32 and limit < error.max() < ROUNDING:
+        fault += "; the errors are as large as those of 16 bits: is it rounded on the way?"
     return Difference(what, error.max().item(), limit, str(place), fault)
 
 
@@ -98,14 +102,12 @@ def pattern(found: Tensor, right: Tensor, wrong: Tensor) -> str:
     them."""
     if found[wrong].isnan().all():
         return "all of these are NaN: is there inf - inf, inf / inf or 0 / 0?"
+    if found[wrong].isinf().all():
+        return "all of these are infinite: is it exp, 1 / 0, or -inf that a loop never changes?"
     if not found.any():
         return "all is 0: does the result reach the store?"
     factors = (found / right)[wrong & (right != 0)]
-    if (
-        len(factors) > 1
-        and factors.isfinite().all()
-        and (factors.max() - factors.min()) < 1e-3 * factors[0].abs()
-    ):
+    if len(factors) > 1 and equal(factors):
         return f"each is {factors[0]:.4g} times what it should be: a factor, a sign or a mean?"
     rows = wrong.reshape(len(wrong), -1).any(1) if wrong.dim() else wrong.reshape(1)
     if len(rows) > 1 and not rows[0] and rows[1:].all():
@@ -114,12 +116,49 @@ def pattern(found: Tensor, right: Tensor, wrong: Tensor) -> str:
         found, right.T.reshape(right.shape), 1e-3, equal_nan=True
     ):
         return "rows and columns are exchanged"
+    return common_part(found, right) if right.dim() > 1 else ""
+
+
+def equal(values: Tensor) -> bool:
+    """Are they all the same number, but for rounding?"""
+    return bool(values.isfinite().all() and values.max() - values.min() < 3e-3 * values[0].abs())
+
+
+def common_part(found: Tensor, right: Tensor) -> str:
+    """What the elements of each row, or of each column, are off by; or nothing."""
+    found, right = (x.reshape(-1, x.shape[-1]) for x in (found, right))
+    half = right.shape[1] // 2
+    if half and torch.allclose(found, right.roll(half, 1), 1e-3, 0) and 2 * half == right.shape[1]:
+        return "the first and the second half of each row are exchanged"
+    for what, axis in (("row", 0), ("column", 1)):
+        for how, off in (("factor", found / right), ("summand", found - right)):
+            lines = off.unbind(axis)
+            if len(lines[0]) > 2 and all(map(equal, lines)):
+                return f"each {what} has a {how} of its own: is one forgotten, or there twice?"
     return ""
 
 
 def check_close(found: Tensor, right: Tensor, what: str, limit: float | None = None) -> float:
     """Return the largest error over the largest right value; raise ToolError above the limit."""
     return checked(difference(found, right, what, limit)).differences[0].error
+
+
+def compare(
+    pairs: Mapping[str, tuple[Tensor, Tensor, float]], limit: float | None
+) -> tuple[Difference, ...]:
+    """How far each tensor is from what is right, where errors count at least so much; and is a
+    wrong one what another one should be?"""
+    compared = []
+    for what, (found, right, least) in pairs.items():
+        one = difference(found, right, what, limit, least)
+        others = [] if one.right or not found.any() else pairs.items()
+        for other, (_, expected, least) in others:
+            same_shape = found.shape == expected.shape
+            if same_shape and difference(found, expected, other, limit, least).right:
+                text = f"it is what {other.rstrip(',')} should be: are the two exchanged?"
+                one = replace(one, fault=f"{one.fault}; {text}")
+        compared.append(one)
+    return tuple(compared)
 
 
 def checked(*differences: Difference) -> Report:
@@ -231,22 +270,23 @@ def check_gradients(
             counts = f"{len(found)}, and should be {len(expected)}"
             raise ToolError(f"the outputs of the operation{where} are {counts}", status=1)
         names = ["the output"] if len(found) == 1 else [f"output {n}" for n in range(len(found))]
-        results = checked(
-            *(
-                difference(*pair, f"{name}{where}", limit)
-                for name, *pair in zip(names, found, expected, strict=True)
-            )
-        ).differences
+        triples = zip(names, found, expected, strict=True)
+        outputs = {f"{name}{where}": (mine, right, 0.0) for name, mine, right in triples}
+        results = checked(*compare(outputs, limit)).differences
         pairs = [pair for pair in zip(found, expected, strict=True) if pair[1].requires_grad]
         if not all(value.requires_grad for value, _ in pairs):
             hint = "no autograd.Function has made it, or its forward was called without apply()"
             raise ToolError(f"the operation{where} has an output without a gradient: {hint}", 1)
         found, expected = zip(*pairs, strict=True)
         grads = [torch.randn(x.shape, **drawn).to(x.device, x.dtype) for x in found]
+        kept = [grad.clone() for grad in grads]
         found_grads = gradients_of(found, given, grads)
+    if not all(map(torch.equal, grads, kept)):
+        raise ToolError(f"the backward pass{where} writes to a gradient that it is given", status=1)
     right_grads = gradients_of(expected, exact, [grad.double() for grad in grads])
     sizes = {n: x.abs().max().item() for n, x in right_grads.items() if x is not None and x.numel()}
     largest = max(sizes.values(), default=0.0)
+    gradients = {}
     for name, right in right_grads.items():
         what = f"the gradient of {name}{where}"
         if not torch.equal(given[name].double(), exact[name]):
@@ -256,8 +296,8 @@ def check_gradients(
         if found_grads[name] is None:
             raise ToolError(f"{what} is missing: backward returns None for it", status=1)
         least = largest if sizes.get(name, 0.0) < ZERO * largest else 0.0
-        results += (difference(found_grads[name], right, what, limit, least),)
-    return checked(*results)
+        gradients[what] = found_grads[name], right, least
+    return checked(*results, *compare(gradients, limit))
 
 
 # --- whole models; `script` is the module of a version

@@ -15,10 +15,12 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -347,16 +349,83 @@ def checker():
     return checker
 
 
-def with_mistakes(checker: ModuleType, number: int, changes: Iterable[tuple[str, str]], file: Path):
-    """A puzzle with its solution, in which these texts are replaced; it is written to the file."""
-    puzzle = checker.load(
-        next((ROOT / "exercises/puzzles").glob(f"puzzle_{number:02}_*.py"))
-    ).PUZZLE
-    text = checker.solution_of(puzzle).read_text()
+def as_given(file: Path) -> str:
+    """A puzzle's file with `pass` for its kernels, whatever a reader has written there."""
+    text = file.read_text()
+    solution = (file.parent / "solutions" / file.name).read_text()
+    head = re.search(r"@triton\.jit\ndef \w+\(.*?\):[^\n]*\n", solution, re.DOTALL)[0]
+    begin = re.search(r"^(@triton\.jit|def )", text, re.MULTILINE).start()
+    launch = text.rindex("\n\n\ndef ", 0, text.index("\n# --- what the checker needs"))
+    return f"{text[:begin]}{head}    pass\n{text[launch:]}"
+
+
+@functools.cache
+def given_puzzles() -> tuple[list[Path], tempfile.TemporaryDirectory]:
+    """Puzzles and build_a_fusion's kernel as they were given, in a folder of the tests: readers
+    write in the repository's."""
+    folder = tempfile.TemporaryDirectory(prefix="given_")
+    files = [*(ROOT / "exercises/puzzles").glob("puzzle_*.py")]
+    files += [ROOT / "exercises/build_a_fusion/swiglu_backward.py"]
+    copies = []
+    for file in files:
+        copy = Path(folder.name, file.parent.name, file.name)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text(as_given(file))
+        solutions = copy.parent / "solutions"
+        if not solutions.exists():
+            solutions.symlink_to(file.parent / "solutions")
+        copies.append(copy)
+    return sorted(copies, key=lambda copy: copy.name), folder
+
+
+def puzzle_file(number: int) -> Path:
+    """The file of a puzzle as it was given; 0 is build_a_fusion's."""
+    return given_puzzles()[0][number - 1]
+
+
+class Mistake(NamedTuple):
+    """`code` is what stands in the solution of a puzzle, what is put in its place, and so on."""
+
+    puzzle: int
+    code: tuple[str, ...]
+    sentence: str
+    compiled: bool  # is it refused, with this sentence, by the compiler, too?
+
+    @property
+    def changes(self) -> Iterable[tuple[str, str]]:
+        return zip(self.code[::2], self.code[1::2], strict=True)
+
+
+def mistakes(table: str, **sentences: str) -> dict[str, Mistake]:
+    """Its rows by name.
+
+    A row is `name | puzzle | sentence | right -> wrong | ...`, the puzzle with c if the compiler
+    says the same. What begins with blanks goes on with the line before; `sentences` have names.
+    """
+    found = {}
+    for line in re.sub(r"\n {4}", " ", table.strip()).splitlines():
+        name, puzzle, sentence, *changes = line.split(" | ")
+        code = [part.strip() for change in changes for part in change.split("->")]
+        code = tuple(part.replace("\\n", "\n") for part in code)
+        sentence = sentences.get(sentence, sentence)
+        number = int(puzzle.rstrip("c"))
+        found[f"{number} {name}"] = Mistake(number, code, sentence, puzzle.endswith("c"))
+    return found
+
+
+def replaced(text: str, changes: Iterable[tuple[str, str]]) -> str:
+    """The text with these parts replaced, each of which must be there."""
     for right, wrong in changes:
         assert right in text
         text = text.replace(right, wrong)
-    file.write_text(text)
+    return text
+
+
+def with_mistakes(checker: ModuleType, number: int, changes: Iterable[tuple[str, str]], file: Path):
+    """A puzzle with its solution, in which these texts are replaced; it is written to the file."""
+    puzzle = checker.load(puzzle_file(number)).PUZZLE
+    text = checker.solution_of(puzzle).read_text()
+    file.write_text(replaced(text, changes))
     checker.use_kernels_of(puzzle, file)
     return puzzle
 

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-from conftest import ROOT, call, triton_before, with_mistakes
+from conftest import ROOT, Mistake, call, mistakes, triton_before, with_mistakes
 
 from exercises.explain import explaining
 
-FILES = sorted((ROOT / "exercises/puzzles").glob("puzzle_*.py"))
 ADDRESS = "X is an address, not a tensor: tl.load(X + at) reads numbers"
 SIZE = "a block's size must be known when the kernel is compiled: write BLOCK: tl.constexpr"
 CONDITION = "a condition must be one truth value, and this is a block of them: use a mask"
@@ -29,15 +26,6 @@ SIZES = "an address knows neither shape nor strides: pass the sizes to the kerne
 BUILTIN = "Python's own sum, max and min do not work on blocks: tl.sum(x, 0)"
 BROADCAST = "blocks of different sizes do not go together: give each an axis of its own"
 PRINT = 'print in a kernel takes a fixed text and then the blocks: print("x", x)'
-
-
-class Mistake(NamedTuple):
-    """`code` is what stands in the solution of a puzzle, what is put in its place, and so on."""
-
-    puzzle: int
-    code: tuple[str, ...]
-    sentence: str
-    compiled: bool  # is it refused, with this sentence, by the compiler, too?
 
 
 # name | puzzle, with c if the compiler says the same | sentence | right -> wrong | ...
@@ -108,38 +96,29 @@ power | 5c | there is no ** for blocks: x * x | x * x -> x ** 2
 16 bits | 5 | directly behind the load | other=0.0).to(tl.float32) -> other=0.0)
 sum in 16 bits | 8 | add up in float32 | N), tl.float32 -> N), tl.float16
 @ | 8c | is tl.dot(a, b) | total = tl.dot(a, b, total) -> total += a @ b
-no tile | 8c | tiles with two axes | m[:, None] * K + k[None, :] -> m * K + k
+no tile | 8c | tiles with two axes | m[:, None] * K + k[None, :] -> m * K
 no dtype | 8c | a shape and a dtype | , BLOCK_N), tl.float32 -> , BLOCK_N)
 begin with 0 | 8c | is a tile [M, N]: begin it with |
     tl.zeros((BLOCK_M, BLOCK_N), tl.float32) -> 0.0
-not stable | 4 | is there inf - inf, inf / inf or 0 / 0? | x - tl.max(x, 0) -> x
+not stable | 4 | what becomes inf on the way, or 0 | x - tl.max(x, 0) -> x
 sign | 4 | each is -1 times what it should be | e / tl -> -e / tl
 zero | 4 | all is 0: does the result reach the store? | e / tl -> 0.0 * e / tl
-another formula | 7 | compare the code with the formula | X + at + C -> X + at + 1
+another formula | 7 | no program loads x[0, 17] | X + at + C -> X + at + 1
 race | 6 | its number must be part of the address | PARTS + program * C -> PARTS
 atomic | 3 | write to a place of its own | tl.store( -> tl.atomic_add(
 """
 
 
-def mistakes(table: str) -> dict[str, Mistake]:
-    """Its rows by name."""
-    found = {}
-    for line in re.sub(r"\n {4}", " ", table.strip()).splitlines():
-        name, puzzle, sentence, *changes = line.split(" | ")
-        code = [part.strip() for change in changes for part in change.split("->")]
-        code = tuple(part.replace("\\n", "\n") for part in code)
-        sentence = globals().get(sentence, sentence)
-        found[name] = Mistake(int(puzzle[0]), code, sentence, puzzle.endswith("c"))
-    return found
-
-
-MISTAKES = mistakes(TABLE)
+SENTENCES = {
+    "ADDRESS": ADDRESS, "SIZE": SIZE, "CONDITION": CONDITION, "FOREIGN": FOREIGN, "SIZES": SIZES,
+    "BUILTIN": BUILTIN, "BROADCAST": BROADCAST, "PRINT": PRINT,
+}  # fmt: skip
+MISTAKES = mistakes(TABLE, **SENTENCES)
 
 
 def write(checker, mistake: Mistake, file: Path):
     """The puzzle with the mistake in place of its kernel, which is written to this file."""
-    changes = zip(mistake.code[::2], mistake.code[1::2], strict=True)
-    return with_mistakes(checker, mistake.puzzle, changes, file)
+    return with_mistakes(checker, mistake.puzzle, mistake.changes, file)
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -227,7 +206,7 @@ LONG = {
 def test_a_mistake_in_a_kernel_of_ones_own(checker, mistake, tmp_path):
     from exercises.tiny_llama_v3 import check_custom_kernel
 
-    if mistake == mistakes(OWN)["own seed"] and triton_before("3.3"):
+    if mistake == mistakes(OWN)["0 own seed"] and triton_before("3.3"):
         pytest.skip("Triton 3.2 takes the address for the seed, and says nothing")
     folder, (right, wrong) = Path(check_custom_kernel.__file__).parent, mistake.code
     right = LONG.get(right, right)

@@ -76,7 +76,7 @@ def steps_with_an_infinity() -> list[tuple]:
     parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in ((33, 7), (5,), (64,), (3,))]
     parameters[3].requires_grad_(False)
     groups = [parameters[:1], parameters[1:]]
-    optimizer = load(V4[0]).FusedAdamW(groups, 1e-2, torch.float16)
+    optimizer = load(V4[0]).FusedAdamW(groups, 1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
     for step in range(3):
         for p in parameters[:3]:

@@ -18,7 +18,6 @@ from exercises.performance_debugging import (
     check_benchmark,
     check_step,
     compare_stages,
-    probes,
     stage_turns,
 )
 from exercises.performance_debugging.benchmarks import examine
@@ -223,7 +222,6 @@ def test_each_probe_flags_its_fault_alone_and_none_an_honest_benchmark():
         name: [name] for name in faults
     }
     assert [probe.__name__ for probe in solution.PROBES] == [*faults]
-    assert [probe.__name__ for probe in probes.PROBES] == [*faults]
 
 
 def test_the_h100s_benchmarks_are_flagged_and_the_honest_one_is_not():

@@ -52,6 +52,10 @@ def swiglu_backward(
 # --- what the checker needs: no need to read on
 
 
+def inputs(dtype: torch.dtype, scale: float, rows: int, C: int) -> dict[str, Tensor]:
+    return {"x": scale * normal(dtype, rows, 2 * C), "grad": normal(dtype, rows, C)}
+
+
 def swiglu(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, 1)
     return F.silu(gate) * up
@@ -70,10 +74,11 @@ def pytorch(x: Tensor, grad: Tensor):
 
 PUZZLE = Puzzle(
     launch=swiglu_backward,
-    inputs=lambda dtype, rows, C: {"x": normal(dtype, rows, 2 * C), "grad": normal(dtype, rows, C)},
+    inputs=inputs,
     reference=lambda x, grad: {"grad_x": vjp(swiglu, x)[1](grad)[0]},
-    even={"rows": 8, "C": 16},
+    even={"rows": 8, "C": 24},
     odd=({"rows": 6, "C": 13}, {"rows": 1, "C": 3}),
+    scales=(1.0, 100.0),
     blocks={"BLOCK_R": 4, "BLOCK_C": 8},
     large={"rows": 2**14, "C": 4096},
     pytorch=pytorch,

@@ -40,7 +40,7 @@ class Area:
         self.written_by = np.full(
             self.size if device == CPU else 0, NOBODY
         )  # nobody looks at a GPU's stores
-        self.reads: dict[int, np.ndarray] = {}  # program: which elements it read
+        self.reads: dict[int, np.ndarray] = {}  # program: how often it read each element
         self.behind: dict[int, int] = {}  # place in the buffer: program that went there
         self.left_out: set[int] = set()  # places where the mask of a store was false
         self.twice: tuple[str, int, int] | None = None  # programs that wrote one place, and it
@@ -73,6 +73,18 @@ class Area:
                 "at tl.program_id(axis) * BLOCK"
             )
         return "no program has this address: is the block whole, is the grid large enough?"
+
+    def why_never_read(self) -> str:
+        """Which elements of an input no program has loaded, or nothing."""
+        missing = np.flatnonzero(sum(self.reads.values(), np.zeros(self.size, int)) == 0)
+        if self.output or not missing.size:
+            return ""
+        if missing.size == self.size:
+            return f"no program loads {self.name}: is another tensor in its place?"
+        return (
+            f"no program loads {self.named(missing[0])}, and {missing.size} of {self.size} "
+            "elements in all: is a row or a block left out?"
+        )
 
     def changed_outside(self) -> bool:
         """Was anything written to the guard zones?"""
@@ -108,13 +120,14 @@ def owners(area: Area) -> tuple[str, np.ndarray]:
     if area.output:
         return "written by program", area.written_by
     programs = sorted(area.reads)
-    if sum(area.reads.values(), np.zeros(area.size, int)).max(initial=0) > 1:
+    readers = sum((reads > 0 for reads in area.reads.values()), np.zeros(area.size, int))
+    if readers.max(initial=0) > 1:
         return f"read by several programs, here program {sign(programs[0])}'s part", np.where(
-            area.reads[programs[0]], programs[0], NOBODY
+            area.reads[programs[0]] > 0, programs[0], NOBODY
         )
     numbers = np.full(area.size, NOBODY)
     for program in programs:
-        numbers[area.reads[program]] = program
+        numbers[area.reads[program] > 0] = program
     return "read by program", numbers
 
 

@@ -46,7 +46,7 @@ def add(x: Tensor, y: Tensor, out: Tensor, BLOCK: int = 1024) -> None:
 
 PUZZLE = Puzzle(
     launch=add,
-    inputs=lambda dtype, n: {"x": normal(dtype, n), "y": normal(dtype, n)},
+    inputs=lambda dtype, scale, n: {"x": normal(dtype, n), "y": normal(dtype, n)},
     reference=lambda x, y: {"out": x + y},
     even={"n": 16},
     odd=({"n": 13}, {"n": 1}),

@@ -48,7 +48,7 @@ def row_sum(x: Tensor, out: Tensor) -> None:
 
 PUZZLE = Puzzle(
     launch=row_sum,
-    inputs=lambda dtype, rows, C: {"x": normal(dtype, rows, C)},
+    inputs=lambda dtype, scale, rows, C: {"x": normal(dtype, rows, C)},
     reference=lambda x: {"out": x.sum(1)},
     even={"rows": 4, "C": 16},
     odd=({"rows": 3, "C": 13}, {"rows": 1, "C": 33}),

@@ -50,12 +50,18 @@ def rms_norm(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 # --- what the checker needs: no need to read on
 
+
+def inputs(dtype: torch.dtype, scale: float, rows: int, C: int) -> dict[str, Tensor]:
+    return {"x": scale * normal(dtype, rows, C), "weight": normal(dtype, C)}
+
+
 PUZZLE = Puzzle(
     launch=rms_norm,
-    inputs=lambda dtype, rows, C: {"x": 300 * normal(dtype, rows, C), "weight": normal(dtype, C)},
+    inputs=inputs,
     reference=lambda x, weight: {"out": F.rms_norm(x, weight.shape, weight, EPS)},
     even={"rows": 4, "C": 16},
     odd=({"rows": 3, "C": 13},),
+    scales=(10.0, 1e-3, 300.0),
     blocks={},
     large={"rows": 2**16, "C": 1024},
     dtypes=(torch.float32, torch.float16),

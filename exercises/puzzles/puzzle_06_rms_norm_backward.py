@@ -65,8 +65,9 @@ def rms_norm_backward(
 # --- what the checker needs: no need to read on
 
 
-def inputs(dtype: torch.dtype, rows: int, C: int) -> dict[str, Tensor]:
-    return {"x": normal(dtype, rows, C), "weight": normal(dtype, C), "grad": normal(dtype, rows, C)}
+def inputs(dtype: torch.dtype, scale: float, rows: int, C: int) -> dict[str, Tensor]:
+    x, grad = scale * normal(dtype, rows, C), normal(dtype, rows, C)
+    return {"x": x, "weight": normal(dtype, C), "grad": grad}
 
 
 def reference(x: Tensor, weight: Tensor, grad: Tensor) -> dict[str, Tensor]:
@@ -90,6 +91,7 @@ PUZZLE = Puzzle(
     reference=reference,
     even={"rows": 32, "C": 16},
     odd=({"rows": 21, "C": 13},),
+    scales=(10.0, 1e-3),
     blocks={},
     large={"rows": 2**16, "C": 1024},
     pytorch=pytorch,

@@ -58,10 +58,11 @@ def reference(x: Tensor) -> dict[str, Tensor]:
 
 PUZZLE = Puzzle(
     launch=swiglu,
-    inputs=lambda dtype, rows, C: {"x": normal(dtype, rows, 2 * C)},
+    inputs=lambda dtype, scale, rows, C: {"x": scale * normal(dtype, rows, 2 * C)},
     reference=reference,
-    even={"rows": 8, "C": 16},
+    even={"rows": 8, "C": 24},
     odd=({"rows": 6, "C": 13}, {"rows": 1, "C": 3}),
+    scales=(1.0, 100.0),
     blocks={"BLOCK_R": 4, "BLOCK_C": 8},
     large={"rows": 2**14, "C": 4096},
     pytorch=lambda x: lambda: reference(x),

@@ -4,7 +4,7 @@
 A program owns a tile of c. It goes along k, and for each step loads a tile of a and a tile of b:
 
                        b   k 0   | . X |
-                           k 16  | . X |
+                           k 32  | . X |
     a                  c
     rows 0 to 15   . .           | . . |
     rows 16 to 31  X X           | . P |      P is program (1, 1), X what it reads
@@ -53,11 +53,11 @@ def matmul(a: Tensor, b: Tensor, c: Tensor, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64
 
 PUZZLE = Puzzle(
     launch=matmul,
-    inputs=lambda dtype, M, N, K: {"a": normal(dtype, M, K), "b": normal(dtype, K, N)},
+    inputs=lambda dtype, scale, M, N, K: {"a": normal(dtype, M, K), "b": normal(dtype, K, N)},
     reference=lambda a, b: {"c": a @ b},
     even={"M": 32, "N": 48, "K": 64},
     odd=(),
-    blocks={"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16},
+    blocks={"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 32},
     large={"M": 4096, "N": 4096, "K": 4096},
     dtypes=(torch.float16,),
     tolerance=5e-5,  # what tensor cores add up

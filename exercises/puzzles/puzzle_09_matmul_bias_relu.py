@@ -51,7 +51,7 @@ def linear_relu(
 # --- what the checker needs: no need to read on
 
 
-def inputs(dtype: torch.dtype, M: int, N: int, K: int) -> dict[str, Tensor]:
+def inputs(dtype: torch.dtype, scale: float, M: int, N: int, K: int) -> dict[str, Tensor]:
     return {"a": normal(dtype, M, K), "b": normal(dtype, K, N), "bias": normal(dtype, N)}
 
 
@@ -59,9 +59,9 @@ PUZZLE = Puzzle(
     launch=linear_relu,
     inputs=inputs,
     reference=lambda a, b, bias: {"c": torch.relu(a @ b + bias)},
-    even={"M": 16, "N": 32, "K": 32},
-    odd=({"M": 21, "N": 37, "K": 19},),
-    blocks={"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16},
+    even={"M": 16, "N": 32, "K": 64},
+    odd=({"M": 21, "N": 37, "K": 51},),
+    blocks={"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 32},
     large={"M": 4096, "N": 4096, "K": 4096},
     dtypes=(torch.float16,),
     tolerance=5e-5,  # what tensor cores add up

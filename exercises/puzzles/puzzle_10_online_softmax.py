@@ -48,9 +48,12 @@ def online_softmax(x: Tensor, out: Tensor, BLOCK: int = 4096) -> None:
 # --- what the checker needs: no need to read on
 
 
-def inputs(dtype: torch.dtype, rows: int, C: int) -> dict[str, Tensor]:
-    """Rows about -300 as well as 300: exp of all is 0, or inf, where no maximum is subtracted."""
-    return {"x": 50 * normal(dtype, rows, C) + torch.linspace(-300, 300, rows)[:, None]}
+def inputs(dtype: torch.dtype, scale: float, rows: int, C: int) -> dict[str, Tensor]:
+    """Large ones have rows about -300 as well as 300: exp of all is 0, or inf, where no maximum is
+    subtracted. The first row falls, and the last one rises."""
+    about, slope = torch.linspace(-6, 6, rows)[:, None], torch.linspace(1, -1, rows)[:, None]
+    x = normal(dtype, rows, C) + about + slope * torch.linspace(2, -2, C)
+    return {"x": scale * x}
 
 
 PUZZLE = Puzzle(
@@ -59,9 +62,11 @@ PUZZLE = Puzzle(
     reference=lambda x: {"out": x.softmax(1)},
     even={"rows": 2, "C": 32},
     odd=({"rows": 2, "C": 21}, {"rows": 1, "C": 5}),
+    scales=(1.0, 50.0),
     blocks={"BLOCK": 8},
     large={"rows": 2**11, "C": 2**15},
     pytorch=lambda x: lambda: x.softmax(1),
+    loads=2,
 )
 
 if __name__ == "__main__":

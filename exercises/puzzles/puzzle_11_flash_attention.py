@@ -65,8 +65,15 @@ def flash_attention(
 # --- what the checker needs: no need to read on
 
 
-def inputs(dtype: torch.dtype, rows: int, n: int, D: int) -> dict[str, Tensor]:
-    return {name: normal(dtype, rows, n, D) for name in "qkv"} | {"bias": normal(dtype, n, n)}
+def inputs(dtype: torch.dtype, scale: float, rows: int, n: int, D: int) -> dict[str, Tensor]:
+    """Where they are large, scores of a query are about -300 or 300, and v adds up to more than
+    float16 has."""
+    q, k, v = (normal(dtype, rows, n, D) for _ in range(3))
+    bias = normal(dtype, n, n)
+    if scale > 1:
+        bias = bias + scale * torch.linspace(-3, 3, n).to(dtype)[:, None]
+        v = 30 * scale * (v + 10)
+    return {"q": q, "k": k, "v": v, "bias": bias}
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> dict[str, Tensor]:
@@ -85,6 +92,7 @@ PUZZLE = Puzzle(
     reference=reference,
     even={"rows": 1, "n": 32, "D": 16},
     odd=({"rows": 2, "n": 21, "D": 16},),
+    scales=(1.0, 100.0),
     blocks={"BLOCK_M": 16, "BLOCK_N": 16},
     large={"rows": 64, "n": 1024, "D": 64},
     dtypes=(torch.float16,),

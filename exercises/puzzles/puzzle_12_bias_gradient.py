@@ -62,7 +62,7 @@ def bias_gradient(
 # --- what the checker needs: no need to read on
 
 
-def inputs(dtype: torch.dtype, rows: int, n: int, D: int) -> dict[str, Tensor]:
+def inputs(dtype: torch.dtype, scale: float, rows: int, n: int, D: int) -> dict[str, Tensor]:
     q, k, v, grad = (normal(dtype, rows, n, D) for _ in range(4))
     bias = normal(dtype, n, n)
     scores = q.double() @ k.double().mT * D**-0.5 + bias.double()

@@ -27,6 +27,7 @@ KINDS = (
     "writes to an input",
     "atomic operation",
     "race",
+    "reads an output",
 )
 
 
@@ -38,7 +39,9 @@ class Recorder:
     files: set[str]  # of the kernel
     poison: float = torch.nan  # what a lane is that a mask leaves out, where tl.load has no `other`
     faults: dict[str, str] = field(default_factory=dict)
+    loads: int = 1  # of an element by a program that does no more than it must
     left_out: str = ""  # the first line where it was needed
+    wasted: str = ""  # the first thing that is right, and done more often than it must be
     singles: Counter = field(default_factory=Counter)  # (line, program): loads of one element
     unmasked: bool = False
 
@@ -62,6 +65,9 @@ class Recorder:
 
     def fault(self, kind: str, text: str) -> None:
         self.faults.setdefault(kind, text)
+
+    def waste(self, missed: str, text: str) -> None:
+        self.wasted = self.wasted or f"{missed}: {self.line()} {text}"
 
     def touch(
         self, what: str, addresses: np.ndarray, mask: np.ndarray
@@ -97,8 +103,17 @@ class Recorder:
         touched = places[allowed]
         if wanted.size == 1:
             self.singles[self.line(), number] += 1
-        area.reads.setdefault(number, np.zeros(area.size, bool))[touched] = True
+        reads = area.reads.setdefault(number, np.zeros(area.size, int))
+        reads[touched] += 1  # once, where several lanes have the same address
+        if (again := touched[reads[touched] > self.loads]).size:
+            times = f"{self.loads + 1} times" if self.loads > 1 else "again"
+            self.waste("load once", f"loads {area.named(again[0])} {times}: keep it in a variable")
         others = area.written_by[touched]
+        if area.output and (empty := touched[others == NOBODY]).size:
+            text = f"{self.line()}: {name} loads {area.named(empty[0])}, which nobody has written"
+            self.fault("reads an output", text)
+        elif area.output:
+            self.waste("load once", f"loads what it has stored, {area.name}: keep it in a variable")
         if (foreign := touched[(others != NOBODY) & (others != number)]).size:
             self.fault(
                 "race",
@@ -125,7 +140,11 @@ class Recorder:
         old, others = bits[touched], area.written_by[touched]
         result = original(pointer, value, type(mask)(allowed, mask.dtype), *rest)
         foreign = (others != NOBODY) & (others != number)
+        if (again := touched[others == number]).size:
+            self.waste("store once", f"stores {area.named(again[0])} again: the last one is enough")
         if foreign.any():
+            place = touched[foreign][0]
+            self.waste("own elements", f"stores {area.named(place)}, as another program does")
             area.twice = area.twice or (name, int(others[foreign][0]), int(touched[foreign][0]))
         race = foreign & (bits[touched] != old)
         if race.any():
@@ -134,7 +153,7 @@ class Recorder:
             text += "with another value"
             self.fault("race", f"{self.line()}: {text}")
         for reader, seen in area.reads.items():
-            if reader != number and (foreign := touched[seen[touched]]).size:
+            if reader != number and (foreign := touched[seen[touched] > 0]).size:
                 self.fault(
                     "race",
                     f"{self.line()}: {name} writes {area.named(foreign[0])}, "
@@ -182,7 +201,7 @@ class Recorder:
         for name, wrapper in wrappers.items():
             setattr(interpreter_builder, name, wrapped(wrapper, getattr(interpreter_builder, name)))
         try:
-            with np.errstate(all="ignore"), strictly_interpreted():
+            with strictly_interpreted():
                 yield
         finally:
             for name in wrappers:

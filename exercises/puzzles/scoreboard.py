@@ -55,7 +55,7 @@ def check_values(puzzle: Puzzle, areas: list[Area], where: str, kind: str) -> No
     check_written({area: area.untouched() for area in areas if area.output})
     if wrong := difference(puzzle, areas, expected_of(puzzle, areas)):
         kind = "reads out of bounds, or computes NaN" if " is nan and " in wrong.text else kind
-        raise Fault(kind, f"{wrong.text} ({where})", wrong.pattern)
+        raise Fault(kind, f"{wrong.text} ({where})", wrong.step)
 
 
 def check_again(

@@ -24,19 +24,19 @@ import torch
 from exercises.explain import explained
 
 GIVEN = {  # `fingerprint` of each file as it was given
-    "puzzle_01_add": "15f8ed529b54f312",
-    "puzzle_02_mask": "a7fd9d410855a657",
-    "puzzle_03_row_sum": "9a82b035a6429b65",
-    "puzzle_04_softmax": "9fe66f48d03d3d0b",
-    "puzzle_05_rms_norm": "6e8bdf61a1c5baa2",
-    "puzzle_06_rms_norm_backward": "472fc97d38a8f318",
-    "puzzle_07_swiglu": "ef813e68e8874973",
-    "puzzle_08_matmul": "106ac5b2590b2929",
-    "puzzle_09_matmul_bias_relu": "b083c12459272f16",
-    "puzzle_10_online_softmax": "9a01ffa7ddd95aba",
-    "puzzle_11_flash_attention": "84dfd7a1db783c4e",
-    "puzzle_12_bias_gradient": "0db0008e44c96987",
-    "swiglu_backward": "120b1281a5b78b0a",
+    "puzzle_01_add": "f40d84d999e8649f",
+    "puzzle_02_mask": "a7fe7a65a52f221c",
+    "puzzle_03_row_sum": "630104bbc23f6e8f",
+    "puzzle_04_softmax": "70dbff658d91ba54",
+    "puzzle_05_rms_norm": "ad531c73f99f87b9",
+    "puzzle_06_rms_norm_backward": "0469046c55c3f19a",
+    "puzzle_07_swiglu": "e64ed88443ca083c",
+    "puzzle_08_matmul": "1319ef6ba0558a51",
+    "puzzle_09_matmul_bias_relu": "36e79b88e6da14aa",
+    "puzzle_10_online_softmax": "ba3fa205ac142b71",
+    "puzzle_11_flash_attention": "8fb7d0f4aeedaeec",
+    "puzzle_12_bias_gradient": "414e4dc7bc819b22",
+    "swiglu_backward": "d3b77e9ab81b769a",
 }
 BUILTINS = {"abs", "bool", "float", "int", "len", "max", "min", "print", "range", "sum"}
 OF_TRITON = {"cdiv", "language", "next_power_of_2"}

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Check `add_norm` of a file against float64, alone and in the vision transformer; then time both.
 
-Alone it is given sizes that fit no block, both types, and tensors with strides; in the model every
-weight's gradient is compared. On a GPU it then takes turns with the operators of vit.py: alone,
-forward and backward, and as a training step in bf16.
+Alone it is given sizes that fit no block, both types, small numbers, large means, and tensors with
+strides; in the model every weight's gradient is compared. On a GPU it then takes turns with the
+operators of vit.py: alone, forward and backward, and as a training step in bf16.
 
 Examples:
   python exercises/your_own_model/check.py exercises/your_own_model/solution.py
@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import _path
@@ -25,9 +26,10 @@ from torch import Tensor
 from torch.func import functional_call
 
 from exercises.explain import explaining, kernels_of
+from exercises.memory import Memory
 from exercises.tiny_llama_v3 import measure
-from exercises.your_own_model import vit
-from lab.accuracy import check_gradients
+from exercises.your_own_model import mistakes, vit
+from lab.accuracy import LIMITS, check_gradients
 from lab.cli import ToolError, documented_parser, note, run_tool
 from lab.files import read_json, write_text
 from lab.script import import_file
@@ -35,24 +37,50 @@ from lab.turns import Turns, compare_in_turns
 
 PROG = Path(__file__).name
 MINE = Path(__file__).with_name("my_fusion.py")
-CASES = (  # shape, type of the update
-    ((4, 16), torch.float32),
-    ((5, 13), torch.float32),
-    ((2, 3, 48), torch.bfloat16),
-)
 LARGE = (128, 196, 384)  # of the small model
 IN_MODEL = 1e-4  # errors of float32 through all layers
 PARTS = ("add_norm, forward and backward", "a training step")
 
 
-def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Arguments of add_norm, with rows that have a mean."""
-    generator = torch.Generator().manual_seed(0)
-    x, update, weight, bias = (
-        torch.randn(size, generator=generator).to(measure.DEVICE)
-        for size in (shape, shape, shape[-1:], shape[-1:])
-    )
-    return {"x": x + 1, "update": update.to(dtype), "weight": weight, "bias": bias}
+class Case(NamedTuple):
+    """What add_norm is tried with, of which the rows have a mean."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32  # of the update
+    scale: float = 1.0  # of x and update; in small ones eps counts
+    mean: float = 1.0  # where it is large, a square has no digit left for the deviation
+    step: str = ""  # where to look if the cases before are right
+
+    def inputs(self) -> dict[str, Tensor]:
+        """Arguments of add_norm."""
+        generator = torch.Generator().manual_seed(0)
+        x, update, weight, bias = (
+            torch.randn(size, generator=generator).to(measure.DEVICE)
+            for size in (self.shape, self.shape, self.shape[-1:], self.shape[-1:])
+        )
+        x, update = self.scale * (x + self.mean), self.scale * update.to(self.dtype)
+        return {"x": x, "update": update, "weight": weight, "bias": bias}
+
+    def __str__(self) -> str:
+        words = [f" of {list(self.shape)}", str(self.dtype).removeprefix("torch.")]
+        if self.scale != 1:
+            words.append(f"deviation {self.scale:g}")
+        if self.mean != 1:
+            words.append(f"mean {self.mean:g}")
+        return f"{', '.join(words)},"
+
+
+CASES = (
+    Case((4, 16)),
+    Case((5, 13), step="do lanes beyond the row take part, does a program's second row add up?"),
+    Case((2, 3, 48), torch.bfloat16, step="is it the type, or one more axis?"),
+    Case((3, 16), scale=1e-3, step="is eps where the formula has it?"),
+    Case((3, 16), mean=100.0, step="subtract the mean before you square"),
+    Case((2, 1100), step="is there a number in place of C or BLOCK?"),
+)
+STEP = Case(LARGE, torch.bfloat16)  # in the small model
+COUNTED = Case((7, 48))  # no tensor of another kind is as large as x
+NEEDED = {"forward": 4, "backward": 5}  # tensors of the size of x that are loaded or stored
 
 
 def transposed(function: Callable) -> Callable:
@@ -67,18 +95,58 @@ def transposed(function: Callable) -> Callable:
 
 def check_alone(add_norm: Callable) -> None:
     """ToolError if an output or a gradient is not what float64 gives."""
-    for shape, dtype in (*CASES, *[(LARGE, torch.bfloat16)] * measure.GPU):
-        where = f" of {list(shape)}, {str(dtype).removeprefix('torch.')},"
-        given = inputs(shape, dtype)
-        check_gradients(vit.add_norm, add_norm, given, where=where)
-        (_, expected), (_, found) = vit.add_norm(*given.values()), add_norm(*given.values())
-        if found.dtype != expected.dtype:
-            types = f"{found.dtype}, and should be {expected.dtype} for the next GEMM"
-            raise ToolError(f"output 1{where} is {types}", status=1)
+    for case in (*CASES, *[STEP] * measure.GPU):
+        given = case.inputs()
+        try:
+            check_gradients(vit.add_norm, add_norm, given, where=str(case))
+        except ToolError as error:
+            step = case.step and f"right with {list(CASES[0].shape)}: {case.step}"
+            if step := mistakes.named(add_norm, given) or step:
+                raise ToolError(f"{error}; {step}", status=1) from error
+            raise
+        check_type(add_norm, given, str(case))
     check_launches(add_norm)
     views = transposed(vit.add_norm), transposed(add_norm)
     where = " of tensors with strides (is there a .contiguous()?)"
-    check_gradients(*views, inputs((3, 5, 16), torch.float32), where=where)
+    check_gradients(*views, Case((3, 5, 16)).inputs(), where=where)
+
+
+def check_type(add_norm: Callable, given: dict[str, Tensor], where: str) -> None:
+    """ToolError if the norm has another type than the update, or was rounded to it twice."""
+    exact = vit.add_norm(*(tensor.double() for tensor in given.values()))[1]
+    found, dtype = add_norm(*given.values())[1], given["update"].dtype
+    if found.dtype != dtype:
+        types = f"{found.dtype}, and should be {dtype} for the next GEMM"
+        raise ToolError(f"output 1{where} is {types}", status=1)
+    # the interpreter does not round to bfloat16, but leaves digits out
+    once = 1.02 * torch.finfo(dtype).eps * exact.abs() + LIMITS[torch.float32] * exact.abs().max()
+    if ((found.double() - exact).abs() > once).any():
+        text = "is rounded more than once: compute in float32, and round where you store"
+        raise ToolError(f"output 1{where} {text}", status=1)
+
+
+def not_practised(add_norm: Callable, memory: Memory) -> str:
+    """What a right add_norm does without, or nothing; its kernels' loads and stores are counted
+    where Triton interprets them."""
+    given = [x.requires_grad_() for x in COUNTED.inputs().values()]
+    size = given[0].nbytes
+    memory.moved.clear()
+    outputs = add_norm(*given)
+    counts = {"forward": memory.moved[size] / size}
+    torch.autograd.grad(outputs, given, [torch.ones_like(x) for x in outputs])
+    counts["backward"] = memory.moved[size] / size - counts["forward"]
+    for what, moved in counts.items():
+        if moved > NEEDED[what]:
+            return (
+                f"one pass: {what}, kernels load and store {moved:.1f} times the size of x, and "
+                f"{NEEDED[what]} are enough"
+            )
+    if memory.atomic:
+        return (
+            f"sums of each program's own: {memory.atomic} has atomic additions, in an order that "
+            "changes from run to run"
+        )
+    return ""
 
 
 def check_launches(add_norm: Callable) -> None:
@@ -95,7 +163,7 @@ def check_launches(add_norm: Callable) -> None:
         launches.append(kernel)
         return launcher(kernel, grid)
 
-    given = [x.requires_grad_() for x in inputs(*CASES[0]).values()]
+    given = [x.requires_grad_() for x in CASES[0].inputs().values()]
     with mock.patch.object(kind, "__getitem__", counted):
         outputs = add_norm(*given)
         forward = len(launches)
@@ -146,7 +214,7 @@ def training_step(add_norm: Callable) -> Callable[[], None]:
 
 def alone_step(add_norm: Callable) -> Callable[[], object]:
     """Forward and backward of one add_norm of the small model."""
-    given = [x.requires_grad_() for x in inputs(LARGE, torch.bfloat16).values()]
+    given = [x.requires_grad_() for x in STEP.inputs().values()]
     grads = [torch.randn_like(x).detach() for x in given[:2]]
     return lambda: torch.autograd.grad(add_norm(*given), given, grads)
 
@@ -196,9 +264,11 @@ def main(argv: list[str] | None = None) -> int:
                 module = import_file(args.file)
             if not hasattr(module, "add_norm"):
                 raise ToolError(f"{args.file}: it has no add_norm")
-            with explaining(args.file, *kernels_of(module)):
+            with explaining(args.file, *kernels_of(module)) as memory:
                 check_alone(module.add_norm)
-                print(f"{args.file.name}, alone: outputs and gradients are right")
+                missed = not_practised(module.add_norm, memory)
+                end = f". Not practised: {missed}" if missed else ""
+                print(f"{args.file.name}, alone: outputs and gradients are right{end}")
                 count = check_in_model(module.add_norm)
                 print(f"{args.file.name}, in the model: the gradients of {count} weights are right")
         except NotImplementedError as error:
