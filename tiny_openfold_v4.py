@@ -2266,8 +2266,9 @@ def head_loss_kernel(
     tile = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    sample = LOGITS + b * ROWS * BINS, TARGETS + b * ROWS, COUNTED + b * ROWS
-    logits, is_target, counted = load_head(*sample, row, N, ROWS, PAIRS, BINS, BLOCK_BINS)
+    logits, is_target, counted = load_head(
+        LOGITS, TARGETS, COUNTED, b, row, N, ROWS, PAIRS, BINS, BLOCK_BINS
+    )  # fmt: skip
     highest = tl.max(logits, 1)
     error = tl.log(tl.sum(tl.exp(logits - highest[:, None]), 1)) + highest
     error -= tl.sum(tl.where(is_target, logits, 0.0), 1)
@@ -2290,8 +2291,9 @@ def head_loss_backward_kernel(
     """
     b = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    sample = LOGITS + b * ROWS * BINS, TARGETS + b * ROWS, COUNTED + b * ROWS
-    logits, is_target, counted = load_head(*sample, row, N, ROWS, PAIRS, BINS, BLOCK_BINS)
+    logits, is_target, counted = load_head(
+        LOGITS, TARGETS, COUNTED, b, row, N, ROWS, PAIRS, BINS, BLOCK_BINS
+    )  # fmt: skip
     grad = tl.exp(logits - tl.max(logits, 1)[:, None])
     grad /= tl.sum(grad, 1)[:, None]
     grad -= is_target.to(tl.float32)
@@ -2306,23 +2308,24 @@ def head_loss_backward_kernel(
 
 @triton.jit
 def load_head(
-    LOGITS, TARGETS, COUNTED, row, N, ROWS, PAIRS: tl.constexpr, BINS: tl.constexpr,
+    LOGITS, TARGETS, COUNTED, b, row, N, ROWS, PAIRS: tl.constexpr, BINS: tl.constexpr,
     BLOCK_BINS: tl.constexpr,
 ):  # fmt: skip
-    """Load rows of a sample: logits [rows, BINS], is it the target, does a row count.
+    """Load rows of sample b: logits [rows, BINS], is it the target, does a row count.
 
-    Logits are [ROWS, BINS] in memory, with PAIRS plus those of the mirrored pairs. Beyond BINS they
-    are -inf.
+    Logits are [B, ROWS, BINS] in memory, with PAIRS plus those of the mirrored pairs. Beyond BINS
+    they are -inf.
     """
     label = tl.arange(0, BLOCK_BINS)
     inside = (row < ROWS)[:, None] & (label < BINS)[None, :]
+    LOGITS += b * ROWS * BINS
     logits = load_tile(LOGITS, row.to(tl.int64)[:, None] * BINS + label[None, :], inside)
     if PAIRS:
         mirrored = (row % N * N + row // N).to(tl.int64)[:, None]
         logits += load_tile(LOGITS, mirrored * BINS + label[None, :], inside)
     logits = tl.where((label < BINS)[None, :], logits, float("-inf"))
-    target = tl.load(TARGETS + row, mask=row < ROWS, other=0)
-    counted = tl.load(COUNTED + row, mask=row < ROWS, other=0) != 0
+    target = tl.load(TARGETS + b * ROWS + row, mask=row < ROWS, other=0)
+    counted = tl.load(COUNTED + b * ROWS + row, mask=row < ROWS, other=0) != 0
     return logits, label[None, :] == target[:, None], counted
 
 
