@@ -355,10 +355,10 @@ class InputEmbedder(nn.Module):
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Embed tokens [B, S, N] -> msa [B, S, N, c_m], pair [B, N, N, c_z]."""
-        alignment = one_hot(tokens, NUM_TOKENS)
-        query = alignment[:, 0]
         position = torch.arange(tokens.shape[-1], device=tokens.device)
         offset = (position[:, None] - position).clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
+        alignment = one_hot(tokens, NUM_TOKENS)
+        query = alignment[:, 0]
         pair = self.linear_tf_z_i(query)[:, :, None] + self.linear_tf_z_j(query)[:, None]
         pair = pair + self.linear_relpos(one_hot(offset, 2 * MAX_OFFSET + 1))
         return self.linear_msa_m(alignment) + self.linear_tf_m(query)[:, None], pair

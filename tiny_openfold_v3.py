@@ -1829,10 +1829,10 @@ class InputEmbedder(nn.Module):
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Embed tokens [B, S, N] -> msa [B, S, N, c_m], pair [B, N, N, c_z]."""
-        alignment = one_hot(tokens, NUM_TOKENS)
-        query = alignment[:, 0]
         position = torch.arange(tokens.shape[-1], device=tokens.device)
         offset = (position[:, None] - position).clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
+        alignment = one_hot(tokens, NUM_TOKENS)
+        query = alignment[:, 0]
         pair = self.linear_tf_z_i(query)[:, :, None] + self.linear_tf_z_j(query)[:, None]
         pair = pair + self.linear_relpos(one_hot(offset, 2 * MAX_OFFSET + 1))
         return self.linear_msa_m(alignment) + self.linear_tf_m(query)[:, None], pair
@@ -2173,16 +2173,17 @@ class TinyOpenFold(nn.Module):
                 msa, pair = checkpoint(block.with_cast_weights, *inputs, **options)
             else:
                 msa, pair = block.with_cast_weights(*inputs)
-        masked_msa, distogram = self.masked_msa(msa), self.distogram(pair)
         if true_tokens is None:
+            masked_msa, distogram = self.masked_msa(msa), self.distogram(pair)
             distogram = distogram[:, :length, :length]
             return {"masked_msa": masked_msa[:, :, :length], "distogram": distogram}
         masked, observed = masked.bool(), observed.bool()  # 0 and 255, for example
         if any(padding):  # where nothing counts
             true_tokens, masked = F.pad(true_tokens, padding), F.pad(masked, padding)
             coords, observed = F.pad(coords, (0, 0, *padding)), F.pad(observed, padding)
-        distogram = head_loss(distogram, *self.distogram.targets(coords, observed))
-        return 0.3 * distogram + 2.0 * head_loss(masked_msa, true_tokens, masked)
+        bins, known = self.distogram.targets(coords, observed)
+        distogram = head_loss(self.distogram(pair), bins, known)
+        return 0.3 * distogram + 2.0 * head_loss(self.masked_msa(msa), true_tokens, masked)
 
 
 def keep_separate_names(

@@ -1790,19 +1790,22 @@ def outer_product_gradient_kernel(
         tl.store(at, wide.to(GRAD_WIDE.dtype.element_ty), mask=inside)
 
 
-def outer_product(a: Tensor, b: Tensor, factors: Tensor) -> Tensor:
-    """Multiply a and b [B, S, N, H] -> factor * sum over S of outer products [B, N, N, H x H].
-
-    factors is [B].
-    """
-    samples, depth, length, dim = a.shape
-    chosen = blocks("outer_product_forward", a.dtype)
+def outer_product_options(kernel: str, a: Tensor) -> dict[str, int | str]:
+    """Return what a kernel of the outer product is told."""
+    _, depth, length, dim = a.shape
+    chosen = blocks(kernel, a.dtype)
     chosen["BLOCK_S"] = min(chosen["BLOCK_S"], max(16, triton.next_power_of_2(depth)))
-    chosen |= {"S": depth, "N": length, "H": dim, "PRECISION": dot_precision(a.dtype)}
+    return {**chosen, "S": depth, "N": length, "H": dim, "PRECISION": dot_precision(a.dtype)}
+
+
+def outer_product_forward(a: Tensor, b: Tensor, factors: Tensor) -> Tensor:
+    """Multiply a and b [B, S, N, H] -> factor * sum over S of outer products [B, N, N, H x H]."""
+    samples, _, length, dim = a.shape
+    options = outer_product_options("outer_product_forward", a)
     out = a.new_empty(samples, length, length, dim * dim)
-    left, right = (triton.cdiv(length * dim, chosen[size]) for size in ("BLOCK_M", "BLOCK_N"))
+    left, right = (triton.cdiv(length * dim, options[size]) for size in ("BLOCK_M", "BLOCK_N"))
     launch = wrap_triton(outer_product_forward_kernel)[(left, right, samples)]
-    launch(a, b, factors, out, **chosen)
+    launch(a, b, factors, out, **options)
     return out
 
 
@@ -1826,7 +1829,7 @@ class OuterProductWithResidual(torch.autograd.Function):
             ab = ab * sequences[..., None, None]
             factors = sequences.sum(1, dtype=torch.float32).add_(1e-3).reciprocal_()
         ctx.save_for_backward(ab, cast, factors)
-        return project_residual(outer_product(*ab, factors), cast, bias, pair, factors)
+        return project_residual(outer_product_forward(*ab, factors), cast, bias, pair, factors)
 
     @without_second_derivative
     def backward(ctx, grad: Tensor):
@@ -1835,7 +1838,7 @@ class OuterProductWithResidual(torch.autograd.Function):
         grad = grad.contiguous().to(ab.dtype)
 
         def compute(out: Tensor) -> None:
-            linear_gradients_out(grad, outer_product(*ab, factors), out, factors)
+            linear_gradients_out(grad, outer_product_forward(*ab, factors), out, factors)
 
         _, samples, _, length, dim = ab.shape
         chosen = blocks("outer_product_gradient", ab.dtype)
