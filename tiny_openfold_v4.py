@@ -281,19 +281,14 @@ def store_pair_bias(
     tl.store(to, pair_bias, mask=(position < M)[:, None] & (head < H))
 
 
-class NormParameters(NamedTuple):
-    """Parameters of a norm, of a projection after it, and of the projection to a pair bias."""
+class Norm(NamedTuple):
+    """A norm, a projection of its result and one to a pair bias, and how kernels compute them."""
 
     norm_weight: Tensor  # [C]
     norm_bias: Tensor  # [C]
-    weight: Tensor | None = None  # [WIDTH, C]
-    bias: Tensor | None = None  # [WIDTH]
-    heads: Tensor | None = None  # [H, C]
-
-
-class NormSettings(NamedTuple):
-    """What else the kernels of a norm and its projection are told."""
-
+    weight: Tensor | None  # [WIDTH, C]
+    bias: Tensor | None  # [WIDTH]
+    heads: Tensor | None  # [H, C]
     eps: float
     dtype: torch.dtype  # of the results
     ending: bool = False  # the pair bias is that of the transposed pairs
@@ -301,7 +296,7 @@ class NormSettings(NamedTuple):
 
 
 def norm_project(
-    x: Tensor, parameters: NormParameters, settings: NormSettings, normed: bool = False
+    x: Tensor, norm: Norm, normed: bool = False
 ) -> tuple[Tensor | None, Tensor | None]:
     """Project LayerNorm(x), x [..., C] -> y W^T + b and a pair bias [B, H, N, N].
 
@@ -309,59 +304,55 @@ def norm_project(
     latter is None.
     """
     out = pair_bias = None
-    heads = parameters.heads
-    width = 0 if parameters.weight is None else len(parameters.weight)
-    options = norm_options("norm_project", x, width, heads, settings)
-    if width or normed:
-        out = x.new_empty(*x.shape[:-1], width or x.shape[-1], dtype=settings.dtype)
-    if heads is not None:
-        shape = len(x), len(heads), options["N"], options["N"]
-        pair_bias = x.new_empty(shape, dtype=settings.dtype)
-    grid = (triton.cdiv(options["M"], options["BLOCK_M"]),)
-    tensors = x, *parameters, settings.present, out, pair_bias
-    wrap_triton(norm_project_kernel)[grid](*tensors, **options)
+    options = norm_options("norm_project", x, norm)
+    if options["WIDTH"] or normed:
+        out = x.new_empty(*x.shape[:-1], options["WIDTH"] or x.shape[-1], dtype=norm.dtype)
+    if options["H"]:
+        shape = len(x), options["H"], options["N"], options["N"]
+        pair_bias = x.new_empty(shape, dtype=norm.dtype)
+    launch = wrap_triton(norm_project_kernel)[(triton.cdiv(options["M"], options["BLOCK_M"]),)]
+    launch(x, *norm[:5], norm.present, out, pair_bias, **options)
     return out, pair_bias
-
-
-def norm_project_backward(
-    x: Tensor, parameters: NormParameters, settings: NormSettings, *grads: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Compute the gradient of x, and parts [programs, 2 + H, C] of those of the norm and the heads.
-
-    `grads` are those of the projection or, without a weight, of y; of the pair bias; and what x has
-    from elsewhere, which is added. Each may be None.
-    """
-    grad, grad_pair_bias, _ = grads
-    heads = None if grad_pair_bias is None else parameters.heads
-    width = 0 if grad is None or parameters.weight is None else len(parameters.weight)
-    options = norm_options("norm_project_backward", x, width, heads, settings)
-    programs = triton.cdiv(options["M"], options["BLOCK_M"])
-    grad_x = torch.empty_like(x)
-    sums = x.new_empty(programs, 2 + options["H"], x.shape[-1], dtype=torch.float32)
-    launch = wrap_triton(norm_project_backward_kernel)[(programs,)]
-    launch(x, *parameters, *grads, grad_x, sums, **options)
-    return grad_x, sums
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """Compute LayerNorm(x), x [..., C], in `dtype`."""
-    settings = NormSettings(eps, dtype)
-    return norm_project(x, NormParameters(weight, bias), settings, normed=True)[0]
+    return norm_project(x, Norm(weight, bias, None, None, None, eps, dtype), normed=True)[0]
 
 
-def norm_options(
-    kernel: str, x: Tensor, width: int, heads: Tensor | None, settings: NormSettings
-) -> dict[str, int | float | bool | str]:
-    """Return what both kernels of a norm before a projection to `width` channels are told."""
-    count = 0 if heads is None else len(heads)
+def norm_project_backward(
+    x: Tensor, norm: Norm, grad: Tensor | None, grad_pair_bias: Tensor | None, residual: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradient of x, and parts [programs, 2 + H, C] of those of the norm and the heads.
+
+    grad is that of the projection or, without a weight, of y; residual is what x has from
+    elsewhere, which is added. Each may be None.
+    """
+    if grad is None:
+        norm = norm._replace(weight=None)
+    if grad_pair_bias is None:
+        norm = norm._replace(heads=None)
+    options = norm_options("norm_project_backward", x, norm)
+    programs = triton.cdiv(options["M"], options["BLOCK_M"])
+    grad_x = torch.empty_like(x)
+    sums = x.new_empty(programs, 2 + options["H"], x.shape[-1], dtype=torch.float32)
+    launch = wrap_triton(norm_project_backward_kernel)[(programs,)]
+    launch(x, *norm[:5], grad, grad_pair_bias, residual, grad_x, sums, **options)
+    return grad_x, sums
+
+
+def norm_options(kernel: str, x: Tensor, norm: Norm) -> dict[str, int | float | bool | str]:
+    """Return what both kernels of a norm and the projections after it are told."""
+    width = 0 if norm.weight is None else len(norm.weight)
+    count = 0 if norm.heads is None else len(norm.heads)
     length = x.shape[1] if count else 1
     # A pair bias alone is a product, too, with heads in place of columns.
-    options = projection_options(kernel, x, settings.dtype, width or (16 if count else 0))
+    options = projection_options(kernel, x, norm.dtype, width or (16 if count else 0))
     if not width and options["PRECISION"] == "tf32":  # a pair bias is as exact as V3's
         options["PRECISION"] = "tf32x3"
     options |= {"WIDTH": width, "H": count, "BLOCK_H": max(16, triton.next_power_of_2(count))}
-    options |= {"N": length, "ALIGNED": length % 16 == 8, "ENDING": settings.ending}
-    return options | {"eps": settings.eps}
+    options |= {"N": length, "ALIGNED": length % 16 == 8, "ENDING": norm.ending}
+    return options | {"eps": norm.eps}
 
 
 def projection_options(
@@ -401,54 +392,54 @@ class NormProjection(torch.autograd.Function):
     """Compute y W^T + b with y = LayerNorm(x), and from y a pair bias; return x [..., C], too.
 
     Who adds an update to x takes the returned one. So the gradient of the sum arrives here with
-    those of the projections, and one kernel adds it to theirs. The parameters are those of
-    NormParameters. Kept for later: x alone; in float32, where the library multiplies, y as well.
+    those of the projections, and one kernel adds it to theirs. The parameters are the first five
+    of Norm, the settings the others. Kept for later: x alone; in float32, where the library
+    multiplies, y as well.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, settings: NormSettings, *parameters: Tensor | None):
+    def forward(ctx, x: Tensor, settings: tuple, *parameters: Tensor | None):
         ctx.set_materialize_grads(False)
         ctx.settings = settings
-        ctx.parameters = NormParameters(*parameters)
-        dtype = settings.dtype
-        rows = x.contiguous()
+        ctx.parameters = parameters
+        _, dtype, *_ = settings
         *linear, heads = parameters
         heads = None if heads is None else cast_of(heads, heads.dtype)
-        params = NormParameters(*with_casts(linear, dtype), heads)
+        norm = Norm(*with_casts(linear, dtype), heads, *settings)
+        rows = x.contiguous()
         # Many rows keep the library's GEMM busy, too: it and a norm are faster than one kernel.
         few = multiplies(dtype, x.shape[-1]) and x.numel() <= 2**21
-        if few or params.weight is None:
-            ctx.save_for_backward(rows, None, *params)
-            return x.view_as(x), *norm_project(rows, params, settings)
-        y, pair_bias = norm_project(rows, params._replace(weight=None), settings, normed=True)
-        ctx.save_for_backward(rows, y if dtype == torch.float32 else None, *params)
-        bias = None if params.bias is None else cast_of(ctx.parameters.bias, dtype)
-        return x.view_as(x), F.linear(y, params.weight, bias), pair_bias
+        if few or norm.weight is None:
+            ctx.save_for_backward(rows, None, *norm[:5])
+            return x.view_as(x), *norm_project(rows, norm)
+        y, pair_bias = norm_project(rows, norm._replace(weight=None), normed=True)
+        ctx.save_for_backward(rows, y if dtype == torch.float32 else None, *norm[:5])
+        bias = None if norm.bias is None else cast_of(parameters[3], dtype)
+        return x.view_as(x), F.linear(y, norm.weight, bias), pair_bias
 
     @without_second_derivative
     def backward(ctx, residual: Tensor | None, grad: Tensor | None, grad_pair_bias: Tensor | None):
         x, normed, *saved = ctx.saved_tensors  # with checkpoints they are read once
-        params = NormParameters(*saved)
-        settings = ctx.settings
+        norm = Norm(*saved, *ctx.settings)
         grads = (None if g is None else g.contiguous() for g in (grad, grad_pair_bias, residual))
         grad, grad_pair_bias, residual = grads
-        *norm, weight, bias, heads = ctx.parameters
-        groups = [norm if grad_pair_bias is None else [*norm, heads]]
+        *of_norm, weight, bias, heads = ctx.parameters
+        groups = [of_norm if grad_pair_bias is None else [*of_norm, heads]]
         read = [x] if normed is None else [x, normed]
         if grad is not None:
             groups.append([weight] if bias is None else [weight, bias])
             grad_rows = grad.flatten(0, -2)
             read.append(grad_rows)
-            if not multiplies(settings.dtype, x.shape[-1]):
-                grad = grad_rows @ params.weight
-                params = params._replace(weight=None)
-        grad_x, sums = norm_project_backward(x, params, settings, grad, grad_pair_bias, residual)
+            if not multiplies(norm.dtype, x.shape[-1]):
+                grad = grad_rows @ norm.weight
+                norm = norm._replace(weight=None)
+        grad_x, sums = norm_project_backward(x, norm, grad, grad_pair_bias, residual)
 
         def compute(grad_norm: Tensor, *grad_linears: Tensor) -> None:
             sum_parts(sums, grad_norm)
             for grad_linear in grad_linears:  # none or one
-                norm = *params[:2], settings.eps, settings.dtype
-                y = layer_norm(x, *norm) if normed is None else normed
+                again = *norm[:2], norm.eps, norm.dtype
+                y = layer_norm(x, *again) if normed is None else normed
                 linear_gradients_out(grad_rows, y, grad_linear)
 
         return grad_x, None, *parameter_gradients(ctx, groups, compute, sums, *read)
@@ -465,7 +456,7 @@ def normed_projection(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return x, its projection after the norm, and a pair bias: use this x, see NormProjection."""
     parameters = norm.weight, norm.bias, weight, bias, None if heads is None else heads.weight
-    settings = NormSettings(norm.eps, gemm_dtype(x), ending, present)
+    settings = norm.eps, gemm_dtype(x), ending, present
     return NormProjection.apply(x, settings, *parameters)
 
 
@@ -2113,8 +2104,9 @@ class WideTransitionFunction(torch.autograd.Function):
         grad = grad_out.to(dtype)
         grad_h = grad @ weight_2
         torch.ops.aten.threshold_backward.grad_input(grad_h, relu, 0, grad_input=grad_h)
-        inputs = x, NormParameters(*norm), NormSettings(ctx.eps, dtype)
-        grad_x, sums = norm_project_backward(*inputs, grad_h @ weight_1, None, grad_out)
+        grad_y = grad_h @ weight_1
+        inputs = x, Norm(*norm, None, None, None, ctx.eps, dtype)
+        grad_x, sums = norm_project_backward(*inputs, grad_y, None, grad_out)
 
         def compute(grad_norm: Tensor, grad_linear_1: Tensor, grad_linear_2: Tensor) -> None:
             sum_parts(sums, grad_norm)
