@@ -905,12 +905,9 @@ class GatedAttention(nn.Module):
         self.linear_o = Linear(dim, dim, fusions)
 
     def attend(
-        self,
-        x: Tensor,
-        bias: Tensor | None = None,
-        present: Tensor | None = None,
+        self, x: Tensor, bias: Tensor | None = None, present: Tensor | None = None,
         columns: bool = False,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Let each of the R rows of x [B, R, N, C] attend to itself.
 
         bias [B, H, N, N] is the same for all rows, and so is present [B, N], which is False for

@@ -446,14 +446,9 @@ class NormProjection(torch.autograd.Function):
 
 
 def normed_projection(
-    norm: nn.LayerNorm,
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    heads: nn.Linear | None = None,
-    ending: bool = False,
-    present: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    norm: nn.LayerNorm, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
+    heads: nn.Linear | None = None, ending: bool = False, present: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Return x, its projection after the norm, and a pair bias: use this x, see NormProjection."""
     parameters = norm.weight, norm.bias, weight, bias, None if heads is None else heads.weight
     settings = norm.eps, gemm_dtype(x), ending, present
@@ -1095,12 +1090,9 @@ class GatedAttention(nn.Module):
         self.linear_o = nn.Linear(dim, dim)
 
     def attend(
-        self,
-        x: Tensor,
-        bias: Tensor | None = None,
-        present: Tensor | None = None,
+        self, x: Tensor, bias: Tensor | None = None, present: Tensor | None = None,
         columns: bool = False,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Let each of the R rows of x [B, R, N, C] attend to itself.
 
         bias [B, H, N, N] is the same for all rows, and so is present [B, N], which is False for
@@ -1124,22 +1116,17 @@ class GatedAttention(nn.Module):
         return self.linear_o(torch.sigmoid(gate) * out)
 
     def attend_fused(
-        self,
-        norm: nn.LayerNorm,
-        x: Tensor,
-        present: Tensor | None = None,
-        bias: Tensor | None = None,
-        heads: nn.Linear | None = None,
-        columns: bool = False,
-    ) -> Tensor:
+        self, norm: nn.LayerNorm, x: Tensor, present: Tensor | None = None,
+        bias: Tensor | None = None, heads: nn.Linear | None = None, columns: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Compute x + the attention of norm(x), norm and residual in the projections' kernels.
 
         With `heads`, the projection to a pair bias, the bias comes from the same norm. A bias that
         is given knows which keys are present.
         """
         linear = self.linear_qkvg
-        masks = None if heads is None else present
-        x, qkvg, own_bias = normed_projection(norm, x, linear.weight, None, heads, columns, masks)
+        options = {"ending": columns, "present": None if heads is None else present}
+        x, qkvg, own_bias = normed_projection(norm, x, linear.weight, heads=heads, **options)
         if heads is not None:
             bias = own_bias
         elif present is not None:
