@@ -3086,6 +3086,8 @@ def cast_weights(
         with torch.no_grad(), side.beside(None if side.written else side.gradients):
             casts = side_by_side(weights, dtype)
             torch._foreach_copy_(casts, weights)
+        if side.active:
+            side.casts += casts
     token = CASTS.set(CASTS.get({}) | dict(zip(weights, casts, strict=True)))
     try:
         yield
@@ -3128,6 +3130,7 @@ class SideStreams:
         self.gradients = self.updates = None  # the main stream
         # cleared here, as a failed capture does not end its step
         self.pending = collections.deque()  # of events, and what the work before them reads
+        self.casts: list[Tensor] = []  # their memory must not be a later layer's in this step
         self.written: dict[Tensor, tuple] = {}  # event, address and version of a gradient
         self.return_workspaces()
         if self.active:
@@ -3185,6 +3188,7 @@ class SideStreams:
             self.joined = True
             torch.cuda.current_stream().wait_stream(self.gradients)
             self.pending.clear()
+            self.casts.clear()
             if any(p.grad is not None and self.changed(p) for p in self.written):
                 wrong = "a weight got more than one gradient in a backward pass"
                 raise RuntimeError(f"overlap: {wrong}: use --disable-overlap")
@@ -3405,7 +3409,11 @@ class FusedAdamW(torch.optim.Optimizer):
             if skipped is not None:
                 self.side.wait_for([])
             one = torch.ones_like(rate) if skipped is None else 1 - skipped
-            torch._foreach_add_([self.state[p]["step"] for p in present], one)
+            if len(present) == len(self.parameters):
+                self.steps += one
+            else:
+                steps = [self.state[p]["step"] for p in present]
+                torch._foreach_add_(steps, [one.to(self.steps)] * len(steps))
             powers = [beta**self.steps for beta in self.param_groups[0]["betas"]]
             for group in reversed(self.groups):
                 together = itertools.groupby(group, lambda p: p.grad is not None and self.counts[p])

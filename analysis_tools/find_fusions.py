@@ -10,16 +10,20 @@ operators that are not understood, which are named. Lines are those outside of P
 operators, in a backward pass those of its forward pass.
 
 --model FILE.py:FUNCTION names a function without arguments, in a file that is imported as `python
-FILE.py` would run it. It returns (model, batch), and model(**batch) is the loss, a scalar or with a
-.loss: the step is forward, backward and AdamW. Or it returns a function without arguments that
-takes one training step, on the device of its choice. It takes --use-amp, --matmul-precision and
---device as the version scripts do. What torch.compile has made, and kernels of your own, are
-measured as they are, named, and never fused.
+FILE.py` would run it; the file's own arguments stand behind --. It returns (model, batch), and
+model(**batch) is the loss, a scalar or with a .loss: the step is forward, backward and AdamW. Or it
+returns a function without arguments that takes one training step, on the device of its choice. It
+takes --use-amp, --matmul-precision and --device as the version scripts do. What torch.compile has
+made, and kernels of your own, are measured as they are, named, and never fused.
+
+--check takes both sides in turns as graphs. Where one cannot be a graph, as it waits for the
+device, they are compared by the time in which any of their kernels runs, from traces.
 
 Without a GPU nothing is computed, unless the step asks for values: which operator does is said, and
 two steps are taken on the CPU. Operators, bytes and FLOPs are those of a CPU's operators, each
-counted as a kernel; a GPU can have other ones for attention, norms and dropout. Times need --rates
-DIR, such as results/h100, and are estimates for that GPU.
+counted as a kernel; a GPU can have other ones for attention, norms and dropout. Autocast and
+optimizers choose as on a GPU, and a DataLoader loads here, without workers. Times need --rates DIR,
+such as results/h100, and are estimates for that GPU.
 
 --trace FILE[.gz] predicts from a trace of torch.profiler.profile(record_shapes=True), of NVIDIA or
 AMD: times are its own. Where it has several processes, it is the one whose GPU was busy longest.
@@ -28,7 +32,7 @@ Examples:
   python analysis_tools/find_fusions.py tiny_llama_v1.py --use-amp --seq-len 128
   python analysis_tools/find_fusions.py tiny_llama_v1.py --use-amp --check
   python analysis_tools/find_fusions.py --model my_model.py:build --use-amp --json found.json
-  python analysis_tools/find_fusions.py --model my_model.py:build --plot found.png
+  python analysis_tools/find_fusions.py --model train.py:build --plot found.png -- --lr 1e-3
   python analysis_tools/find_fusions.py --trace trace.json.gz
 """
 
@@ -61,14 +65,14 @@ PROG = Path(__file__).name
 
 def build_parser() -> Parser:
     """The command line."""
-    usage = "%(prog)s SCRIPT|--model FILE.py:FUNCTION [arguments] [arguments of the script]"
+    usage = "%(prog)s SCRIPT|--model FILE.py:FUNCTION [arguments] [its own: of a FILE.py behind --]"
     parser = documented_parser(PROG, __doc__, usage)
     model = "a function that returns a model and a batch, or a step"
     parser.add_argument("--model", metavar="FILE.py:FUNCTION", help=model)
     parser.add_path("--trace", "FILE", "a trace of torch.profiler with shapes, of any GPU")
     parser.add_count("--top", 12, "chains to print")
     parser.add_flag(
-        "--check", "compile the same with inductor, and measure both as graphs in turns"
+        "--check", "compile the same with inductor, and measure both in turns: graphs, or traces"
     )
     parser.add_flag("--fake", "without a GPU: run nothing, even if that ends without a result")
     parser.add_flag("--real", "without a GPU: really take two steps on the CPU")
@@ -97,11 +101,18 @@ def script_of(argv: Sequence[str]) -> tuple[str, list[str]]:
     return script, rest
 
 
+def behind(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Arguments before and behind the first `--`."""
+    end = [*argv, "--"].index("--")
+    return [*argv[:end]], [*argv[end + 1 :]]
+
+
 def examine(args: argparse.Namespace, argv: Sequence[str]) -> dict:
     """Record and predict, and check if asked for: all that the report and --json have."""
     import torch
 
     from lab.fusions import step as steps
+    from lab.fusions.groups import Finding
     from lab.fusions.rates import measure_rates, read_rates
 
     start = time.perf_counter()
@@ -114,8 +125,9 @@ def examine(args: argparse.Namespace, argv: Sequence[str]) -> dict:
         *told, remarks = from_trace(args.trace)
         result = described(*told, start)
         return result | {"remarks": result["remarks"] + remarks}
-    script, rest = ("", argv) if args.model else script_of(argv)
-    if bool(script) == bool(args.model) or (args.model and script_of(argv)[0]):
+    argv, own = behind(argv) if args.model else (argv, [])
+    script, rest = script_of(argv)
+    if bool(script) == bool(args.model):
         raise ToolError("name a version script, or --model FILE.py:FUNCTION: one of the two")
     if args.fake and args.real:
         raise ToolError("--fake or --real: one of the two")
@@ -124,8 +136,8 @@ def examine(args: argparse.Namespace, argv: Sequence[str]) -> dict:
         options = model_options(rest)
         device = steps.device_of(options.device)
         torch.set_float32_matmul_precision(options.matmul_precision)
-        make = steps.function_of(args.model)
-        build = partial(steps.from_function, args.model, make, options.use_amp, device)
+        user = steps.function_of(args.model, own)
+        build = partial(steps.from_function, args.model, *user, options.use_amp, device)
     else:
         device = steps.device_of(steps.script_device(script, rest))
         build = partial(steps.from_script, script, rest)
@@ -141,7 +153,12 @@ def examine(args: argparse.Namespace, argv: Sequence[str]) -> dict:
         step, recorded = steps.count(build, "real" if args.real else "fake" * args.fake)
     result = described(step.name, recorded, rates, start)
     if args.check:
-        result["check"] = steps.compared(step, recorded.launched)
+        check = result["check"] = steps.compared(step, recorded.launched)
+        as_measured = Finding(recorded, rates.in_trace() if "traced" in check else rates)
+        check["predicted_us"] = {
+            "now": as_measured.levels["now"]["us"],
+            "compiled": as_measured.compiled_us(),
+        }
     return result
 
 
@@ -153,8 +170,9 @@ def described(name: str, recorded: Recorded, rates: Rates | None, start: float) 
     return {
         "schema_version": 2,
         "name": name,
-        "precision": ", ".join(dtype for dtype, _ in flop.most_common()) or "no products",
+        "precision": ", ".join(dtype for dtype, _ in flop.most_common()) or "no products counted",
         "run": recorded.run,
+        "call": recorded.call,
         "measured": recorded.run == "measured",
         "rates": rates and asdict(rates),
         "without_rate": sorted(found.without),
@@ -190,11 +208,15 @@ def report(result: dict, top: int) -> str:
         where = f"measured on {rates['device_name']}"
     elif now is not None:
         where += f", times are estimates with the rates of {rates['device_name']}"
+    where = f"call {result['call']} of the step, {where}" if result["call"] else where
     counted = f"{result['operators']} operators, {result['flop'] / 1e9:.4g} GFLOP in products"
+    lacking = [row["operator"] for row in result["not_understood"] if "FLOP" in row["lacks"]]
+    counted += f" without {', '.join(lacking)}" if lacking else ""
     lines = [f"{result['name']}, {result['precision']}: {counted}; {where}"]
     if not result["measured"]:
         lines += [
             "These are a CPU's operators: attention, norms and dropout can be others on a GPU."
+            " Autocast and optimizers choose as there."
         ]
     if without := result["without_rate"]:
         lines += [f"No times of the step: there is no rate for products in {', '.join(without)}."]
@@ -254,9 +276,12 @@ def report(result: dict, top: int) -> str:
 def checked(result: dict) -> list[str]:
     """What the step and the same compiled took, beside the prediction; what is another program than
     was profiled is no verdict on it."""
-    levels, check = result["levels"], result["check"]
-    now, fused = levels["now"]["us"], levels["chains"]["us"] - (result.get("otherwise_us") or 0)
+    check = result["check"]
+    now, fused = check["predicted_us"]["now"], check["predicted_us"]["compiled"]
     lines = ["", "as graphs in turns, and compiled by inductor:"]
+    if "traced" in check:
+        how = "in turns, not as graphs: the time in which any of its kernels runs, from traces"
+        lines = ["", f"{how}, and compiled by inductor; {check['traced']}:"]
     for what, key, predicted, sides in (
         ("ms now", "now_ms", now / 1e3, ("now",)),
         ("ms fused", "compiled_ms", fused / 1e3, ("compiled",)),
@@ -274,7 +299,8 @@ def checked(result: dict) -> list[str]:
     for side, names in check.get("other", {}).items():
         if names:
             kinds = " and ".join(dict.fromkeys(map(category, names)))
-            how = "As a graph" if side == "now" else "Compiled"
+            how = "In the traces" if "traced" in check else "As a graph"
+            how = how if side == "now" else "Compiled"
             lines += [
                 f"{how} the step runs other kernels for {kinds} than were profiled: it is another"
                 " program, and no verdict on the prediction. --json has some of their names."

@@ -6,7 +6,7 @@ graphs in alternating turns; of our own V1 also with the levels of fusion that V
 Half of the models, chosen by a checksum of their names before anything was measured, tell the one
 constant that is fitted, how long a kernel among others takes to begin and end. Errors are reported
 for the other half, for each model with the constant that all others tell, and for problems of
-KernelBench, which nobody here chose.
+KernelBench, which nobody here chose. Models of later_models.py are in a file of their own.
 
 Rows are kept as they are measured, and the same command goes on after an interruption. A step that
 is compiled to another program, with another attention, or not at all, tells no error of a speed-up.
@@ -34,6 +34,7 @@ from pathlib import Path
 import _path
 import torch
 
+from bench.later_models import LATER
 from bench.models_for_find_fusions import IN_FP32, MODELS, problems
 from bench.sizes import SHAPES
 from lab.cli import Parser, documented_parser, program
@@ -57,7 +58,7 @@ IN_V3 = {
     "tiny_openfold": ("now", "chains", "products", "attention", "joined"),
 }
 Predicted = Row | {
-    "part": TEXT,  # fitted, held out, KernelBench
+    "part": TEXT,  # fitted, held out, KernelBench, or later than the rules of the tool
     "moved": {"*": WHOLE},  # bytes, by level of fusion
     "launched?": {"*": WHOLE},
     "predicted_ms?": {"*": NUMBER},
@@ -65,6 +66,7 @@ Predicted = Row | {
     "sides_ms?": {"*": TURNS},
     "remarks?": [TEXT],
     "sessions?": WHOLE,  # 2 where the two sides were not measured in turns
+    "traced?": TEXT,  # why it cannot be a graph: its sides are the time of kernels in traces
     "other?": [TEXT],  # kernels that tell that another program was compiled, or that none was
 }
 Build = Callable[[], steps.Step]
@@ -92,6 +94,8 @@ def subjects(kernelbench: Path | None) -> dict[tuple[str, str, str], Subject]:
         for name in names:
             build = partial(training, name, precision == "bf16")
             found[name, precision, part_of(name)] = build, None, ()
+    for name in LATER:
+        found[name, "bf16", "later"] = partial(training, name, True), None, ()
     for name, make in (problems(kernelbench) if kernelbench else {}).items():
         found[name, "fp32", "KernelBench"] = partial(inference, name, make), None, ()
     return found
@@ -107,7 +111,7 @@ def training(name: str, use_amp: bool) -> steps.Step:
     """Forward, backward and AdamW of a model in the table."""
     place = device()
     with steps.unset_fake_temporarily():  # what initialises weights may ask for values
-        made = MODELS[name]()
+        made = (MODELS | LATER)[name]()
     return steps.from_model(name, *made, use_amp, place)
 
 
@@ -132,13 +136,21 @@ def row(subject: Subject, part: str, rates: Rates | None, known: Mapping | None 
         return {"part": part, **predicted(steps.count(build)[1], None, in_v3)}
     step = build()
     recorded = steps.measure(step)
-    found = {"part": part, **predicted(recorded, rates, in_v3)}
     if known:
         free_memory()
-        return found | {key: known[key] for key in ("sides_ms", "other") if key in known}
+        kept = ("sides_ms", "other", "traced")
+        found = {key: known[key] for key in kept if key in known}
+    else:
+        found = compared(step, newer, recorded)
+    rates = rates.in_trace() if "traced" in found else rates
+    return {"part": part, **predicted(recorded, rates, in_v3), **found}
+
+
+def compared(step: steps.Step, newer: Build | None, recorded: Recorded) -> dict:
+    """The turns of a step, of the same compiled and of V3, and the kernels of another program."""
     try:
         result = steps.compared(step, recorded.launched)
-        found["sides_ms"] = result.get("turns_ms", {})
+        found = {"sides_ms": result.get("turns_ms", {})}
         found["other"] = result.get("other", {}).get("compiled", [])
         found["other"] += ["nothing is compiled"] * result.get("unchanged", False)
         if newer and found["sides_ms"]:
@@ -146,9 +158,9 @@ def row(subject: Subject, part: str, rates: Rates | None, known: Mapping | None 
             found["sides_ms"]["V3"] = turns.ms["V3"]
     finally:
         free_memory()
-    if error := result.get("error"):  # a step that cannot be a graph is a row, too
+    if error := result.get("error"):  # a step that cannot be compiled is a row, too
         found |= {"status": "failed", "error": error}
-    return found
+    return found | {key: result[key] for key in ("traced",) if key in result}
 
 
 def predicted(recorded: Recorded, rates: Rates | None, in_v3: tuple[str, ...]) -> dict:
@@ -168,8 +180,7 @@ def predicted(recorded: Recorded, rates: Rates | None, in_v3: tuple[str, ...]) -
         for value in VALUES:
             constants = replace(CONSTANTS, among_others=value)
             each = Finding(recorded, rates, ("now", "chains"), constants)
-            us = each.levels["chains"]["us"] - each.otherwise_us()
-            result["compiled_ms"][f"{value:g}"] = us / 1e3
+            result["compiled_ms"][f"{value:g}"] = each.compiled_us() / 1e3
         remarks = [remark.partition(" (")[0] for remark in found.remarks()]  # no lines
         result |= {"remarks": remarks, "rates": asdict(rates)}
     return result
@@ -224,6 +235,7 @@ def judged(row: dict) -> dict:
         reasons.append("compiled, it is another program, or none was")
     name = f"{row['shape']}, {row['precision']}"
     found |= {"model": name, "shape": row["shape"], "part": row["part"]}
+    found["how"] = "traces" if row.get("traced") else "graphs"
     return {"why": reasons, "another": bool(row.get("other")), **found}
 
 
@@ -283,11 +295,12 @@ def table(rows: Sequence[dict]) -> str:
     columns = [
         Column("model", "model"),
         Column("part", "part", text=True),
+        Column("sides", "how", text=True),
         Column("now, predicted", "now, predicted", ".2f", " ms"),
         Column("measured", "now", ".2f", " ms"),
         Column("compiled", "compiled", ".2f", " ms"),
         Column("speed-up, predicted", "predicted", ".2f", "x"),
-        Column("compiled ", "speedup", ".2f", "x"),
+        Column("speed-up, compiled", "speedup", ".2f", "x"),
         Column("off", "off", "+.0f", " %"),
         Column("like V3, predicted", "V3, predicted", ".2f", " ms"),
         Column("V3", "V3", ".2f", " ms"),

@@ -167,7 +167,11 @@ class FusedAdamW(torch.optim.Optimizer):
             if skipped is not None:
                 self.side.wait_for([])
             one = torch.ones_like(rate) if skipped is None else 1 - skipped
-            torch._foreach_add_([self.state[p]["step"] for p in present], one)
+            if len(present) == len(self.parameters):
+                self.steps += one
+            else:
+                steps = [self.state[p]["step"] for p in present]
+                torch._foreach_add_(steps, [one.to(self.steps)] * len(steps))
             powers = [beta**self.steps for beta in self.param_groups[0]["betas"]]
             for group in reversed(self.groups):
                 together = itertools.groupby(group, lambda p: p.grad is not None and self.counts[p])

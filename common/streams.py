@@ -34,6 +34,8 @@ def cast_weights(
         with torch.no_grad(), side.beside(None if side.written else side.gradients):
             casts = side_by_side(weights, dtype)
             torch._foreach_copy_(casts, weights)
+        if side.active:
+            side.casts += casts
     token = CASTS.set(CASTS.get({}) | dict(zip(weights, casts, strict=True)))
     try:
         yield
@@ -76,6 +78,7 @@ class SideStreams:
         self.gradients = self.updates = None  # the main stream
         # cleared here, as a failed capture does not end its step
         self.pending = collections.deque()  # of events, and what the work before them reads
+        self.casts: list[Tensor] = []  # their memory must not be a later layer's in this step
         self.written: dict[Tensor, tuple] = {}  # event, address and version of a gradient
         self.return_workspaces()
         if self.active:
@@ -133,6 +136,7 @@ class SideStreams:
             self.joined = True
             torch.cuda.current_stream().wait_stream(self.gradients)
             self.pending.clear()
+            self.casts.clear()
             if any(p.grad is not None and self.changed(p) for p in self.written):
                 wrong = "a weight got more than one gradient in a backward pass"
                 raise RuntimeError(f"overlap: {wrong}: use --disable-overlap")

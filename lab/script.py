@@ -102,16 +102,18 @@ def interpret_without_gpu() -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def import_file(path: Path, name: str | None = None) -> ModuleType:
-    """Import a Python file under its own name or this one: in sys.modules from the start, as Triton
+def import_file(path: Path, *names: str) -> ModuleType:
+    """Import a Python file under its own name or these: in sys.modules from the start, as Triton
     wants it, and no longer if the import fails."""
-    name = name or path.stem
-    spec = importlib.util.spec_from_file_location(name, path)
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    names = names or (path.stem,)
+    spec = importlib.util.spec_from_file_location(names[0], path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.update(dict.fromkeys(names, module))
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        sys.modules.pop(name, None)
+        for name in names:
+            sys.modules.pop(name, None)
         raise
     return module
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _path
 import torch
 import triton
 import triton.language as tl

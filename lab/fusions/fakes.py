@@ -9,14 +9,15 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader
 
 from lab.fusions.record import KERNELS, Recorded, patched, whose
 
@@ -28,6 +29,12 @@ class NeedsRun(Exception):
 def fake_mode() -> FakeTensorMode | None:
     """The one that makes tensors fake here."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+
+
+def without_values(value: Tensor) -> Tensor:
+    """The tensor as fakes are here, itself where there are none."""
+    mode = fake_mode()
+    return mode.from_tensor(value) if mode and not isinstance(value, FakeTensor) else value
 
 
 def where(error: BaseException) -> str:
@@ -94,6 +101,52 @@ class Between(TorchDispatchMode):
         return str(function)
 
 
+# --- what ordinary training files do, and fake tensors do not
+
+
+def moved(old: Callable, module: nn.Module, convert: Callable, *rest: object) -> nn.Module:
+    """`.to(...)` of a module: what it leaves as it is stays the tensor that an optimizer has."""
+
+    def kept(tensor: Tensor) -> Tensor:
+        new = convert(tensor)
+        same = (new.device, new.dtype) == (tensor.device, tensor.dtype)
+        return tensor if same and not isinstance(tensor, FakeTensor) else new
+
+    return old(module, kept, *rest)
+
+
+def become(tensor: Tensor, new: Tensor) -> None:
+    """A fake weight has the form of another one from now on."""
+    tensor.data = new
+
+
+def copied(old: Callable, tensor: Tensor, memo: dict) -> Tensor:
+    """A deep copy, which looks into the memory of a tensor that has one."""
+    with unset_fake_temporarily():
+        return old(tensor, memo)
+
+
+def loaded(old: Callable, loader: DataLoader) -> Iterator[object]:
+    """The batches of a loader, without their values. They are loaded here, as workers could not
+    send what was made without values, and they are no part of the step."""
+    here = mock.patch.multiple(loader, num_workers=0, timeout=0)
+    with _disable_current_modes(), here:
+        batches = old(loader)
+    while True:
+        with _disable_current_modes():
+            batch = next(batches, loaded)
+        if batch is loaded:
+            return
+        yield tree_map_only(Tensor, without_values, batch)
+
+
+ORDINARY = (
+    (("torch.nn.modules.module", "Module", "_apply"), moved),
+    (("torch", "Tensor", "__deepcopy__"), copied),
+    (("torch.utils.data.dataloader", "DataLoader", "__iter__"), loaded),
+)
+
+
 @contextmanager
 def faked(made_up: bool = False) -> Iterator[Between]:
     """Tensors without values: nothing is computed, and no kernel launched. What torch.compile would
@@ -110,14 +163,14 @@ def faked(made_up: bool = False) -> Iterator[Between]:
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
     compiled = mock.patch.object(eval_frame, "_callback_from_stance", refuse)
     compiled = torch.compiler.set_stance("force_eager") if made_up else compiled
-    launches = patched(KERNELS, lambda launcher, *_: lambda *args, **named: None)
-    with (
-        FakeTensorMode(allow_non_fake_inputs=True),
-        launches,
-        compiled,
-        Between(made_up) as between,
-    ):
-        yield between
+    with ExitStack() as stack:
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(compiled)
+        stack.enter_context(patched(KERNELS, lambda *_: lambda *args, **named: None))
+        stack.enter_context(mock.patch("torch.utils.swap_tensors", become))
+        for method, make in ORDINARY:
+            stack.enter_context(patched(method, make))
+        yield stack.enter_context(Between(made_up))
 
 
 def needs_values(error: BaseException, between: Between) -> str:

@@ -562,6 +562,10 @@ class Finding:
                 saved -= self.us(2 * next(u.bytes for u in o.reads if u.key == o.operands[0][0]))
         return saved
 
+    def compiled_us(self) -> float:
+        """The time of a step whose chains are kernels, and products as a compiler has them."""
+        return self.levels["chains"]["us"] - self.otherwise_us()
+
     def streams_on(self, operator: Operator) -> bool:
         """Does a chain read what an operator makes, element by element?"""
         key = operator.writes[0].key
@@ -607,6 +611,8 @@ class Finding:
         ]
         recurrent = [o for o in self.operators if "rnn" in o.name and o.phase == "forward"]
         grown = [o for o in self.operators if re.fullmatch(r"upsample_bi.*_backward", o.name)]
+        apart = {o.call: o for o in self.operators if o.apart}.values()
+        meet = [o for o in self.operators if o.meets and o.kind == "stream"]
         dense = [
             max(g.members, key=lambda o: o.numel)
             for g in self.groups
@@ -619,10 +625,13 @@ class Finding:
             (self.again, "gathers are taken again by several kernels, maybe slower than a copy"),
             (dense, "chains compute more elements than they move bytes: slower than a copy"),
             (grown, "gradients of an interpolation: a compiler adds them up at indices, slower"),
+            (apart, "norms add up what lies apart in memory: a compiler's are slower than a copy"),
+            (meet, "sums at indices, many to a place: a compiler's are atomic, slower than a copy"),
             (recurrent, "recurrent layers: torch.compile leaves the function that calls one as it"
              " is, unless torch._dynamo.config.allow_rnn"),
         ]  # fmt: skip
-        return [f"{len(o)} {what} ({places(each.line for each in o)})" for o, what in found if o]
+        said = [f"{len(o)} {what} ({places(each.line for each in o)})" for o, what in found if o]
+        return said + self.recorded.remarks
 
 
 def words(names: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ import math
 import statistics
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -44,6 +44,10 @@ class Rates:
     least_us: float  # of the smallest copy, in a graph
     gap_us: float  # what a kernel takes in a graph beyond what the profiler says
     tflops: dict[str, float] = field(default_factory=dict)  # of a large product
+
+    def in_trace(self) -> Rates:
+        """The same where a kernel takes what the profiler says of it, and nothing beyond."""
+        return replace(self, least_us=self.least_us - self.gap_us, gap_us=0.0)
 
     def us(
         self, moved: float, flop: float = 0.0, dtype: str = "", constants: Constants = CONSTANTS

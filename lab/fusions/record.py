@@ -52,6 +52,10 @@ SCATTERS = re.compile(  # complete when the last source has been added
     r"(index_(add|put|copy)|_unsafe_index_put|_index_put_impl|scatter(_add|_reduce)?)_?|col2im"
     r"|embedding_dense_backward"
 )
+SCANS = re.compile("cum(sum|prod|max|min)|logcumsumexp|sort|topk")  # inductor leaves most
+BAGS = re.compile(
+    "_embedding_bag(_forward_only|_backward|_dense_backward)?"
+)  # it leaves these, too
 MOVES = re.compile(  # what comes out is elsewhere than what went in
     r"constant_pad_nd|(slice|select)_(backward|scatter)|roll|flip|cat|stack|repeat|pixel_(un)?shuffle"
 )
@@ -65,6 +69,10 @@ STREAMS = re.compile(  # element by element, or a loss of elements
 OWN = tuple(f"{ROOT / folder}{os.sep}" for folder in ("lab", "analysis_tools"))
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 SECTOR = 32  # bytes that a GPU reads at least
+# Of these PyTorch runs other operators backward as soon as a mode, such as a recorder, looks on.
+OTHERWISE = {"CumprodBackward0": "cumprod", "ProdBackward0": "prod", "ProdBackward1": "prod"}
+COUNTING = ("_local_scalar_dense", "add_", "_foreach_add_")
+ON_HOST = ("_get_value", "_single_tensor_", "_multi_tensor_")  # functions of torch.optim
 KERNELS = ("triton.runtime", "KernelInterface", "__getitem__")
 GRAPHS = ("torch._inductor.output_code", "CompiledFxGraph", "__call__")
 COMPILED = "compiled code"  # the name of what torch.compile has made of a part of the step
@@ -103,6 +111,8 @@ class Operator:
     groups: int = 1  # of a convolution
     random: bool = False  # a second time it would make other numbers
     alone: bool = False  # long sums of columns are a kernel of their own
+    apart: bool = False  # what it adds up lies in many pieces
+    meets: bool = False  # it adds at indices, many to each place
     barrier: bool = False  # the host waits for its result, or nobody sees what it does
     dtype: str = ""  # in which a product is computed
     flop: int = 0
@@ -126,6 +136,9 @@ class Recorded:
     unwritten: list[str] = field(default_factory=list)  # operators that read what none wrote
     run: str = "fake"  # or "real" on a CPU, or "measured" on a GPU
     launched: dict[str, float] = field(default_factory=dict)  # microseconds by name of the kernel
+    call: int = 0  # which call of the step it was
+    idle: dict[int, str] = field(default_factory=dict)  # optimizers without a step in it, by id
+    remarks: list[str] = field(default_factory=list)
 
     def flop(self) -> Counter:
         """FLOPs by the type of the products."""
@@ -180,6 +193,18 @@ def of_optimizer(frame, inner: set[CodeType]) -> bool | None:
     return not any(callable(value) and code_of(value) in inner for value in given)
 
 
+def counts_steps(name: str, tensors: Sequence[Tensor]) -> bool:
+    """Does an optimizer of PyTorch count its steps, or read the number? That is no kernel: without
+    `capturable` and `fused` the number is on the host."""
+    if name not in COUNTING or any(t.dim() or not t.is_cpu for t in tensors):
+        return False
+    frame = sys._getframe(2)
+    while frame and not whose(frame.f_code.co_filename):
+        frame = frame.f_back
+    optimizer = frame and whose(frame.f_code.co_filename) == "optimizer"
+    return bool(optimizer) and frame.f_code.co_name.startswith(ON_HOST)
+
+
 # --- what runs
 
 
@@ -206,6 +231,7 @@ class Recorder(TorchDispatchMode):
         self.blank: set[int] = set()  # storages that no operator has written
         self.lines: dict[tuple[int, int], str] = {}  # by thread and number of the autograd node
         self.main = threading.get_ident()
+        self.otherwise: set[tuple[str, str]] = set()  # operators and lines, see OTHERWISE
 
     # --- which memory
 
@@ -216,6 +242,10 @@ class Recorder(TorchDispatchMode):
             self.storages[storage._cdata] = StorageWeakRef(storage), len(self.sizes)
             self.add(storage.nbytes())
         return self.storages[storage._cdata][1]
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Has an operator touched the storage of this tensor?"""
+        return tensor.untyped_storage()._cdata in self.storages
 
     def add(self, size: int) -> Use:
         """A storage of its own, also for what no tensor is."""
@@ -241,6 +271,11 @@ class Recorder(TorchDispatchMode):
         self.outer.close()
         found = self.storages.values()
         self.recorded.alive = {(n, self.version[n]) for ref, n in found if not ref.expired()}
+        self.recorded.remarks += [
+            f"the backward pass of {name} at {line} runs other operators while it is looked at:"
+            " what it moves and launches otherwise is missing in the totals"
+            for name, line in sorted(self.otherwise)
+        ]
 
     def place(self) -> tuple[str, str]:
         """Phase and line of what runs now: the innermost line outside of PyTorch. In the backward
@@ -263,6 +298,8 @@ class Recorder(TorchDispatchMode):
             while number >= 0 and (thread, number) not in self.lines and number < 2**62:
                 number -= 1  # an in-place operator on a view has a second node
             line = self.lines.get((thread, number), "")
+        if node is not None and node.name() in OTHERWISE:
+            self.otherwise.add((OTHERWISE[node.name()], line))
         phase = "backward" if node is not None else "optimizer" if optimizer else "forward"
         return phase, line or "?"
 
@@ -293,6 +330,8 @@ class Recorder(TorchDispatchMode):
         place, call, within = self.place(), self.calls, self.inside
         self.calls += 1
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if counts_steps(name, tensors):
+            return function(*args, **kwargs)
         dense = [t for t in tensors if t.layout == torch.strided and not t.is_nested]
         before = [self.use(t) for t in dense]
         self.inside = True
@@ -375,11 +414,16 @@ class Recorder(TorchDispatchMode):
                 operator.groups = named.get("groups", 1)
         elif (
             (kind == "optimizer" and plain == name)
-            or name in ("sort", "topk")
-            or (name == "index_add" and first.dtype == torch.bfloat16)  # inductor leaves it, too
+            or SCANS.fullmatch(name)
+            or (name == "index_add" and first.dtype == torch.bfloat16)  # inductor leaves these
+            or (name.startswith(("index_put", "_index_put")) and masks)
             or (window and left_alone(name))
         ):
             operator.kind = "library"
+        elif BAGS.fullmatch(name):
+            operator.kind = "library"
+            if "backward" not in name:  # of the table only the rows
+                reads[0] = reads[0]._replace(bytes=inputs[1].numel() * first[0].nbytes)
         elif kind == "normalisation" or "softmax" in name:
             return self.passes(operator, args, inputs, made)
         elif GATHERS.fullmatch(name):
@@ -393,7 +437,10 @@ class Recorder(TorchDispatchMode):
         elif window or SCATTERS.fullmatch(name):
             operator.kind, operator.closed = "stream", True
             target = operator.writes[0]
-            added = max(t.numel() for t in inputs[bool(written) :]) * inputs[0].element_size()
+            added = max(t.numel() for t in inputs[bool(written) :])
+            adds = "add" in name or "backward" in name or bool(named.get("accumulate"))
+            operator.meets = adds and added >= sum(t.numel() for t in [*written, *fresh])
+            added *= inputs[0].element_size()
             if written:  # only what is added to is touched, and its reads meet its writes
                 reads[0], operator.source = reads[0]._replace(bytes=0), {reads[0].key}
             whole = 0 if written else target.bytes
@@ -412,6 +459,8 @@ class Recorder(TorchDispatchMode):
                 reads[0] = reads[0]._replace(bytes=SECTOR * inputs[1].numel())
             elif name == "nll_loss_backward":  # of the logarithms only the shape
                 reads[1] = reads[1]._replace(bytes=0)
+        if operator.kind == "unknown":
+            operator.lacks = operator.lacks or "FLOPs, and bytes beside those of its tensors"
         return [operator]
 
     def passes(self, operator: Operator, args, inputs, made) -> list[Operator]:
@@ -421,11 +470,14 @@ class Recorder(TorchDispatchMode):
         """
         name, x = operator.name, inputs[0]
         backward = "backward" in name
+        operator.apart = "batch" in name and x.dim() in (3, 5)
         if "softmax" in name:
             sums = reduced(x, next(a for a in args if isinstance(a, int)))
         else:  # one sum for each mean or deviation, which are the second result
             means = next((t.numel() for t in (inputs[2:] if backward else made[1:])), 0)
             length, columns = x.numel() // (means or x.shape[1]), "batch" in name and x.dim() == 2
+            summed = inputs[1] if backward else x
+            operator.apart |= "layer" in name and summed.stride(-1) > 1
             sums = x.numel(), max(1, length), columns
         between = self.add(8 * max(1, x.numel() // max(1, sums[1])))
         first, *rest = operator.writes
@@ -452,7 +504,7 @@ def patched(method: tuple[str, str, str], make: Callable) -> AbstractContextMana
     except ImportError:
         return nullcontext()
     old = getattr(owner, name)
-    return mock.patch.object(owner, name, lambda *args: make(old, *args))
+    return mock.patch.object(owner, name, lambda *args, **named: make(old, *args, **named))
 
 
 def unseen(launch: Callable) -> Callable:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import sys
 import tempfile
+import threading
+import time
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,21 +15,32 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
 from lab.cli import ToolError, note
-from lab.fusions.fakes import NeedsRun, estimate, fake_mode, faked, needs_values, where
+from lab.fusions.fakes import (
+    NeedsRun,
+    estimate,
+    fake_mode,
+    faked,
+    needs_values,
+    where,
+    without_values,
+)
 from lab.fusions.forms import gone
+from lab.fusions.namespace import Namespace
 from lab.fusions.record import Operator, Recorded, Recorder
+from lab.fusions.target import as_on_gpu
 from lab.profile.kernels import (
     NO_KERNELS,
     ON_GPU,
+    Kernel,
     category,
     complete,
     kernels_of,
@@ -37,10 +49,20 @@ from lab.profile.kernels import (
     ranges_of,
 )
 from lab.profile.spans import alone
-from lab.script import import_file, load_script, script_arguments
-from lab.turns import captured, compare_in_turns, warm_up
+from lab.script import load_script, script_arguments
+from lab.turns import (
+    Turns,
+    alternating,
+    captured,
+    compare_in_turns,
+    free_memory,
+    warm_up,
+)
 
 REPEATS = 3  # profiled steps
+MORE_CALLS = 32  # in which an optimizer is looked for that takes no step in each
+TRACED_TURNS = 5  # each is a call
+SIGN_S = 10.0  # seconds from one sign of life to the next
 OTHER = 0.05  # of a step's time in kernels of which the other side has none: another program
 NEEDED = (
     "it must return (model, batch) so that model(**batch) is the loss, a scalar or with a .loss;"
@@ -56,16 +78,27 @@ class Step:
     take: Callable[[], object]
     weights: list[Tensor] = field(default_factory=list)
     compiled: Callable[[], Callable[[], object]] | None = None
+    calls: int = 0
+    # by call the optimizers, as id, that took a step in it
+    optimized: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+
+    def call(self) -> object:
+        """Take the step once more."""
+        self.calls += 1
+        own = self.optimized[self.calls]
+        hook = register_optimizer_step_pre_hook(lambda optimizer, *_: own.add(id(optimizer)))
+        try:
+            return self.take()
+        finally:
+            hook.remove()
 
 
 def placed(value: Tensor, device: torch.device) -> Tensor:
     """A tensor on the device, or without its values where tensors are fake."""
-    mode = fake_mode()
-    if mode and not isinstance(value, FakeTensor):
-        value = mode.from_tensor(value)
+    value = without_values(value)
     if value.is_meta and device.type != "meta":  # there are no values to move
         return torch.empty_like(value, device=device).requires_grad_(value.requires_grad)
-    return value if mode else value.to(device)
+    return value if fake_mode() else value.to(device)
 
 
 def device_of(name: str) -> torch.device:
@@ -101,30 +134,26 @@ def from_script(name: str, argv: Sequence[str]) -> Step:
     return Step(module.SCRIPT, *build(False), lambda: build(True)[0])
 
 
-def import_as_main(path: Path) -> ModuleType:
-    """Import a file as `python FILE.py` would run it: its folder is the first on the path, and what
-    was pickled in a run of it, or of a file that imports it, finds its classes."""
-    sys.path.insert(0, str(path.parent))
-    taken = path.stem in sys.modules or path.stem in sys.stdlib_module_names
-    name = f"{path.stem} of the user" if taken else path.stem
-    sys.modules["__main__"].__getattr__ = lambda wanted: getattr(sys.modules[name], wanted)
-    return import_file(path, name)
-
-
-def function_of(place: str) -> Callable[[], object]:
-    """The function of a file, FILE.py:function."""
+def function_of(place: str, argv: Sequence[str] = ()) -> tuple[Callable[[], object], Namespace]:
+    """The function of a file, FILE.py:function, and where its code runs: as `python FILE.py argv`
+    runs it."""
     file, _, name = place.rpartition(":")
     if not file.endswith(".py") or not Path(file).is_file():
         raise ToolError(f"--model {place}: it must be FILE.py:function, of a file that is there")
-    with of_the_user(f"--model {file}"):
-        make = getattr(import_as_main(Path(file).resolve()), name, None)
+    namespace = Namespace(file, argv)
+    with of_the_user(f"--model {file}"), as_on_gpu():
+        make = getattr(namespace.run(), name, None)
     if not callable(make):
         raise ToolError(f"--model {place}: {file} has no function {name!r}; {NEEDED}")
-    return make
+    return namespace.around(make), namespace
 
 
 def from_function(
-    place: str, make: Callable[[], object], use_amp: bool, device: torch.device
+    place: str,
+    make: Callable[[], object],
+    namespace: Namespace,
+    use_amp: bool,
+    device: torch.device,
 ) -> Step:
     """The step of what a function returns, which `place` names."""
     with of_the_user(f"--model {place}"):
@@ -133,17 +162,19 @@ def from_function(
         except Exception:
             if not fake_mode():
                 raise
-            with unset_fake_temporarily():  # it may ask for values; from_model takes them away
+            with unset_fake_temporarily():  # it may ask for values, which are taken away behind it
                 made = make()
-            if not isinstance(made, tuple):
-                raise
     if callable(made) and not isinstance(made, nn.Module):
-        return Step(place, made, [], lambda: torch.compile(made))
+        around = namespace.around
+        return Step(place, around(made), [], lambda: around(torch.compile(made)))
     pair = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(pair[0], nn.Module) or not isinstance(pair[1], Mapping):
         found = ", ".join(type(part).__name__ for part in pair)
         raise ToolError(f"--model {place} returned {found}: {NEEDED}")
-    return from_model(place, *pair, use_amp, device)
+    step = from_model(place, *pair, use_amp, device)
+    step.take = namespace.around(step.take)
+    step.compiled = lambda make=step.compiled: namespace.around(make())
+    return step
 
 
 def loss_of(title: str, out: object) -> Tensor:
@@ -180,7 +211,8 @@ def from_model(
     def train(compiled: bool) -> Callable[[], Tensor]:
         forward = torch.compile(model) if compiled else model
         gpu = device.type == "cuda"
-        optimizer = torch.optim.AdamW(weights, 1e-5, fused=True, capturable=gpu)
+        fused = all(weight.is_floating_point() for weight in weights) or None  # no complex ones
+        optimizer = torch.optim.AdamW(weights, 1e-5, fused=fused, capturable=gpu)
 
         def take() -> Tensor:
             optimizer.zero_grad()
@@ -201,34 +233,78 @@ def from_model(
 
 @contextmanager
 def of_the_user(name: str) -> Iterator[None]:
-    """Errors of the user's own code are one line, with the place where they came from."""
+    """Errors of the user's own code are one line, with the place where they came from; so is that
+    it ends the program."""
     try:
         yield
     except (ToolError, KeyboardInterrupt):
         raise
+    except SystemExit as end:
+        what = f"ended the program with status {end.code or 0}{where(end)}"
+        raise ToolError(f"{name} {what}; its own arguments stand behind --", status=1) from end
     except Exception as error:
         what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise ToolError(f"{name} failed{where(error)}: {what}", status=1) from error
 
 
-def record(step: Step, timed: bool = False) -> Recorded:
-    """One step, of which no tensor stays."""
+def record(step: Step, timed: bool = False, look: bool = False) -> Recorded:
+    """One step, of which no tensor stays; with `look` also which optimizers were idle in it."""
     recorder = Recorder(timed)
     recorder.recorded.weights = {recorder.number(weight) for weight in step.weights}
     with recorder, of_the_user(step.name):
-        loss = step.take()  # which is there when the step is over
+        loss = step.call()  # which is there when the step is over
     del loss
+    recorder.recorded.call = step.calls
+    for optimizer in optimizers_of(recorder) if look else ():
+        if id(optimizer) not in step.optimized[step.calls]:
+            recorder.recorded.idle[id(optimizer)] = type(optimizer).__name__
     return recorder.recorded
+
+
+def optimizers_of(recorder: Recorder) -> list[Optimizer]:
+    """The optimizers there are of weights that a recorded step has used."""
+
+    def used(optimizer: Optimizer) -> bool:
+        groups = getattr(optimizer, "param_groups", ())  # of one that is being made there are none
+        weights = (weight for group in groups for weight in group["params"])
+        return any(recorder.knows(weight) for weight in weights)
+
+    found = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+    return [each for each in found if used(each)]
 
 
 def counted(build: Callable[[], Step]) -> tuple[Step, Recorded]:
     """A step, and what it does: the second one, as the first makes the optimizer's state."""
     step = build()
     with of_the_user(step.name):
-        step.take()
-    return step, record(step)
+        step.call()
+    return step, record(step, look=True)
 
 
+def look_for_optimizers(step: Step, recorded: Recorded, calls: int) -> None:
+    """Where an optimizer took no step in the recorded call: say in which call one does, of so many
+    more."""
+    if not recorded.idle:
+        return
+
+    def stepped() -> list[int]:
+        return [call for call, own in step.optimized.items() if own & recorded.idle.keys()]
+
+    last = step.calls + calls
+    while not stepped() and step.calls < last:
+        try:
+            step.call()
+        except Exception:  # such as the end of the data: what was recorded is whole
+            break
+    other = f"but in call {min(stepped())}" if stepped() else f"nor in the first {step.calls}"
+    recorded.remarks += [
+        f"{', '.join(sorted(recorded.idle.values()))} takes no step in the recorded call"
+        f" {recorded.call}, {other}: a function that takes all calls from one step of the optimizer"
+        " to the next is the whole step"
+    ]
+
+
+@as_on_gpu()
 def count(build: Callable[[], Step], run: str = "") -> tuple[Step, Recorded]:
     """Operators, bytes and FLOPs of a step of fake tensors, with which nothing is computed. A step
     that these cannot take is really taken on the CPU, which is said before; never if `run` is
@@ -236,7 +312,9 @@ def count(build: Callable[[], Step], run: str = "") -> tuple[Step, Recorded]:
     if run != "real":
         try:
             with faked() as between:
-                return counted(build)
+                step, recorded = counted(build)
+                look_for_optimizers(step, recorded, MORE_CALLS)
+                return step, recorded
         except Exception as error:
             cause = error.__cause__ if isinstance(error, ToolError) else error
             if cause is None or not (reason := needs_values(cause, between)):
@@ -247,6 +325,7 @@ def count(build: Callable[[], Step], run: str = "") -> tuple[Step, Recorded]:
         note(f"{reason}: the step is really taken on this CPU, twice; {spent}")
     gc.collect()  # what the attempts before have left, such as workers of a DataLoader
     step, recorded = counted(build)
+    look_for_optimizers(step, recorded, 0)
     recorded.run = "real"
     return step, recorded
 
@@ -255,17 +334,18 @@ def measure(step: Step) -> Recorded:
     """The operators of a step with the times of their kernels, medians of some steps."""
     with of_the_user(step.name):
         for _ in range(REPEATS):
-            step.take()
+            step.call()
     times: dict[tuple, list[list[float]]] = {}  # of steps that were the same
     for _ in range(REPEATS):
         torch.cuda.synchronize()
-        found, events = profiled(lambda: record(step, timed=True))
+        found, events = profiled(lambda: record(step, timed=True, look=True))
         attribute(found, events)
         found.run = "measured"
         same = tuple(operator.name for operator in found.operators)
         times.setdefault(same, []).append([operator.us for operator in found.operators])
     for operator, us in zip(found.operators, zip(*times[same], strict=True), strict=True):
         operator.us = statistics.median(us)
+    look_for_optimizers(step, found, MORE_CALLS)
     return found
 
 
@@ -298,6 +378,15 @@ def side_by_side(streams: Sequence[Sequence[float]]) -> float:
     return (total / alike + longest * (1 - 1 / alike)) / total if total else 1.0
 
 
+def kernel_us(events: Sequence[dict]) -> list[tuple[Kernel, float]]:
+    """The kernels in a trace, with the microseconds that each adds to those in which any runs;
+    without a GPU the operators, with their times."""
+    kernels, on_gpu = kernels_of(events), complete(events, *ON_GPU)
+    union = alone(on_gpu)
+    own = [union[id(event)] for event in on_gpu] or [k.duration_ns / 1e3 for k in kernels]
+    return [*zip(kernels, own, strict=True)]
+
+
 def attribute(found: Recorded, events: list[dict]) -> None:
     """Give each operator the time of the kernels that its call launched; kernels that no operator
     launched become operators that are not understood."""
@@ -305,18 +394,15 @@ def attribute(found: Recorded, events: list[dict]) -> None:
     for operator in found.operators:
         operator.us, operator.kernels, operator.queued = 0.0, 0, 0
     ranges = ranges_of(events, {f"#{call}" for call in range(1 + max(first, default=0))})
-    kernels = kernels_of(events)
-    if not any(kernel.launch_us for kernel in kernels):
+    pairs = kernel_us(events)
+    if not any(kernel.launch_us for kernel, _ in pairs):
         raise ToolError(NO_KERNELS, status=1)
-    on_gpu = complete(events, *ON_GPU)  # these kernels; without a GPU there are none
-    union = alone(on_gpu)
-    spent = {id(k): union[id(e)] for k, e in zip(kernels, on_gpu, strict=False)}
-    kernels.sort(key=lambda kernel: kernel.launch_us or 0)
+    pairs.sort(key=lambda pair: pair[0].launch_us or 0)
+    named = range_of_each([kernel for kernel, _ in pairs], ranges)
     streams: dict[int, dict[object, list[float]]] = defaultdict(lambda: defaultdict(list))
     call = -1
-    for name, kernel in zip(range_of_each(kernels, ranges), kernels, strict=True):
+    for name, (kernel, us) in zip(named, pairs, strict=True):
         call = int(name[1:]) if name else call
-        us = spent.get(id(kernel), kernel.duration_ns / 1e3)
         found.launched[kernel.name] = found.launched.get(kernel.name, 0.0) + us
         if name is None or call not in first:  # it comes behind the one before
             own = Operator(f"kernel {kernel.name[:40]}", call, "forward", "?", [], [], barrier=True)
@@ -336,42 +422,106 @@ def attribute(found: Recorded, events: list[dict]) -> None:
 # --- compiled
 
 
+WORK = {"now": "taking the step", "compiled": "compiling"}
+
+
+@contextmanager
+def signs_of_life(what: str) -> Iterator[None]:
+    """Say on stderr how long this has taken, while it does."""
+    begin, over = time.perf_counter(), threading.Event()
+
+    def say() -> None:
+        while not over.wait(SIGN_S):
+            note(f"{what} for {time.perf_counter() - begin:.0f} s")
+
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 def compared(step: Step, launched: Mapping[str, float]) -> dict:
     """A step beside the same compiled: medians of the turns and of their ratios, and where one is
     another program than what was profiled, whose kernels took so many microseconds; or is
-    `unchanged` by compiling. What cannot be compared is an `error`."""
+    `unchanged` by compiling. Both are graphs; where one cannot be captured they are `traced`, for
+    that reason. What cannot be compared at all is an `error`."""
     result, sides = {}, {}
     # A graph is how this measures, and no part of the step: Hugging Face's models ask for one, and
     # would make masks in it that they do not make in training.
     with mock.patch("torch.cuda.is_current_stream_capturing", return_value=False):
         try:
             for name, make in (("now", lambda: step.take), ("compiled", step.compiled)):
-                with of_the_user(f"{step.name}, {name} as a graph"):
+                with of_the_user(f"{step.name}, {name}"), signs_of_life(WORK[name]):
                     take = make()
-                    compare_in_turns({name: take}, turns=1)
-                    sides[name] = take
+                    take()
+                    take()  # whose gradients may be other memory
+                sides[name] = take
         except (ToolError, torch.OutOfMemoryError) as error:
             result["error"] = " ".join(str(error).split())
-        if sides:
-            turns = compare_in_turns(sides)
-            result |= {f"{name}_ms": statistics.median(ms) for name, ms in turns.ms.items()}
-            kernels = {name: graph_kernels(take) for name, take in sides.items()}
-            result["other"] = {name: others(name, kernels[name], launched) for name in sides}
-            result["turns_ms"] = turns.ms
+        if not sides:
+            return result
+        try:
+            with of_the_user(step.name):
+                turns, kernels = in_turns(sides, result)
+        except (ToolError, torch.OutOfMemoryError) as error:
+            return result | {"error": " ".join(str(error).split())}
+    result |= {f"{name}_ms": statistics.median(ms) for name, ms in turns.ms.items()}
+    result["other"] = {name: others(name, kernels[name], launched) for name in sides}
+    result["turns_ms"] = turns.ms
     if "compiled" in sides:
         result["speedup"] = statistics.median(turns.ratios("compiled"))
         result["unchanged"] = kernels["compiled"].keys() <= launched.keys()
     return result
 
 
-def graph_kernels(take: Callable[[], object]) -> Counter:
-    """Microseconds of the kernels of a step as a graph, by name."""
-    warm_up(take)
-    replay = captured(take, 1)
-    replay()
+Sides = Mapping[str, Callable[[], object]]
+Measured = tuple[Turns, dict[str, Counter]]
+
+
+def in_turns(sides: Sides, result: dict) -> Measured:
+    """The turns of these steps, and microseconds of the kernels of each by name: as graphs, or
+    traced, with the reason in the result."""
+    try:
+        return graphs_in_turns(sides)
+    except (ToolError, torch.OutOfMemoryError) as error:
+        reason = f"{error}{where(error.__cause__ or error)}"
+        result["traced"] = " ".join(reason.split())
+    free_memory()
+    return traced_in_turns(sides)
+
+
+def graphs_in_turns(sides: Sides) -> Measured:
+    """The same as graphs."""
+    for name, take in sides.items():
+        compare_in_turns({name: take}, turns=1)
+    turns, kernels = compare_in_turns(sides), {}
+    for name, take in sides.items():
+        warm_up(take)
+        replay = captured(take, 1)
+        replay()
+        kernels[name] = by_name(profiled(replay)[1])
+    return turns, kernels
+
+
+def traced_in_turns(sides: Sides) -> Measured:
+    """The same without graphs: a turn is a call in a trace, and takes as long as any of its kernels
+    runs. What the host does between them does not count."""
+    ms, kernels = {name: [] for name in sides}, {}
+    for turn, name in alternating(sides, TRACED_TURNS + 1):
+        kernels[name] = by_name(profiled(sides[name])[1])
+        if turn:  # the first one warms up
+            ms[name].append(kernels[name].total() / 1e3)
+    return Turns(ms), kernels
+
+
+def by_name(events: Sequence[dict]) -> Counter:
+    """Microseconds of the kernels in a trace by name."""
     found: Counter = Counter()
-    for kernel in kernels_of(profiled(replay)[1]):
-        found[kernel.name] += kernel.duration_ns / 1e3
+    for kernel, us in kernel_us(events):
+        found[kernel.name] += us
     return found
 
 

@@ -1,0 +1,300 @@
+"""find_fusions.py on training files as people write them: their packages, command line, devices,
+loaders and optimizers."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, captured, strict_json
+
+from analysis_tools import find_fusions
+
+HEAD = """
+import copy, pickle, sys, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, random_split
+
+D = 16
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+class Net(nn.Module):
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.a, self.b = nn.Linear(D, D, dtype=dtype), nn.Linear(D, D, dtype=dtype)
+        self.register_buffer("scale", torch.ones(D))
+    def forward(self, x):
+        return (self.b(torch.tanh(self.a(x.to(self.a.weight.dtype)))) * self.scale).abs().mean()
+
+def loop(net, batches, optimizer=None):
+    optimizer, batches = optimizer or torch.optim.AdamW(net.parameters()), iter(batches)
+    def take():
+        (x,) = next(batches)
+        optimizer.zero_grad()
+        net(x.to(device)).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+    return take
+
+NET, DATA, FIXED = Net(), TensorDataset(torch.randn(64, D)), [(torch.randn(8, D),)] * 99
+OPTIMIZER = torch.optim.AdamW(NET.parameters())
+"""
+
+
+def examined(folder: Path, function: str, *argv: str) -> dict:
+    """What the tool finds of a function of training.py there."""
+    place = f"{folder / 'training.py'}:{function}"
+    words = ["--model", place, "--json", str(folder / "found.json"), *argv]
+    status, _, err = captured(find_fusions.main, words)
+    assert status == 0, err
+    return strict_json((folder / "found.json").read_text())
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    """Write training.py, of these functions behind the head."""
+
+    def writes(text: str) -> Path:
+        (tmp_path / "training.py").write_text(HEAD + text)
+        return tmp_path
+
+    return writes
+
+
+# --- as `python training.py` has it
+
+NAMES = ("lab", "tools", "bench", "common", "dev", "analysis_tools", "compare_runs", "_path")
+
+
+def test_no_module_of_the_user_is_hidden_by_one_of_ours(tmp_path):
+    """Not even a folder without __init__.py, one that is imported in the step, or a class that was
+    pickled in a run of the file; from any folder."""
+    for name in NAMES:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "nets.py").write_text(f"NAME = {name!r}\n")
+    (tmp_path / "lab/__init__.py").touch()
+    (tmp_path / "late.py").write_text("import lab.nets, tools.nets\nNAME = lab.nets.NAME\n")
+    imports = "".join(
+        f"import {name}.nets\nassert {name}.nets.NAME == {name!r}\n" for name in NAMES
+    )
+    text = f"""
+{imports}
+PICKLED = __file__ + ".pickle"
+def build():
+    with open(PICKLED, "rb") as file:
+        net, x = pickle.load(file), torch.randn(8, D)
+    assert "compare_runs" not in sys.path[0] and sys.path[0] == {str(tmp_path)!r}
+    def take():
+        import late
+        assert late.NAME == "lab" and sys.modules["__main__"].Net is type(net)
+        net(x).backward()
+    return take
+if __name__ == "__main__":
+    with open(PICKLED, "wb") as file:
+        pickle.dump(Net(), file)
+"""
+    (tmp_path / "training.py").write_text(HEAD + text)
+    subprocess.run([sys.executable, tmp_path / "training.py"], check=True, cwd=ROOT)
+    tool = [sys.executable, ROOT / "analysis_tools/find_fusions.py", "--model"]
+    done = subprocess.run(
+        [*tool, f"{tmp_path}/training.py:build"], capture_output=True, text=True, cwd="/"
+    )
+    assert (done.returncode, "tanh" in done.stdout) == (0, True), done.stderr
+
+
+def test_what_the_user_lacks_is_not_taken_from_us(write):
+    folder = write("import roofline_analysis\ndef build(): return Net(), {'x': FIXED[0][0]}\n")
+    status, _, err = captured(find_fusions.main, ["--model", f"{folder}/training.py:build"])
+    assert (status, "No module named 'roofline_analysis'" in err) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("behind", "width"),
+    [([], 16), (["--width", "32"], 32), (["--json", "x.py", "--width", "48", "--", "y"], 48)],
+)
+@pytest.mark.parametrize("parse", ["parse_args", "parse_known_args"])
+def test_the_command_line_of_a_file_stands_behind_two_dashes(behind, width, parse, write):
+    """When it is imported and when its function is called; ours is none of it."""
+    text = """
+import argparse
+def arguments():
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--width", type=int, default=16)
+    parser.add_argument("--json"), parser.add_argument("rest", nargs="*")
+    found = parser.PARSE()
+    assert sys.argv[0] == __file__ and "--model" not in sys.argv
+    return found if isinstance(found, argparse.Namespace) else found[0]
+WIDTH = arguments().width
+def build():
+    assert arguments().width == WIDTH
+    return nn.Sequential(nn.Linear(WIDTH, 1, bias=False), nn.Flatten(0), Mean()), {"input": x()}
+def x(): return torch.randn(1, WIDTH)
+class Mean(nn.Module):
+    def forward(self, x): return x.mean()
+"""
+    folder = write(text.replace("PARSE", parse))
+    before = [*sys.argv]
+    found = examined(folder, "build", *(["--", *behind] if behind else []))
+    assert found["flop"] == 2 * 2 * width  # forward, and the gradient of the weight
+    assert sys.argv == before
+
+
+def test_a_file_that_ends_the_program_is_said(write):
+    folder = write("sys.exit(0)\n")
+    status, out, err = captured(find_fusions.main, ["--model", f"{folder}/training.py:build"])
+    assert (status, out) == (1, "")
+    assert re.search(r"ended the program with status 0 at .*training.py:\d+; its own arg", err)
+
+
+# --- without values
+
+LOOPS = """
+def inside(): return loop(Net().to(device), FIXED)
+def outside(): return loop(NET.to(device), FIXED)
+def optimizer_outside(): return loop(NET.to(device), FIXED, OPTIMIZER)
+def optimizer_before():
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    return loop(net.to(device, torch.bfloat16), FIXED, optimizer)
+def of_another_type(): return loop(NET.bfloat16(), FIXED)
+def copied(): return loop(copy.deepcopy(NET).to(device), FIXED)
+def loader(): return loop(Net().to(device), DataLoader(DATA, 8, shuffle=True))
+def workers():
+    data = TensorDataset(torch.randn(64, D))
+    return loop(Net().to(device), DataLoader(data, 8, num_workers=2, persistent_workers=True))
+def split():
+    return loop(Net().to(device), DataLoader(random_split(DATA, [32, 32])[0], 8))
+"""
+
+
+@pytest.mark.parametrize("way", re.findall(r"def (\w+)", LOOPS))
+def test_an_ordinary_loop_is_counted_without_values(way, write):
+    """As many kernels as when it is really taken; a loader is no part of the step."""
+    folder = write(LOOPS)
+    fake, real = examined(folder, way, "--fake"), examined(folder, way, "--real")
+    assert (fake["run"], real["run"]) == ("fake", "real")
+    assert fake["flop"] == real["flop"] == 3 * 2 * 2 * 8 * 16**2 - 2 * 8 * 16**2
+    if "data" not in way and way not in ("loader", "workers", "split"):
+        assert fake["levels"]["now"]["kernels"] == real["levels"]["now"]["kernels"]
+
+
+# --- as a GPU has it
+
+CHOICES = """
+def choice(optimizer, **named):
+    def build():
+        net = nn.ModuleList([Net(), Net()])
+        return loop(nn.Sequential(*net[:1]), FIXED, optimizer(net[0].parameters(), **named))
+    return build
+for name in ("AdamW", "Adam", "SGD", "RMSprop"):
+    kind = getattr(torch.optim, name)
+    globals()[name], globals()[f"{name}_foreach"] = choice(kind), choice(kind, foreach=True)
+"""
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "RMSprop"])
+@pytest.mark.parametrize("run", ["--fake", "--real"])
+def test_an_optimizer_takes_all_weights_at_once(name, run, write):
+    """Clipping, too; the number of steps that it counts is on the host."""
+    folder = write(CHOICES)
+    default, foreach = (examined(folder, f"{name}{end}", run) for end in ("", "_foreach"))
+    assert default["levels"] == foreach["levels"]
+    assert default["levels"]["now"]["kernels"] < 40
+
+
+AUTOCAST = """
+def cast(context):
+    net = Net()
+    def build():
+        def take():
+            with context():
+                loss = net(FIXED[0][0])
+            loss.backward()
+        return take
+    return build
+half = torch.bfloat16
+cpu = cast(lambda: torch.autocast("cpu", half))
+cuda = cast(lambda: torch.autocast("cuda", half))
+named = cast(lambda: torch.autocast(device_type="cuda", dtype=half))
+older = cast(lambda: torch.cuda.amp.autocast(dtype=half))
+@torch.autocast("cuda", half)
+def decorated_loss(net): return net(FIXED[0][0])
+def decorated():
+    net = Net()
+    return lambda: decorated_loss(net).backward()
+fp16 = cast(lambda: torch.autocast("cuda"))
+off = cast(lambda: torch.autocast("cuda", half, enabled=False))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+def test_autocast_of_a_gpu_is_counted_in_its_type(write):
+    folder = write(AUTOCAST)
+    cpu = examined(folder, "cpu")
+    for same in ("cuda", "named", "older", "decorated"):
+        found = examined(folder, same)
+        assert (found["precision"], found["levels"]) == ("bf16", cpu["levels"]), same
+    assert [examined(folder, each)["precision"] for each in ("fp16", "off")] == ["fp16", "fp32"]
+
+
+def test_complex_weights_have_an_optimizer_that_takes_them(write):
+    folder = write("def build(): return Net(torch.complex64), {'x': FIXED[0][0]}\n")
+    assert examined(folder, "build")["flop"] == 4 * (3 * 2 * 2 * 8 * 16**2 - 2 * 8 * 16**2)
+
+
+# --- which call
+
+CALLS = """
+def accumulated(every):
+    def build():
+        net, calls = Net(), 0
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        def take():
+            nonlocal calls
+            net(FIXED[0][0]).backward()
+            calls += 1
+            if every and calls % every == 0:
+                optimizer.step(), optimizer.zero_grad()
+        return take
+    return build
+each, second, third, fourth, never = map(accumulated, (1, 2, 3, 4, 0))
+def adversarial():
+    one, two = Net(), Net()
+    both = torch.optim.SGD(one.parameters(), 0.1), torch.optim.Adam(two.parameters(), 0.1)
+    calls = 0
+    def take():
+        nonlocal calls
+        calls += 1
+        (one(FIXED[0][0]) + two(FIXED[0][0])).backward()
+        both[0].step()
+        if calls % 5 == 0:
+            both[1].step()
+    return take
+def forward():
+    net = Net()
+    return lambda: net(FIXED[0][0])
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("each", None),
+        ("second", None),
+        ("forward", None),
+        ("third", "SGD takes no step in the recorded call 2, but in call 3: "),
+        ("fourth", "SGD takes no step in the recorded call 2, but in call 4: "),
+        ("never", "SGD takes no step in the recorded call 2, nor in the first 34: "),
+        ("adversarial", "Adam takes no step in the recorded call 2, but in call 5: "),
+    ],
+)
+def test_a_call_without_the_optimizer_is_said(name, said, write):
+    found = examined(write(CALLS), name)
+    remarks = [remark for remark in found["remarks"] if "takes no step" in remark]
+    assert found["call"] == 2
+    assert len(remarks) == bool(said) and all(remark.startswith(said) for remark in remarks)
+    assert "; call 2 of the step, nothing was run" in find_fusions.report(found, 1).splitlines()[0]
