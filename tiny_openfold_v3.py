@@ -158,7 +158,8 @@ def layer_norm_forward_kernel(
     bias of an attention, PAIR_BIAS_h = sum_c y_c HEADS_hc in [B, H, N, N]. A program owns ROWS
     rows.
     """
-    row, at, inside = tile_of_rows(tl.program_id(0) * ROWS, rows, C, BLOCK_C, ROWS, True)
+    program = tl.program_id(0).to(tl.int64)
+    row, at, inside = tile_of_rows(program * ROWS, rows, C, BLOCK_C, ROWS, True)
     channel = tl.arange(0, BLOCK_C)
     x, _ = normalise(load_tile(X, at, inside), inside, eps, C)
     weight = tl.load(WEIGHT + channel, mask=channel < C, other=0.0)
@@ -1701,7 +1702,8 @@ def bias_relu_forward_kernel(
 
     X and OUT are [rows, C]. A program owns ROWS rows.
     """
-    _, at, inside = tile_of_rows(tl.program_id(0) * ROWS, rows, C, BLOCK_C, ROWS, True)
+    program = tl.program_id(0).to(tl.int64)
+    _, at, inside = tile_of_rows(program * ROWS, rows, C, BLOCK_C, ROWS, True)
     channel = tl.arange(0, BLOCK_C)
     bias = tl.load(BIAS + channel, mask=channel < C, other=0.0).to(tl.float32)
     x = load_tile(X, at, inside) + bias[None, :]
