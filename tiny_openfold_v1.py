@@ -6,12 +6,11 @@ place and each pair of residues has a vector; pairs predict distances. A block u
 attention along rows, then columns. In rows, a number made from a pair is added to the score of its
 two residues: the pair bias. It updates pair ij from MSA columns i and j (outer product), then by
 triangles, from pairs ik and jk (triangle multiplication, triangle attention).
+Names follow OpenFold; AF2 SI is the supplement of Jumper et al. 2021.
 
 Nothing in the model is fused: each operation starts its own kernels (functions on the GPU). They
 read from memory, and write to it. Attention scores go there, too: read GatedAttention.attend first.
 Later versions train this same model to this same loss, with fewer kernels that move fewer bytes.
-
-AF2 SI is the supplement of Jumper et al. 2021. Names follow OpenFold.
 
 Examples:
   python tiny_openfold_v1.py                                       train on synthetic proteins
@@ -48,11 +47,8 @@ except ImportError as error:
     print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
     sys.exit(4)
 
+
 # --- configuration
-
-VERSION = 1
-
-
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes of the model and how it runs; the defaults are those of the command line."""
@@ -74,76 +70,7 @@ class Fusions:
     """V1 fuses nothing."""
 
 
-FUSIONS: tuple[tuple[str, str, str], ...] = ()  # flag, attribute, help
-
-
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that only this model has."""
-    sizes, add = ModelConfig(), parser.add_argument_group("model").add_argument
-    for flag, low, default, letter, text in (
-        ("msa-dim", 1, sizes.msa_dim, "C", "channels of the MSA representation"),
-        ("pair-dim", 1, sizes.pair_dim, "C", "channels of the pair representation"),
-        ("num-blocks", 1, sizes.num_blocks, "L", "Evoformer blocks"),
-        ("num-heads-msa", 1, sizes.num_heads_msa, "H", "heads of MSA attention"),
-        ("num-heads-pair", 1, sizes.num_heads_pair, "H", "heads of pair attention"),
-        ("num-seqs", 1, sizes.num_seqs, "S", "sequences per alignment"),
-        ("seq-len", 2, sizes.seq_len, "N", "residues per sample"),
-        ("batch-size", 1, 4, "B", "samples per step"),
-    ):
-        text += " (default: %(default)s)"
-        add(f"--{flag}", type=at_least(low), default=default, metavar=letter, help=text)
-    add("--checkpoint-blocks", action="store_true", help="keep a block's input, compute it again")
-    add = parser.add_argument_group("data").add_argument
-    text = "real alignments, query first (with --structure), or prepared .npz; or folders of them"
-    add("--msa", type=Path, action="append", metavar="FILE.a3m", help=text)
-    add("--structure", type=Path, action="append", metavar="FILE", help="the PDB or mmCIF of each")
-
-
-# --- model
-
-AMINO_ACIDS = "ARNDCQEGHILKMFPSTWYV"
-UNKNOWN, GAP, MASK = 20, 21, 22
-NUM_TOKENS = 23  # the 20 amino acids, unknown, gap, masked
-MAX_OFFSET = 32  # relative positions are clipped at +-32 residues
-NUM_BINS, FIRST_EDGE, LAST_EDGE = 64, 2.0, 22.0  # distogram, in Angstrom
-BIN_WIDTH = (LAST_EDGE - FIRST_EDGE) / NUM_BINS
-
-
-def one_hot(tokens: Tensor, classes: int) -> Tensor:
-    """Turn tokens [...] into float32 [..., classes], 1 at the token and 0 elsewhere."""
-    return (tokens[..., None] == torch.arange(classes, device=tokens.device)).float()
-
-
-class InputEmbedder(nn.Module):
-    """Embed an alignment as MSA and pair representation (AF2 SI, algorithms 3 to 5)."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.linear_tf_z_i = nn.Linear(NUM_TOKENS, config.pair_dim)
-        self.linear_tf_z_j = nn.Linear(NUM_TOKENS, config.pair_dim)
-        self.linear_tf_m = nn.Linear(NUM_TOKENS, config.msa_dim)
-        self.linear_msa_m = nn.Linear(NUM_TOKENS, config.msa_dim)
-        self.linear_relpos = nn.Linear(2 * MAX_OFFSET + 1, config.pair_dim)
-
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Embed tokens [B, S, N] -> msa [B, S, N, c_m], pair [B, N, N, c_z]."""
-        alignment = one_hot(tokens, NUM_TOKENS)
-        query = alignment[:, 0]
-        position = torch.arange(tokens.shape[-1], device=tokens.device)
-        offset = (position[:, None] - position).clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
-        pair = self.linear_tf_z_i(query)[:, :, None] + self.linear_tf_z_j(query)[:, None]
-        pair = pair + self.linear_relpos(one_hot(offset, 2 * MAX_OFFSET + 1))
-        return self.linear_msa_m(alignment) + self.linear_tf_m(query)[:, None], pair
-
-
-def without_padding(bias: Tensor, present: Tensor) -> Tensor:
-    """Set a bias [B or 1, H or 1, N or 1, N] where no key is present [B, N].
-
-    Its weight is then 0, and where all keys are padding no NaN arises, nor in float16.
-    """
-    return bias.masked_fill(~present[:, None, None], -1e4)
-
-
+# --- attention: update = linear_o(sigmoid(gate) * softmax(q k^T / sqrt(D) + bias) v)
 class GatedAttention(nn.Module):
     """Attend along one axis in several heads, with a sigmoid gate: the base of four attentions."""
 
@@ -165,7 +92,9 @@ class GatedAttention(nn.Module):
         padding, that nobody attends to.
         """
         if present is not None:
-            bias = without_padding(x.new_zeros(1) if bias is None else bias, present)
+            bias = x.new_zeros(1) if bias is None else bias
+            # a weight of 0, and no NaN where all keys are padding, nor in float16
+            bias = bias.masked_fill(~present[:, None, None], -1e4)
         linears = (self.linear_q, self.linear_k, self.linear_v, self.linear_g)
         q, k, v, gate = (linear(x) for linear in linears)
         # Not in five dimensions, at which torch.compile's attention pattern fails (PyTorch 2.11).
@@ -206,53 +135,29 @@ class MSAColumnAttention(GatedAttention):
         return self.attend(msa, present=sequences).transpose(1, 2)
 
 
-class Transition(nn.Module):
-    """Two-layer perceptron on each position."""
+class TriangleAttentionStartingNode(GatedAttention):
+    """Let edges ij and ik attend to each other, biased by edge jk (AF2 SI, algorithm 13)."""
 
-    def __init__(self, dim: int, factor: int):
-        super().__init__()
-        self.layer_norm = nn.LayerNorm(dim)
-        self.linear_1 = nn.Linear(dim, factor * dim)
-        self.linear_2 = nn.Linear(factor * dim, dim)
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__(config.pair_dim, config.num_heads_pair, fusions)
+        self.layer_norm = nn.LayerNorm(config.pair_dim)
+        self.linear = nn.Linear(config.pair_dim, config.num_heads_pair, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute the update of x [..., C]."""
-        return self.linear_2(F.relu(self.linear_1(self.layer_norm(x))))
-
-
-class MSATransition(Transition):
-    """AF2 SI, algorithm 9."""
+    def forward(self, pair: Tensor, residues: Tensor | None = None) -> Tensor:
+        """Compute the update of pair [B, N, N, c_z]; residues [B, N] are False for padding."""
+        pair = self.layer_norm(pair)
+        return self.attend(pair, self.linear(pair).permute(0, 3, 1, 2), residues)
 
 
-class PairTransition(Transition):
-    """AF2 SI, algorithm 15."""
+class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
+    """Let edges ij and kj attend to each other, biased by edge ki (AF2 SI, algorithm 14)."""
+
+    def forward(self, pair: Tensor, residues: Tensor | None = None) -> Tensor:
+        """Compute the update of pair [B, N, N, c_z]; residues [B, N] are False for padding."""
+        return super().forward(pair.transpose(1, 2), residues).transpose(1, 2)
 
 
-class OuterProductMean(nn.Module):
-    """Update the pair representation from pairs of MSA columns (AF2 SI, algorithm 10)."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        hidden = config.outer_product_dim
-        self.layer_norm = nn.LayerNorm(config.msa_dim)
-        self.linear_1 = nn.Linear(config.msa_dim, hidden)
-        self.linear_2 = nn.Linear(config.msa_dim, hidden)
-        self.linear_out = nn.Linear(hidden * hidden, config.pair_dim)
-
-    def forward(self, msa: Tensor, sequences: Tensor | None = None) -> Tensor:
-        """Compute the update of pair [B, N, N, c_z] from msa [B, S, N, c_m], sequences [B, S]."""
-        msa, depth = self.layer_norm(msa), msa.shape[1]
-        if sequences is not None:
-            dtype = torch.promote_types(msa.dtype, torch.float32)
-            depth = sequences.sum(1, dtype=dtype)[:, None, None, None]
-        a, b = self.linear_1(msa), self.linear_2(msa)
-        if sequences is not None:
-            a = a * sequences[:, :, None, None]
-        outer = torch.einsum("bsic,bsjd->bijcd", a, b).flatten(3)
-        # The bias is divided, too, as AlphaFold's code does.
-        return self.linear_out(outer) / (depth + 1e-3)
-
-
+# --- triangle multiplication: update = sigmoid(g) * linear_z(norm(sum_k a_ik * b_jk))
 class TriangleMultiplication(nn.Module):
     """Update each edge from the two others of its triangles, multiplied by `equation`."""
 
@@ -293,65 +198,91 @@ class TriangleMultiplicationIncoming(TriangleMultiplication):
     equation = "bkic,bkjc->bijc"
 
 
-class TriangleAttentionStartingNode(GatedAttention):
-    """Let edges ij and ik attend to each other, biased by edge jk (AF2 SI, algorithm 13)."""
+# --- outer product mean: update_ij = linear_out(sum_s a_si (x) b_sj) / number of sequences
+class OuterProductMean(nn.Module):
+    """Update the pair representation from pairs of MSA columns (AF2 SI, algorithm 10)."""
 
-    def __init__(self, config: ModelConfig, fusions: Fusions):
-        super().__init__(config.pair_dim, config.num_heads_pair, fusions)
-        self.layer_norm = nn.LayerNorm(config.pair_dim)
-        self.linear = nn.Linear(config.pair_dim, config.num_heads_pair, bias=False)
-
-    def forward(self, pair: Tensor, residues: Tensor | None = None) -> Tensor:
-        """Compute the update of pair [B, N, N, c_z]; residues [B, N] are False for padding."""
-        pair = self.layer_norm(pair)
-        return self.attend(pair, self.linear(pair).permute(0, 3, 1, 2), residues)
-
-
-class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
-    """Let edges ij and kj attend to each other, biased by edge ki (AF2 SI, algorithm 14)."""
-
-    def forward(self, pair: Tensor, residues: Tensor | None = None) -> Tensor:
-        """Compute the update of pair [B, N, N, c_z]; residues [B, N] are False for padding."""
-        return super().forward(pair.transpose(1, 2), residues).transpose(1, 2)
-
-
-class EvoformerBlock(nn.Module):
-    """One block of the Evoformer stack, without dropout (AF2 SI, algorithm 6)."""
-
-    def __init__(self, config: ModelConfig, fusions: Fusions):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.msa_att_row = MSARowAttentionWithPairBias(config, fusions)
-        self.msa_att_col = MSAColumnAttention(config, fusions)
-        self.msa_transition = MSATransition(config.msa_dim, config.transition_factor)
-        self.outer_product_mean = OuterProductMean(config)
-        self.tri_mul_out = TriangleMultiplicationOutgoing(config, fusions)
-        self.tri_mul_in = TriangleMultiplicationIncoming(config, fusions)
-        self.tri_att_start = TriangleAttentionStartingNode(config, fusions)
-        self.tri_att_end = TriangleAttentionEndingNode(config, fusions)
-        self.pair_transition = PairTransition(config.pair_dim, config.transition_factor)
+        hidden = config.outer_product_dim
+        self.layer_norm = nn.LayerNorm(config.msa_dim)
+        self.linear_1 = nn.Linear(config.msa_dim, hidden)
+        self.linear_2 = nn.Linear(config.msa_dim, hidden)
+        self.linear_out = nn.Linear(hidden * hidden, config.pair_dim)
 
-    def forward(
-        self,
-        msa: Tensor,
-        pair: Tensor,
-        sequences: Tensor | None = None,
-        residues: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Update msa [B, S, N, c_m] and pair [B, N, N, c_z].
+    def forward(self, msa: Tensor, sequences: Tensor | None = None) -> Tensor:
+        """Compute the update of pair [B, N, N, c_z] from msa [B, S, N, c_m], sequences [B, S]."""
+        msa, depth = self.layer_norm(msa), msa.shape[1]
+        a, b = self.linear_1(msa), self.linear_2(msa)
+        if sequences is not None:
+            a = a * sequences[:, :, None, None]
+            dtype = torch.promote_types(msa.dtype, torch.float32)
+            depth = sequences.sum(1, dtype=dtype)[:, None, None, None]
+        outer = torch.einsum("bsic,bsjd->bijcd", a, b).flatten(3)
+        # The bias is divided, too, as AlphaFold's code does.
+        return self.linear_out(outer) / (depth + 1e-3)
 
-        sequences [B, S] and residues [B, N] are False for padding, which changes nothing elsewhere.
-        """
-        sequences, residues = (m if m is None else m.bool() for m in (sequences, residues))
-        msa = msa + self.msa_att_row(msa, pair, residues)
-        msa = msa + self.msa_att_col(msa, sequences)
-        msa = msa + self.msa_transition(msa)
-        pair = pair + self.outer_product_mean(msa, sequences)
-        pair = pair + self.tri_mul_out(pair, residues)
-        pair = pair + self.tri_mul_in(pair, residues)
-        pair = pair + self.tri_att_start(pair, residues)
-        pair = pair + self.tri_att_end(pair, residues)
-        pair = pair + self.pair_transition(pair)
-        return msa, pair
+
+# --- transition: update = linear_2(relu(linear_1(norm(x))))
+class Transition(nn.Module):
+    """Two-layer perceptron on each position."""
+
+    def __init__(self, dim: int, factor: int):
+        super().__init__()
+        self.layer_norm = nn.LayerNorm(dim)
+        self.linear_1 = nn.Linear(dim, factor * dim)
+        self.linear_2 = nn.Linear(factor * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the update of x [..., C]."""
+        return self.linear_2(F.relu(self.linear_1(self.layer_norm(x))))
+
+
+class MSATransition(Transition):
+    """AF2 SI, algorithm 9."""
+
+
+class PairTransition(Transition):
+    """AF2 SI, algorithm 15."""
+
+
+# --- input embedding: projections of one-hot tokens and of relative positions
+AMINO_ACIDS = "ARNDCQEGHILKMFPSTWYV"
+UNKNOWN, GAP, MASK = 20, 21, 22
+NUM_TOKENS = 23  # the 20 amino acids, unknown, gap, masked
+MAX_OFFSET = 32  # relative positions are clipped at +-32 residues
+
+
+def one_hot(tokens: Tensor, classes: int) -> Tensor:
+    """Turn tokens [...] into float32 [..., classes], 1 at the token and 0 elsewhere."""
+    return (tokens[..., None] == torch.arange(classes, device=tokens.device)).float()
+
+
+class InputEmbedder(nn.Module):
+    """Embed an alignment as MSA and pair representation (AF2 SI, algorithms 3 to 5)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.linear_tf_z_i = nn.Linear(NUM_TOKENS, config.pair_dim)
+        self.linear_tf_z_j = nn.Linear(NUM_TOKENS, config.pair_dim)
+        self.linear_tf_m = nn.Linear(NUM_TOKENS, config.msa_dim)
+        self.linear_msa_m = nn.Linear(NUM_TOKENS, config.msa_dim)
+        self.linear_relpos = nn.Linear(2 * MAX_OFFSET + 1, config.pair_dim)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Embed tokens [B, S, N] -> msa [B, S, N, c_m], pair [B, N, N, c_z]."""
+        position = torch.arange(tokens.shape[-1], device=tokens.device)
+        offset = (position[:, None] - position).clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
+        alignment = one_hot(tokens, NUM_TOKENS)
+        query = alignment[:, 0]
+        pair = self.linear_tf_z_i(query)[:, :, None] + self.linear_tf_z_j(query)[:, None]
+        pair = pair + self.linear_relpos(one_hot(offset, 2 * MAX_OFFSET + 1))
+        return self.linear_msa_m(alignment) + self.linear_tf_m(query)[:, None], pair
+
+
+# --- heads and their losses
+NUM_BINS, FIRST_EDGE, LAST_EDGE = 64, 2.0, 22.0  # distogram, in Angstrom
+BIN_WIDTH = (LAST_EDGE - FIRST_EDGE) / NUM_BINS
 
 
 def head_loss(logits: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
@@ -399,6 +330,46 @@ class MaskedMSAHead(nn.Module):
     def forward(self, msa: Tensor) -> Tensor:
         """Predict logits [B, S, N, 23] from msa [B, S, N, c_m]."""
         return self.linear(msa)
+
+
+# --- model
+class EvoformerBlock(nn.Module):
+    """One block of the Evoformer stack, without dropout (AF2 SI, algorithm 6)."""
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__()
+        self.msa_att_row = MSARowAttentionWithPairBias(config, fusions)
+        self.msa_att_col = MSAColumnAttention(config, fusions)
+        self.msa_transition = MSATransition(config.msa_dim, config.transition_factor)
+        self.outer_product_mean = OuterProductMean(config)
+        self.tri_mul_out = TriangleMultiplicationOutgoing(config, fusions)
+        self.tri_mul_in = TriangleMultiplicationIncoming(config, fusions)
+        self.tri_att_start = TriangleAttentionStartingNode(config, fusions)
+        self.tri_att_end = TriangleAttentionEndingNode(config, fusions)
+        self.pair_transition = PairTransition(config.pair_dim, config.transition_factor)
+
+    def forward(
+        self,
+        msa: Tensor,
+        pair: Tensor,
+        sequences: Tensor | None = None,
+        residues: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Update msa [B, S, N, c_m] and pair [B, N, N, c_z].
+
+        sequences [B, S] and residues [B, N] are False for padding, which changes nothing elsewhere.
+        """
+        sequences, residues = (m if m is None else m.bool() for m in (sequences, residues))
+        msa = msa + self.msa_att_row(msa, pair, residues)
+        msa = msa + self.msa_att_col(msa, sequences)
+        msa = msa + self.msa_transition(msa)
+        pair = pair + self.outer_product_mean(msa, sequences)
+        pair = pair + self.tri_mul_out(pair, residues)
+        pair = pair + self.tri_mul_in(pair, residues)
+        pair = pair + self.tri_att_start(pair, residues)
+        pair = pair + self.tri_att_end(pair, residues)
+        pair = pair + self.pair_transition(pair)
+        return msa, pair
 
 
 class TinyOpenFold(nn.Module):
@@ -474,6 +445,62 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.O
     if args.device == "cuda":  # a tensor, so that a captured step follows a scheduler
         rate = torch.tensor(rate, device=next(model.parameters()).device)
     return torch.optim.AdamW(model.parameters(), rate, fused=True, capturable=args.cuda_graph)
+
+
+# --- arguments of the model
+VERSION = 1
+FUSIONS: tuple[tuple[str, str, str], ...] = ()  # flag, attribute, help
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that only this model has."""
+    sizes, add = ModelConfig(), parser.add_argument_group("model").add_argument
+    for flag, low, default, letter, text in (
+        ("msa-dim", 1, sizes.msa_dim, "C", "channels of the MSA representation"),
+        ("pair-dim", 1, sizes.pair_dim, "C", "channels of the pair representation"),
+        ("num-blocks", 1, sizes.num_blocks, "L", "Evoformer blocks"),
+        ("num-heads-msa", 1, sizes.num_heads_msa, "H", "heads of MSA attention"),
+        ("num-heads-pair", 1, sizes.num_heads_pair, "H", "heads of pair attention"),
+        ("num-seqs", 1, sizes.num_seqs, "S", "sequences per alignment"),
+        ("seq-len", 2, sizes.seq_len, "N", "residues per sample"),
+        ("batch-size", 1, 4, "B", "samples per step"),
+    ):
+        text += " (default: %(default)s)"
+        add(f"--{flag}", type=at_least(low), default=default, metavar=letter, help=text)
+    add("--checkpoint-blocks", action="store_true", help="keep a block's input, compute it again")
+    add = parser.add_argument_group("data").add_argument
+    text = "real alignments, query first (with --structure), or prepared .npz; or folders of them"
+    add("--msa", type=Path, action="append", metavar="FILE.a3m", help=text)
+    add("--structure", type=Path, action="append", metavar="FILE", help="the PDB or mmCIF of each")
+
+
+def without_effect(args: argparse.Namespace) -> dict[str, str]:
+    """Return the fusions without effect under these arguments, on or off, and why."""
+    return {}
+
+
+def use_settings(args: argparse.Namespace) -> None:
+    """Apply this version's process-wide settings of a run: there are none."""
+
+
+def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuse sizes and inputs that do not fit together; lower what a real protein has less of."""
+    for name in ("msa", "pair"):
+        dim, heads = getattr(args, f"{name}_dim"), getattr(args, f"num_heads_{name}")
+        if dim % heads:
+            parser.error(f"--{name}-dim {dim} must be divisible by --num-heads-{name} {heads}")
+    if args.structure and not args.msa:
+        parser.error("--structure FILE needs its alignment: --msa FILE.a3m")
+    if args.msa:
+        proteins = read_proteins(args)
+        for note in filter(None, (protein.note for protein in proteins)):
+            say("note", note)
+        sizes = zip(*(protein.tokens.shape for protein in proteins), strict=True)
+        for name, most in zip(("num_seqs", "seq_len"), map(max, sizes), strict=True):
+            if (size := getattr(args, name)) > most:
+                flag = f"--{name.replace('_', '-')}"
+                say("note", f"{flag} {size} lowered to {most}: no protein of --msa has more")
+                setattr(args, name, most)
 
 
 # --- data
@@ -647,37 +674,6 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> P
 
 
 # --- end of data
-
-# --- checks of the model's arguments
-
-
-def without_effect(args: argparse.Namespace) -> dict[str, str]:
-    """Return the fusions without effect under these arguments, on or off, and why."""
-    return {}
-
-
-def use_settings(args: argparse.Namespace) -> None:
-    """Apply this version's process-wide settings of a run: there are none."""
-
-
-def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Refuse sizes and inputs that do not fit together; lower what a real protein has less of."""
-    for name in ("msa", "pair"):
-        dim, heads = getattr(args, f"{name}_dim"), getattr(args, f"num_heads_{name}")
-        if dim % heads:
-            parser.error(f"--{name}-dim {dim} must be divisible by --num-heads-{name} {heads}")
-    if args.structure and not args.msa:
-        parser.error("--structure FILE needs its alignment: --msa FILE.a3m")
-    if args.msa:
-        proteins = read_proteins(args)
-        for note in filter(None, (protein.note for protein in proteins)):
-            say("note", note)
-        sizes = zip(*(protein.tokens.shape for protein in proteins), strict=True)
-        for name, most in zip(("num_seqs", "seq_len"), map(max, sizes), strict=True):
-            if (size := getattr(args, name)) > most:
-                flag = f"--{name.replace('_', '-')}"
-                say("note", f"{flag} {size} lowered to {most}: no protein of --msa has more")
-                setattr(args, name, most)
 
 
 # --- core

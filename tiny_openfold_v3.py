@@ -1,30 +1,21 @@
 #!/usr/bin/env python3
 """TinyOpenFold V3: kernels of our own, written in Triton (Python for GPUs), each on its own flag.
 
-Read V1 and V2 first: model, weights and loss stay the same. A kernel of ours does several
-operations at once: what passes between them stays on the chip, and fewer kernels start. A kernel
-runs as many programs on the GPU, each with its own block of numbers. A GEMM is a matrix product.
-Most operations of an Evoformer wait for memory, not for arithmetic.
+Read V1 and V2 first: model, weights and loss stay the same. An Evoformer waits for memory; a kernel
+does several operations at once, and what is between them stays on the chip. GEMM: matrix product.
 
 triton-layer-norm     a norm in one pass, which also makes the pair bias where one is needed
-triton-attention      attention with pair bias and gate in one pass: no scores are stored, and
-                      queries, keys and values are not transposed
-triton-triangle       a triangle multiplication: one kernel before its batched GEMM (norm,
-                      projections, gates), and one after it
-triton-outer-product  the product is stored in the order in which the next projection reads it. It
-                      is not kept: the backward pass computes it again
+triton-attention      attention with pair bias and gate in one pass: no scores are stored
+triton-triangle       a triangle multiplication: one kernel before its batched GEMM, one after it
+triton-outer-product  outer products as the next projection reads them; they are not kept
 triton-transition     bias and ReLU of a transition (a two-layer perceptron) in one pass
 triton-bias-gradient  gradients of the other biases: sums over all rows, split among many programs
 cast-fusion           with AMP (16-bit GEMMs), PyTorch casts most weights of a block in one launch
 
-Begin with layer_norm_forward_kernel, then read attention_forward_kernel. Each operation has the
-same parts: kernels, functions that launch (start) them, an autograd Function.
-
-V2's fusions are now part of triton-attention and triton-triangle. Turn a flag off, and PyTorch
-computes what V1 does. Other GEMMs stay with the vendor's library. Without a GPU, Triton's
-interpreter runs the kernels: this shows that they are right, not how fast they are.
-
-AF2 SI is the supplement of Jumper et al. 2021. Names follow OpenFold.
+Begin with layer_norm_forward_kernel, then read attention_forward_kernel. An operation is a section:
+kernels, functions that launch (start) them, an autograd Function, the module that uses it. Turn a
+flag off, and PyTorch computes what V1 does; V2's fusions are now part of triton-attention and
+triton-triangle. Without a GPU, Triton's interpreter runs the kernels: right, but slow.
 
 Examples:
   python tiny_openfold_v3.py --compare-fusion                            all off, all on
@@ -49,7 +40,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Annotated, get_type_hints
 
@@ -73,11 +64,8 @@ except ImportError as error:
     print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
     sys.exit(4)
 
+
 # --- configuration
-
-VERSION = 3
-
-
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes of the model and how it runs; the defaults are those of the command line."""
@@ -108,47 +96,10 @@ class Fusions:
     cast_fusion: Annotated[bool, "with AMP most weights of a block cast in one launch"] = True
 
 
-FUSIONS = tuple(  # flag, attribute, help
-    (name.replace("_", "-"), name, hint.__metadata__[0])
-    for name, hint in get_type_hints(Fusions, include_extras=True).items()
-)
-
-
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that only this model has."""
-    sizes, add = ModelConfig(), parser.add_argument_group("model").add_argument
-    for flag, low, default, letter, text in (
-        ("msa-dim", 1, sizes.msa_dim, "C", "channels of the MSA representation"),
-        ("pair-dim", 1, sizes.pair_dim, "C", "channels of the pair representation"),
-        ("num-blocks", 1, sizes.num_blocks, "L", "Evoformer blocks"),
-        ("num-heads-msa", 1, sizes.num_heads_msa, "H", "heads of MSA attention"),
-        ("num-heads-pair", 1, sizes.num_heads_pair, "H", "heads of pair attention"),
-        ("num-seqs", 1, sizes.num_seqs, "S", "sequences per alignment"),
-        ("seq-len", 2, sizes.seq_len, "N", "residues per sample"),
-        ("batch-size", 1, 4, "B", "samples per step"),
-    ):
-        text += " (default: %(default)s)"
-        add(f"--{flag}", type=at_least(low), default=default, metavar=letter, help=text)
-    add("--checkpoint-blocks", action="store_true", help="keep a block's input, compute it again")
-    add = parser.add_argument_group("data").add_argument
-    text = "real alignments, query first (with --structure), or prepared .npz; or folders of them"
-    add("--msa", type=Path, action="append", metavar="FILE.a3m", help=text)
-    add("--structure", type=Path, action="append", metavar="FILE", help="the PDB or mmCIF of each")
-    add = parser.add_argument_group("kernels").add_argument
-    text = "other block sizes or warps, powers of two; a wrong name lists all; can be repeated"
-    form = "KERNEL:NAME=NUMBER,..."
-    add("--blocks", type=read_blocks, action="append", metavar=form, help=text)
-
-
 # --- kernels
-#
-# An operation has a kernel forward and one or more backward. The functions under @operator allocate
-# their results and launch them; an autograd.Function ties forward and backward together. No kernel
-# adds atomically: each program writes the sum over its own rows, and one more launch adds these up,
-# so that the same input gives the same bits.
-#
-# In kernels, pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas.
-
+# A kernel runs as many programs, each with its own block of numbers. None adds atomically: each
+# writes the sum over its own rows, and one more launch adds these up, so that the same input gives
+# the same bits. Pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas.
 # --- blocks
 # Copied from common/blocks.py by tools/sync_common.py: edit it there.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the kernels run on the CPU, in Python
@@ -196,102 +147,8 @@ def operator(function: Callable, changes: tuple[str, ...] = ()) -> Callable:
 
 
 # --- end of operators
-
-
-def wrap_triton(kernel: Callable) -> Callable:
-    """Return what launches a kernel by `[grid](TENSOR, ..., NAME=value, ...)`.
-
-    On a GPU it is PyTorch's function, by which a compiler sees what is launched.
-    """
-    return Interpreted(kernel) if INTERPRETED else torch.library.wrap_triton(kernel)
-
-
-@block_sizes({"TILE": 4096, "ROWS": 512, "num_warps": 8})
-@triton.jit
-def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add up the rows of a matrix: out_j = sum_i parts_ij.
-
-    PARTS is [parts, width] in float32, OUT [width] in any type. A program owns BLOCK columns.
-    """
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for start in range(0, parts, ROWS):
-        row = start + tl.arange(0, ROWS)
-        at = row.to(tl.int64)[:, None] * width + column[None, :]
-        inside = (row < parts)[:, None] & (column < width)[None, :]
-        total += tl.load(PARTS + at, mask=inside, other=0.0)
-    tl.store(OUT + column, tl.sum(total, 0), mask=column < width)
-
-
-def sum_parts(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Add up the sums of all programs, float32 [parts, ...] -> [...] in `dtype`.
-
-    torch.sum is slower at many short parts.
-    """
-    chosen, out = blocks("sum_parts"), torch.empty_like(parts[0], dtype=dtype)
-    rows = min(chosen.pop("ROWS"), triton.next_power_of_2(len(parts)))
-    block = max(8, chosen.pop("TILE") // rows)
-    launch = wrap_triton(sum_parts_kernel)[(triton.cdiv(out.numel(), block),)]
-    launch(parts, out, parts=len(parts), width=out.numel(), ROWS=rows, BLOCK=block, **chosen)
-    return out
-
-
-LOG2E = tl.constexpr(math.log2(math.e))  # exp2 is what the hardware computes
-
-
-@triton.jit
-def sigmoid(x):
-    """Compute 1 / (1 + exp(-x)) in float32.
-
-    1 / a is the square of 1 / sqrt(a), an instruction; a division is six of them.
-    """
-    root = tl.rsqrt(1 + tl.exp2(-x * LOG2E))
-    return root * root
-
-
-# Layer norm over the channels, and the pair bias that an attention makes of its result.
-
-
-@triton.jit
-def normalise(x, inside, eps, C: tl.constexpr):
-    """Compute x_hat = (x - mean(x)) * rstd and rstd = 1 / sqrt(var(x) + eps) for rows [rows, C].
-
-    Where not `inside` x_hat is 0.
-    """
-    x = tl.where(inside, x - tl.sum(x, 1)[:, None] / C, 0.0)
-    rstd = 1 / tl.sqrt(tl.sum(x * x, 1) / C + eps)
-    return x * rstd[:, None], rstd
-
-
-@triton.jit
-def norm_backward(grad, x, rstd, C: tl.constexpr):
-    """Compute dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) from g = dx_hat and x_hat."""
-    mean_grad = tl.sum(grad, 1)[:, None] / C
-    return (grad - mean_grad - x * (tl.sum(grad * x, 1)[:, None] / C)) * rstd[:, None]
-
-
-@triton.jit
-def length_of(N, ALIGNED: tl.constexpr):
-    """Return N; if ALIGNED, a multiple of 8 that is none of 16, the compiler knows it now.
-
-    It then takes 16 bytes at a time. A multiple of 16 it sees itself.
-    """
-    return N // 8 * 8 if ALIGNED else N
-
-
-@triton.jit
-def pair_bias_offset(row, head, N, H: tl.constexpr, ENDING: tl.constexpr, ALIGNED: tl.constexpr):
-    """Find the place in a bias [B, H, N, N] of what pair `row` = (b, i, j) gives.
-
-    It is bias[b, head, i, j], and with ENDING bias[b, head, j, i].
-    """
-    N = length_of(N, ALIGNED)
-    b, pair = row // (N * N), row % (N * N)
-    if ENDING:
-        pair = pair % N * N + pair // N
-    return (b * H + head) * N * N + pair
-
-
+# --- layer norm: y = weight * (x - mean) / sqrt(variance + eps) + bias over the channels
+# The pair bias that an attention makes of its result is made on the way.
 @block_sizes({"TILE": 1024, "num_warps": 1})
 @triton.jit
 def layer_norm_forward_kernel(
@@ -305,12 +162,10 @@ def layer_norm_forward_kernel(
     bias of an attention, PAIR_BIAS_h = sum_c y_c HEADS_hc in [B, H, N, N]. A program owns ROWS
     rows.
     """
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    program = tl.program_id(0).to(tl.int64)
+    row, at, inside = tile_of_rows(program * ROWS, rows, C, BLOCK_C, ROWS, True)
     channel = tl.arange(0, BLOCK_C)
-    inside = (row < rows)[:, None] & (channel < C)[None, :]
-    at = row[:, None] * C + channel[None, :]
-    x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
-    x, _ = normalise(x, inside, eps, C)
+    x, _ = normalise(load_tile(X, at, inside), inside, eps, C)
     weight = tl.load(WEIGHT + channel, mask=channel < C, other=0.0)
     bias = tl.load(BIAS + channel, mask=channel < C, other=0.0)
     y = x * weight[None, :] + bias[None, :]
@@ -347,14 +202,11 @@ def layer_norm_backward_kernel(
     grad_bias = tl.zeros([ROWS, BLOCK_C], tl.float32)
     grad_heads = tl.zeros([BLOCK_H, BLOCK_C], tl.float32)
     for start in range(program * ROWS, rows, PROGRAMS * ROWS):
-        row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (channel < C)[None, :]
-        at = row[:, None] * C + channel[None, :]
-        x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
-        x, rstd = normalise(x, inside, eps, C)
+        row, at, inside = tile_of_rows(start, rows, C, BLOCK_C, ROWS, True)
+        x, rstd = normalise(load_tile(X, at, inside), inside, eps, C)
         grad = tl.zeros([ROWS, BLOCK_C], tl.float32)
         if GRAD is not None:
-            grad += tl.load(GRAD + at, mask=inside, other=0.0).to(tl.float32)
+            grad += load_tile(GRAD, at, inside)
         for head in tl.static_range(H):
             projection = tl.load(HEADS + head * C + channel, mask=channel < C, other=0.0)
             at_pair = GRAD_PAIR_BIAS + pair_bias_offset(row, head, N, H, ENDING, ALIGNED)
@@ -378,14 +230,9 @@ def layer_norm_backward_kernel(
 
 @operator
 def layer_norm_forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    heads: Tensor | None,
-    eps: float,
-    dtype: torch.dtype,
+    x: Tensor, weight: Tensor, bias: Tensor, heads: Tensor | None, eps: float, dtype: torch.dtype,
     ending: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Normalise x [..., C] over C: the norm in `dtype`, and a pair bias.
 
     The latter is [B, H, N, N], made from x [B, N, N, C] by heads [H, C]; empty without heads.
@@ -402,19 +249,12 @@ def layer_norm_forward(
 
 @operator
 def layer_norm_backward(
-    grad: Tensor | None,
-    grad_pair_bias: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    heads: Tensor | None,
-    eps: float,
-    ending: bool,
-    parameters: bool,
-) -> tuple[Tensor, Tensor]:
+    grad: Tensor | None, grad_pair_bias: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor,
+    heads: Tensor | None, eps: float, ending: bool, parameters: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute the gradients of x, and of weight, bias and heads as [2 + H, C].
 
-    The second result is empty without `parameters`. Mean and variance are computed again.
+    The latter is empty without `parameters`.
     """
     rows, programs, options = row_launch("layer_norm_backward", x)
     options |= norm_options(x, None if grad_pair_bias is None else heads, eps, ending)
@@ -441,15 +281,9 @@ class LayerNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        heads: Tensor | None,
-        eps: float,
-        dtype: torch.dtype,
-        ending: bool = False,
-    ):
+        ctx, x: Tensor, weight: Tensor, bias: Tensor, heads: Tensor | None, eps: float,
+        dtype: torch.dtype, ending: bool = False,
+    ):  # fmt: skip
         ctx.set_materialize_grads(False)  # nobody may have used the norm, or the bias
         x = x.contiguous()
         ctx.save_for_backward(x, weight, bias, heads)
@@ -469,10 +303,33 @@ class LayerNormFunction(torch.autograd.Function):
         return grad_x, sums[0], sums[1], grad_heads, *3 * [None]
 
 
-# The bias of a projection. Adding it costs nothing, the GEMM does it; its gradient is the sum over
-# all rows.
+class LayerNorm(nn.LayerNorm):
+    """Normalise over the channels; the kernel writes the type that the next GEMM takes."""
+
+    def __init__(self, dim: int, fusions: Fusions):
+        super().__init__(dim)
+        self.triton = fusions.triton_layer_norm
+
+    def forward(
+        self, x: Tensor, heads: nn.Linear | None = None, ending: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalise x [..., C] over C.
+
+        With heads x is [B, N, N, C], and the result comes with the attention bias [B, H, N, N] that
+        they make of it, with `ending` that of the transposed pairs.
+        """
+        if self.triton:
+            parameters = self.weight, self.bias, None if heads is None else heads.weight
+            return LayerNormFunction.apply(x, *parameters, self.eps, gemm_dtype(x), ending)
+        x = super().forward(x)
+        if heads is None:
+            return x
+        bias = heads(x)
+        return x, bias.permute(0, 3, 2, 1) if ending else bias.permute(0, 3, 1, 2)
 
 
+# --- projection: y = x W^T + bias
+# Adding the bias costs nothing, the GEMM does it; its gradient is the sum over all rows.
 @block_sizes({"TILE": 1024, "PROGRAMS": 528, "num_warps": 1})
 @triton.jit
 def column_sums_kernel(
@@ -487,10 +344,8 @@ def column_sums_kernel(
     channel = tl.arange(0, BLOCK_C)
     total = tl.zeros([ROWS, BLOCK_C], tl.float32)
     for start in range(program * ROWS, rows, PROGRAMS * ROWS):
-        row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (channel < C)[None, :]
-        at = X + row[:, None] * C + channel[None, :]
-        x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        row, at, inside = tile_of_rows(start, rows, C, BLOCK_C, ROWS, True)
+        x = load_tile(X, at, inside)
         if FACTORS is not None:
             factor = tl.load(FACTORS + row // rows_of_factor, mask=row < rows, other=0.0)
             x *= factor[:, None]
@@ -523,6 +378,21 @@ class BiasGradient(torch.autograd.Function):
         return grad, column_sums(grad.contiguous(), ctx.dtype)
 
 
+class Linear(nn.Linear):
+    """Project with a bias, whose gradient a kernel sums."""
+
+    def __init__(self, dim_in: int, dim_out: int, fusions: Fusions):
+        super().__init__(dim_in, dim_out)
+        self.triton = fusions.triton_bias_gradient
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Project x [..., dim_in] -> [..., dim_out]."""
+        if self.triton:
+            return BiasGradient.apply(F.linear(x, self.weight, self.bias.detach()), self.bias)
+        return super().forward(x)
+
+
+# --- attention: update = linear_o(sigmoid(gate) * softmax(q k^T / sqrt(D) + bias) v)
 # Attention of every row of a batch of rows, with a pair bias B that they share, and a gate:
 #
 #   S = scale * Q K^T + B,   P = softmax(S),   O = P V,   out = sigmoid(gate + gate_bias) * O
@@ -536,80 +406,6 @@ class BiasGradient(torch.autograd.Function):
 #   dV = P^T dO,   dP = dO V^T,   dS = P * (dP - delta),   dQ = dS K,   dK = dS^T Q,   dB = sum_r dS
 #
 # The log-sum-exp of a row is kept to the base 2. R, H and N are sizes.
-
-
-@triton.jit
-def split_program(program, tiles, H, R):
-    """Split the number of a program into tile, head, row and sample.
-
-    Programs that share a tile of the bias run close to each other.
-    """
-    rest = program // tiles
-    return program % tiles, rest % H, (rest // H % R).to(tl.int64), (rest // H // R).to(tl.int64)
-
-
-@triton.jit
-def head_of_row(b, r, head, R, H, N, COLUMNS: tl.constexpr):
-    """Find this head of a row's first position, and how many heads lie between two positions."""
-    if COLUMNS:
-        return (b * N * R + r) * H + head, R * H
-    return (b * R + r) * N * H + head, H
-
-
-@triton.jit
-def load_rows(X, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: tl.constexpr):
-    """Load rows of a matrix [N, D] that lie `stride` apart, zeros beyond its ends."""
-    column = tl.arange(0, BLOCK_D)
-    at = row.to(tl.int64)[:, None] * stride + column[None, :]
-    if EVEN:
-        return tl.load(X + at)
-    return tl.load(X + at, mask=(row < N)[:, None] & (column < D)[None, :], other=0.0)
-
-
-@triton.jit
-def store_rows(
-    X, value, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: tl.constexpr
-):  # fmt: skip
-    """Store rows of a matrix [N, D] that lie `stride` apart, in its type, none beyond its ends."""
-    column = tl.arange(0, BLOCK_D)
-    at = X + (row.to(tl.int64)[:, None] * stride + column[None, :])
-    value = value.to(X.dtype.element_ty)
-    if EVEN:
-        tl.store(at, value)
-    else:
-        tl.store(at, value, mask=(row < N)[:, None] & (column < D)[None, :])
-
-
-@triton.jit
-def load_bias(BIAS, row, column, N, EVEN: tl.constexpr):
-    """Load a tile of a pair bias [N, N] in float32."""
-    at = row.to(tl.int64)[:, None] * N + column[None, :]
-    if EVEN:
-        bias = tl.load(BIAS + at)
-    else:
-        inside = (row < N)[:, None] & (column < N)[None, :]
-        bias = tl.load(BIAS + at, mask=inside, other=0.0)
-    return bias.to(tl.float32)
-
-
-@triton.jit
-def scores(q, k, bias, key, N, scale, EVEN: tl.constexpr, PRECISION: tl.constexpr):
-    """Compute S = scale * Q K^T + B, [queries, keys]; -inf beyond the last key."""
-    score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale + bias
-    return score if EVEN else tl.where((key < N)[None, :], score, float("-inf"))
-
-
-@triton.jit
-def load_gate(
-    QKVG, GATE_BIAS, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: tl.constexpr
-):  # fmt: skip
-    """Load sigmoid(gate + gate_bias) [queries, D] of one head."""
-    column = tl.arange(0, BLOCK_D)
-    bias = tl.load(GATE_BIAS + column, mask=column < D, other=0.0).to(tl.float32)
-    gate = load_rows(QKVG + 3 * D, row, stride, D, BLOCK_D, N, EVEN).to(tl.float32)
-    return sigmoid(gate + bias[None, :])
-
-
 @block_sizes(
     {"BLOCK_M": 128, "BLOCK_N": 32},
     hip={"BLOCK_M": 64, "num_stages": 1},
@@ -641,8 +437,7 @@ def attention_forward_kernel(
         key = start + tl.arange(0, BLOCK_N)
         k = load_rows(QKVG + D, key, x_n, D, BLOCK_D, N, EVEN)
         v = load_rows(QKVG + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
-        at_bias = (b * H + head) * N * N
-        bias = 0.0 if BIAS is None else load_bias(BIAS + at_bias, query, key, N, EVEN)
+        bias = load_bias(BIAS, b * H + head, query, key, N, EVEN)
         s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
         # Online softmax: what was added up so far belongs to the maximum so far.
         new_row_max = tl.maximum(row_max, tl.max(s, 1) * LOG2E)  # to the base 2
@@ -655,11 +450,8 @@ def attention_forward_kernel(
     gate = load_gate(QKVG, GATE_BIAS + head * D, query, x_n, D, BLOCK_D, N, EVEN)
     out = out / row_sum[:, None] * gate
     store_rows(OUT + first * D, out, query, step * D, D, BLOCK_D, N, EVEN)
-    tl.store(
-        LOG_SUM_EXP + ((b * R + r) * H + head) * N + query,
-        row_max + tl.log2(row_sum),
-        mask=query < N,
-    )
+    at_row = ((b * R + r) * H + head) * N
+    tl.store(LOG_SUM_EXP + at_row + query, row_max + tl.log2(row_sum), mask=query < N)
 
 
 @block_sizes(
@@ -716,12 +508,9 @@ def attention_backward_query_kernel(
         key = start + tl.arange(0, BLOCK_N)
         k = load_rows(QKVG + D, key, x_n, D, BLOCK_D, N, EVEN)
         v = load_rows(QKVG + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
-        at_bias = (b * H + head) * N * N
-        bias = 0.0 if BIAS is None else load_bias(BIAS + at_bias, query, key, N, EVEN)
+        bias = load_bias(BIAS, b * H + head, query, key, N, EVEN)
         s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
-        p = tl.exp2(s * LOG2E - log_sum_exp[:, None])  # P
-        grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)  # dP = dO V^T
-        grad_s = p * (grad_p - delta[:, None])  # dS
+        p, grad_s = score_gradients(s, log_sum_exp[:, None], delta[:, None], grad, v, PRECISION)
         grad_q = tl.dot(grad_s.to(k.dtype), k, grad_q, input_precision=PRECISION)  # dQ += dS K
         if ROUNDED:
             rest += tl.sum(grad_s, 1)
@@ -768,13 +557,10 @@ def attention_backward_key_kernel(
         grad = load_rows(GRAD_ATTENTION, query, out_n, D, BLOCK_D, N, EVEN)
         log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=query < N, other=0.0)
         delta = tl.load(DELTA + at_row + query, mask=query < N, other=0.0)
-        at_bias = (b * H + head) * N * N
-        bias = 0.0 if BIAS_T is None else load_bias(BIAS_T + at_bias, key, query, N, EVEN)
+        bias = load_bias(BIAS_T, b * H + head, key, query, N, EVEN)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale + bias  # S^T
-        p = tl.exp2(s * LOG2E - log_sum_exp[None, :])  # P^T
+        p, grad_s = score_gradients(s, log_sum_exp[None, :], delta[None, :], v, grad, PRECISION)
         grad_v = tl.dot(p.to(grad.dtype), grad, grad_v, input_precision=PRECISION)  # dV += P^T dO
-        grad_p = tl.dot(v, tl.trans(grad), input_precision=PRECISION)  # dP^T = V dO^T
-        grad_s = p * (grad_p - delta[None, :])  # dS^T
         grad_k = tl.dot(grad_s.to(q.dtype), q, grad_k, input_precision=PRECISION)  # dK += dS^T Q
     store_rows(GRAD_QKVG + at_x + D, grad_k * scale, key, x_n, D, BLOCK_D, N, EVEN)
     store_rows(GRAD_QKVG + at_x + 2 * D, grad_v, key, x_n, D, BLOCK_D, N, EVEN)
@@ -798,12 +584,11 @@ def attention_backward_bias_kernel(
     """
     N = length_of(N, ALIGNED)
     tiles_n = tl.cdiv(N, BLOCK_N)
-    tile, head, g, b = split_program(
-        tl.program_id(0), tl.cdiv(N, BLOCK_M) * tiles_n, H, tl.cdiv(R, group)
-    )  # fmt: skip
+    tiles = tl.cdiv(N, BLOCK_M) * tiles_n
+    tile, head, g, b = split_program(tl.program_id(0), tiles, H, tl.cdiv(R, group))
     query = tile // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
     key = tile % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    bias = load_bias(BIAS + (b * H + head) * N * N, query, key, N, EVEN)
+    bias = load_bias(BIAS, b * H + head, query, key, N, EVEN)
     grad_bias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     first_row = (g * group).to(tl.int32)
     last_row = tl.minimum(g * group + group, R).to(tl.int32)
@@ -819,9 +604,8 @@ def attention_backward_bias_kernel(
         log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=query < N, other=0.0)
         delta = tl.load(DELTA + at_row + query, mask=query < N, other=0.0)
         s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
-        p = tl.exp2(s * LOG2E - log_sum_exp[:, None])  # P
-        grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)  # dP = dO V^T
-        grad_bias += p * (grad_p - delta[:, None])  # dB += dS
+        _, grad_s = score_gradients(s, log_sum_exp[:, None], delta[:, None], grad, v, PRECISION)
+        grad_bias += grad_s  # dB += dS
     at = ((g * B + b) * H + head) * N * N + query.to(tl.int64)[:, None] * N + key[None, :]
     tl.store(GRAD_BIAS + at, grad_bias, mask=(query < N)[:, None] & (key < N)[None, :])
 
@@ -849,8 +633,7 @@ def attention_backward_short_kernel(
     _, head, g, b = split_program(tl.program_id(0), 1, H, tl.cdiv(R, group))
     n = tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_D)
-    at_bias = (b * H + head) * N * N
-    bias = 0.0 if BIAS is None else load_bias(BIAS + at_bias, n, n, N, EVEN)
+    bias = load_bias(BIAS, b * H + head, n, n, N, EVEN)
     grad_bias = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
     grad_gate_bias = tl.zeros([BLOCK_D], tl.float32)
     first_row = (g * group).to(tl.int32)
@@ -890,6 +673,85 @@ def attention_backward_short_kernel(
         tl.store(GRAD_BIAS + at_grad, grad_bias, mask=(n < N)[:, None] & (n < N)[None, :])
 
 
+@triton.jit
+def split_program(program, tiles, H, R):
+    """Split the number of a program into tile, head, row and sample.
+
+    Programs that share a tile of the bias run close to each other.
+    """
+    rest = program // tiles
+    return program % tiles, rest % H, (rest // H % R).to(tl.int64), (rest // H // R).to(tl.int64)
+
+
+@triton.jit
+def head_of_row(b, r, head, R, H, N, COLUMNS: tl.constexpr):
+    """Find this head of a row's first position, and how many heads lie between two positions."""
+    if COLUMNS:
+        return (b * N * R + r) * H + head, R * H
+    return (b * R + r) * N * H + head, H
+
+
+@triton.jit
+def load_rows(X, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: tl.constexpr):
+    """Load rows of a matrix [N, D] that lie `stride` apart, zeros beyond its ends."""
+    column = tl.arange(0, BLOCK_D)
+    at = row.to(tl.int64)[:, None] * stride + column[None, :]
+    if EVEN:
+        return tl.load(X + at)
+    return tl.load(X + at, mask=(row < N)[:, None] & (column < D)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(X, x, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: tl.constexpr):
+    """Store rows of a matrix [N, D] that lie `stride` apart, in its type, none beyond its ends."""
+    column = tl.arange(0, BLOCK_D)
+    at = X + (row.to(tl.int64)[:, None] * stride + column[None, :])
+    if EVEN:
+        tl.store(at, x)
+    else:
+        tl.store(at, x, mask=(row < N)[:, None] & (column < D)[None, :])
+
+
+@triton.jit
+def load_bias(BIAS, head, row, column, N, EVEN: tl.constexpr):
+    """Load a tile of the pair bias [N, N] of a head in float32; 0 without a bias."""
+    bias = 0.0
+    if BIAS is not None:
+        at = BIAS + head * N * N + row.to(tl.int64)[:, None] * N + column[None, :]
+        inside = None if EVEN else (row < N)[:, None] & (column < N)[None, :]
+        bias = tl.load(at, mask=inside, other=None if EVEN else 0.0).to(tl.float32)
+    return bias
+
+
+@triton.jit
+def scores(q, k, bias, key, N, scale, EVEN: tl.constexpr, PRECISION: tl.constexpr):
+    """Compute S = scale * Q K^T + B, [queries, keys]; -inf beyond the last key."""
+    score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale + bias
+    return score if EVEN else tl.where((key < N)[None, :], score, float("-inf"))
+
+
+@triton.jit
+def score_gradients(s, log_sum_exp, delta, grad, v, PRECISION: tl.constexpr):
+    """Compute P = exp(S - log_sum_exp) and dS = P * (dP - delta) with dP = dO V^T -> P, dS.
+
+    With V and dO exchanged all are transposed.
+    """
+    p = tl.exp2(s * LOG2E - log_sum_exp)
+    grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+    return p, p * (grad_p - delta)
+
+
+@triton.jit
+def load_gate(
+    QKVG, GATE_BIAS, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: tl.constexpr
+):  # fmt: skip
+    """Load sigmoid(gate + gate_bias) [queries, D] of one head."""
+    column = tl.arange(0, BLOCK_D)
+    bias = tl.load(GATE_BIAS + column, mask=column < D, other=0.0).to(tl.float32)
+    gate = load_rows(QKVG + 3 * D, row, stride, D, BLOCK_D, N, EVEN).to(tl.float32)
+    return sigmoid(gate + bias[None, :])
+
+
 def attention_sizes(qkvg: Tensor, columns: bool) -> tuple[int, int, int, int, int]:
     """Return samples, rows, positions of a row, heads and channels of a head."""
     samples, rows, length, heads, _, dim = qkvg.shape
@@ -899,10 +761,9 @@ def attention_sizes(qkvg: Tensor, columns: bool) -> tuple[int, int, int, int, in
 def attention_options(kernel: str, qkvg: Tensor, columns: bool) -> dict[str, int | float | str]:
     """Return what an attention kernel is told; no block is longer than the rows."""
     _, rows, length, heads, dim = attention_sizes(qkvg, columns)
-    chosen, longest = blocks(kernel, qkvg.dtype), max(16, triton.next_power_of_2(length))
-    sizes = {
-        name: min(size, longest) for name, size in chosen.items() if name.startswith("BLOCK")
-    }  # fmt: skip
+    chosen = blocks(kernel, qkvg.dtype)
+    longest = max(16, triton.next_power_of_2(length))
+    sizes = {name: min(size, longest) for name, size in chosen.items() if "BLOCK" in name}
     chosen |= {**sizes, "D": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
     even_rows = all(length % size == 0 for size in sizes.values())
     chosen["EVEN"] = dim == chosen["BLOCK_D"] and even_rows
@@ -949,22 +810,17 @@ def attention_forward(
 
 @operator
 def attention_backward(
-    grad_out: Tensor,
-    qkvg: Tensor,
-    gate_bias: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    log_sum_exp: Tensor,
-    columns: bool,
-    needs_gate_bias: bool,
-    needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out: Tensor, qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None, out: Tensor,
+    log_sum_exp: Tensor, columns: bool, needs_gate_bias: bool, needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients of qkvg (in its layout), gate_bias and bias.
 
     The last two are empty unless `needs_gate_bias` and `needs_bias` ask for them.
     """
     samples, rows, length, heads, dim = attention_sizes(qkvg, columns)
-    heads_of_all, grad_bias, grad_qkvg = heads * samples, None, torch.empty_like(qkvg)
+    heads_of_all = heads * samples
+    grad_qkvg = torch.empty_like(qkvg)
+    grad_bias = None
 
     def new_sums(*shape: int) -> Tensor:
         return qkvg.new_empty(shape, dtype=torch.float32)
@@ -998,15 +854,13 @@ def attention_backward(
             tiles = math.prod(triton.cdiv(length, options[size]) for size in ("BLOCK_M", "BLOCK_N"))
             group = rows_per_program(options.pop("PROGRAMS"), tiles * heads_of_all, rows)
             parts = triton.cdiv(rows, group)
-            grad_bias, options = new_sums(parts, *bias.shape), options | {"group": group}
+            grad_bias = new_sums(parts, *bias.shape)
+            options |= {"B": samples, "group": group}
             launch = wrap_triton(attention_backward_bias_kernel)[(tiles * parts * heads_of_all,)]
-            launch(qkvg, bias, log_sum_exp, grad, delta, grad_bias, B=samples, **options)
-    nothing = qkvg.new_empty(0)
-    return (
-        grad_qkvg,
-        sum_parts(grad_gate_bias) if needs_gate_bias else nothing,
-        sum_parts(grad_bias, bias.dtype) if needs_bias else torch.empty_like(nothing),
-    )
+            launch(qkvg, bias, log_sum_exp, grad, delta, grad_bias, **options)
+    grad_bias = sum_parts(grad_bias, dtype=bias.dtype) if needs_bias else qkvg.new_empty(0)
+    grad_gate_bias = sum_parts(grad_gate_bias) if needs_gate_bias else qkvg.new_empty(0)
+    return grad_qkvg, grad_gate_bias, grad_bias
 
 
 class GatedAttentionFunction(torch.autograd.Function):
@@ -1021,20 +875,134 @@ class GatedAttentionFunction(torch.autograd.Function):
     def forward(
         ctx, qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None, columns: bool = False
     ) -> Tensor:
-        qkvg, bias = qkvg.contiguous(), None if bias is None else bias.contiguous()
+        ctx.columns = columns
+        qkvg = qkvg.contiguous()
+        bias = None if bias is None else bias.contiguous()
         out, log_sum_exp = attention_forward(qkvg, gate_bias, bias, columns)
         ctx.save_for_backward(qkvg, gate_bias, bias, out, log_sum_exp)
-        ctx.columns = columns
         return out
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        asked, inputs = ctx.needs_input_grad[1:3], (grad_out.contiguous(), *ctx.saved_tensors)
-        grad_qkvg, *grads = attention_backward(*inputs, ctx.columns, *asked)
-        grads = (g if needed else None for g, needed in zip(grads, asked, strict=True))
+        needed = ctx.needs_input_grad[1:3]
+        inputs = grad_out.contiguous(), *ctx.saved_tensors, ctx.columns
+        grad_qkvg, *grads = attention_backward(*inputs, *needed)
+        grads = (g if asked else None for g, asked in zip(grads, needed, strict=True))
         return grad_qkvg, *grads, None
 
 
+class GatedAttention(nn.Module):
+    """Attend along one axis in several heads, with a sigmoid gate: the base of four attentions."""
+
+    def __init__(self, dim: int, heads: int, fusions: Fusions):
+        super().__init__()
+        self.heads, self.head_dim = heads, dim // heads
+        self.fused = fusions.triton_attention
+        if self.fused:
+            parts = ("linear_q", "linear_k", "linear_v", "linear_g")
+            self.linear_qkvg = QKVGLinear(dim)
+            keep_separate_names(self, "linear_qkvg", parts, biased=("linear_g",), heads=heads)
+        else:
+            self.linear_q = nn.Linear(dim, dim, bias=False)
+            self.linear_k = nn.Linear(dim, dim, bias=False)
+            self.linear_v = nn.Linear(dim, dim, bias=False)
+            self.linear_g = nn.Linear(dim, dim)
+        self.linear_o = Linear(dim, dim, fusions)
+
+    def attend(
+        self, x: Tensor, bias: Tensor | None = None, present: Tensor | None = None,
+        columns: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Let each of the R rows of x [B, R, N, C] attend to itself.
+
+        bias [B, H, N, N] is the same for all rows, and so is present [B, N], which is False for
+        padding, that nobody attends to. With `columns` each of the N columns attends to itself, and
+        the bias is [B, H, R, R], present [B, R].
+        """
+        if present is not None:
+            bias = x.new_zeros(1) if bias is None else bias
+            # a weight of 0, and no NaN where all keys are padding, nor in float16
+            bias = bias.masked_fill(~present[:, None, None], -1e4)
+        if self.fused:
+            qkvg = F.linear(x, self.linear_qkvg.weight).unflatten(-1, (self.heads, 4, -1))
+            if bias is not None:
+                bias = bias.expand(-1, self.heads, x.shape[1 if columns else 2], -1)
+            out = GatedAttentionFunction.apply(qkvg, self.linear_qkvg.bias, bias, columns)
+            return self.linear_o(out)
+        if columns:
+            return self.attend(x.transpose(1, 2), bias).transpose(1, 2)
+        linears = (self.linear_q, self.linear_k, self.linear_v, self.linear_g)
+        q, k, v, gate = (linear(x) for linear in linears)
+        # Not in five dimensions, at which torch.compile's attention pattern fails (PyTorch 2.11).
+        heads = (self.heads, self.head_dim)
+        q, k, v = (t.flatten(0, 1).unflatten(-1, heads).transpose(1, 2) for t in (q, k, v))
+        scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)  # [B x R, H, N, N]
+        if bias is not None:
+            scores = (scores.unflatten(0, x.shape[:2]) + bias[:, None]).flatten(0, 1)
+        out = (scores.softmax(-1) @ v).transpose(1, 2).reshape(x.shape)
+        return self.linear_o(torch.sigmoid(gate) * out)
+
+
+class QKVGLinear(nn.Module):
+    """Query, key, value and gate projection as one GEMM; only the gate has a bias."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4 * dim, dim))
+        self.bias = nn.Parameter(torch.empty(dim))
+
+
+class MSARowAttentionWithPairBias(GatedAttention):
+    """Let residues attend to each other, biased by their pair (AF2 SI, algorithm 7)."""
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__(config.msa_dim, config.num_heads_msa, fusions)
+        self.layer_norm_m = LayerNorm(config.msa_dim, fusions)
+        self.layer_norm_z = LayerNorm(config.pair_dim, fusions)
+        self.linear_z = nn.Linear(config.pair_dim, config.num_heads_msa, bias=False)
+
+    def forward(self, msa: Tensor, pair: Tensor, residues: Tensor | None = None) -> Tensor:
+        """Compute the update of msa [B, S, N, c_m] by pair [B, N, N, c_z] and residues [B, N]."""
+        _, bias = self.layer_norm_z(pair, self.linear_z)
+        return self.attend(self.layer_norm_m(msa), bias, residues)
+
+
+class MSAColumnAttention(GatedAttention):
+    """Let sequences attend to each other at one residue (AF2 SI, algorithm 8)."""
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__(config.msa_dim, config.num_heads_msa, fusions)
+        self.layer_norm_m = LayerNorm(config.msa_dim, fusions)
+
+    def forward(self, msa: Tensor, sequences: Tensor | None = None) -> Tensor:
+        """Compute the update of msa [B, S, N, c_m]; sequences [B, S] are False for padding."""
+        return self.attend(self.layer_norm_m(msa), present=sequences, columns=True)
+
+
+class TriangleAttentionStartingNode(GatedAttention):
+    """Let edges ij and ik attend to each other, biased by edge jk (AF2 SI, algorithm 13)."""
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__(config.pair_dim, config.num_heads_pair, fusions)
+        self.layer_norm = LayerNorm(config.pair_dim, fusions)
+        self.linear = nn.Linear(config.pair_dim, config.num_heads_pair, bias=False)
+
+    def forward(self, pair: Tensor, residues: Tensor | None = None) -> Tensor:
+        """Compute the update of pair [B, N, N, c_z]; residues [B, N] are False for padding."""
+        pair, bias = self.layer_norm(pair, self.linear)
+        return self.attend(pair, bias, residues)
+
+
+class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
+    """Let edges ij and kj attend to each other, biased by edge ki (AF2 SI, algorithm 14)."""
+
+    def forward(self, pair: Tensor, residues: Tensor | None = None) -> Tensor:
+        """Compute the update of pair [B, N, N, c_z]; residues [B, N] are False for padding."""
+        pair, bias = self.layer_norm(pair, self.linear, ending=True)
+        return self.attend(pair, bias, residues, columns=True)
+
+
+# --- triangle multiplication: update = sigmoid(g) * linear_z(norm(sum_k a_ik * b_jk))
 # Triangle multiplication of x [B, N, N, C]:
 #
 #   y = LayerNorm(x),   a = sigmoid(y W_ag) * (y W_ap),   b = sigmoid(y W_bg) * (y W_bp)
@@ -1044,33 +1012,221 @@ class GatedAttentionFunction(torch.autograd.Function):
 # Positions are one dimension m = (b, i, j) of length M; "channel first" is [C, M], which torch.bmm
 # takes as C x B matrices [N, N]. Norm, projections and gates are one kernel on each side of the
 # product, and the statistics of both norms are kept. C must be a power of two.
-
 # Which C rows of the packed WEIGHT [6 C, C] and BIAS [6 C] a projection has, and which columns of
 # GRAD_LINEAR [M, 5 C] its gradient (that of z lies apart).
 A_P, B_P, A_G, B_G, G, Z = (tl.constexpr(part) for part in range(6))
 
 
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
+    tf32={"BLOCK_M": 128, "num_warps": 8},
+    hip_float32={"num_warps": 8},
+)
 @triton.jit
-def index(i, WIDE: tl.constexpr):
-    """Widen what elements are counted with to 64 bits, where a tensor has 2^31 or more of them.
+def triangle_project_kernel(
+    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, STATISTICS, PRESENT, AB, M,
+    eps: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute a = sigmoid(y W_ag) * (y W_ap), and b likewise, from y = LayerNorm(x).
 
-    Elsewhere 64 bits would take registers for nothing.
+    X is [M, C]; AB [2 C, M] are a and b, channel first; STATISTICS [2, M] mean and rstd of the
+    norm. Where PRESENT [M] is False a is 0, and nowhere if it is None. A program owns BLOCK_M
+    positions, and goes over the channels of a and b BLOCK_C at a time.
     """
-    return i.to(tl.int64) if WIDE else i
-
-
-@triton.jit
-def load_positions(X, position, stride_m, channel, stride_c, M):
-    """Load a tile [positions, C] in float32, zeros beyond the last position."""
-    at = position[:, None] * stride_m + channel[None, :] * stride_c
-    return tl.load(X + at, mask=(position < M)[:, None], other=0.0).to(tl.float32)
-
-
-@triton.jit
-def scale_and_shift(x, WEIGHT, BIAS, C: tl.constexpr):
-    """Compute x_hat * weight + bias."""
+    position, at, inside = tile_of_rows(tl.program_id(0) * BLOCK_M, M, C, C, BLOCK_M, WIDE)
     channel = tl.arange(0, C)
-    return x * tl.load(WEIGHT + channel)[None, :] + tl.load(BIAS + channel)[None, :]
+    x = normalise_and_keep(load_tile(X, at, inside), position, STATISTICS, M, eps, C)
+    y = tl.trans(scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(WEIGHT.dtype.element_ty))
+    if PRESENT is not None:  # in float32, as a mask of many rows takes AMD's scalar registers
+        present = tl.load(PRESENT + position, mask=position < M, other=0).to(tl.float32)[None, :]
+    for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
+        row = first + tl.arange(0, BLOCK_C)
+        weight = WEIGHT + row[:, None] * C + channel[None, :]
+        gate = tl.dot(tl.load(weight + A_G * C * C), y, input_precision=PRECISION)  # W_ag y^T
+        gate = gate + tl.load(BIAS + A_G * C + row)[:, None]
+        value = tl.dot(tl.load(weight), y, input_precision=PRECISION)  # W_ap y^T
+        value = value + tl.load(BIAS + row)[:, None]
+        value *= sigmoid(gate)
+        if PRESENT is not None:
+            value *= tl.where(first < B_P * C, present, 1.0)
+        at_ab = index(row, WIDE)[:, None] * M + position[None, :]
+        tl.store(AB + at_ab, value, mask=(position < M)[None, :])
+
+
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
+    hip={"num_warps": 8},
+    hip_float32={"BLOCK_C": 32},
+)
+@triton.jit
+def triangle_output_kernel(
+    X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, OUT_STATISTICS,
+    PRODUCT, OUT, M, eps: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Compute out = sigmoid(y W_g) * (LayerNorm(X) W_z), with RESIDUAL plus x; y = LayerNorm(x).
+
+    X and OUT are [M, C], PRODUCT [C, M] is channel first. STATISTICS [2, M] are mean and rstd of
+    the norm of x, OUT_STATISTICS those of the norm of X. A program owns BLOCK_M positions, and goes
+    over their channels BLOCK_C at a time.
+    """
+    position, at, inside = tile_of_rows(tl.program_id(0) * BLOCK_M, M, C, C, BLOCK_M, WIDE)
+    channel = tl.arange(0, C)
+    dtype = WEIGHT.dtype.element_ty
+    x, _ = normalise_again(load_tile(X, at, inside), position, STATISTICS, M)
+    y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(dtype)
+    product = load_tile(PRODUCT, index(channel, WIDE)[None, :] * M + position[:, None], inside)
+    product = normalise_and_keep(product, position, OUT_STATISTICS, M, eps, C)
+    normed = scale_and_shift(product, OUT_WEIGHT, OUT_BIAS, C).to(dtype)
+    for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
+        row = first + tl.arange(0, BLOCK_C)
+        weight = WEIGHT + (row + G * C)[None, :] * C + channel[:, None]
+        gate = tl.dot(y, tl.load(weight), input_precision=PRECISION)  # y W_g
+        gate = gate + tl.load(BIAS + G * C + row)[None, :]
+        out = tl.dot(normed, tl.load(weight + C * C), input_precision=PRECISION)  # LayerNorm(X) W_z
+        out = out + tl.load(BIAS + Z * C + row)[None, :]
+        out *= sigmoid(gate)
+        at_out = position[:, None] * C + row[None, :]
+        if RESIDUAL:
+            out += load_tile(X, at_out, inside)
+        tl.store(OUT + at_out, out, mask=inside)
+
+
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
+    float32={"BLOCK_M": 32},
+    tf32={"BLOCK_C": 32},
+    hip={"BLOCK_C": 32, "num_warps": 8},
+    hip_float32={"BLOCK_C": 32},
+)
+@triton.jit
+def triangle_output_backward_kernel(
+    X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, OUT_STATISTICS,
+    WEIGHT_T, NORMED, GRAD_LINEAR, GRAD_OUT, GRAD_NORM, PRODUCT, GRAD_PRODUCT, OUT_NORMED, GRAD_Z,
+    M, TRANSPOSED: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients after the product, which X = PRODUCT [C, M] is.
+
+    With g = sigmoid(y W_g) and z = LayerNorm(X) W_z:  dz = dout * g,  dg = dout * z * g * (1 - g),
+    dLayerNorm(X) = dz W_z^T,  dX through the norm. Written are dX (GRAD_PRODUCT [C, M]), dz
+    (GRAD_Z [M, C]), dg (in GRAD_LINEAR [M, 5 C]), y and LayerNorm(X) for the weights' gradients
+    (NORMED and OUT_NORMED [M, C + ONES]) and sums over the program's positions for the norm's
+    parameters (GRAD_NORM [programs, 2, C]). A program owns BLOCK_M positions. WEIGHT_T: see
+    load_transposed.
+    """
+    position, at, inside = tile_of_rows(tl.program_id(0) * BLOCK_M, M, C, C, BLOCK_M, WIDE)
+    channel = tl.arange(0, C)
+    m = position[:, None]
+    at_product = index(channel, WIDE)[None, :] * M + m
+    dtype = WEIGHT.dtype.element_ty
+    x, _ = normalise_again(load_tile(X, at, inside), position, STATISTICS, M)
+    y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(dtype)
+    store_with_ones(NORMED, y, position, M, C, BLOCK_M)
+    product = load_tile(PRODUCT, at_product, inside)
+    product, _ = normalise_again(product, position, OUT_STATISTICS, M)
+    normed = scale_and_shift(product, OUT_WEIGHT, OUT_BIAS, C).to(dtype)
+    store_with_ones(OUT_NORMED, normed, position, M, C, BLOCK_M)
+    grad_normed = tl.zeros([BLOCK_M, C], tl.float32)
+    for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
+        row = first + tl.arange(0, BLOCK_C)
+        weight = WEIGHT + (row + G * C)[None, :] * C + channel[:, None]
+        gate = tl.dot(y, tl.load(weight), input_precision=PRECISION)  # y W_g
+        gate = sigmoid(gate + tl.load(BIAS + G * C + row)[None, :])
+        z = tl.dot(normed, tl.load(weight + C * C), input_precision=PRECISION)  # LayerNorm(X) W_z
+        z = z + tl.load(BIAS + Z * C + row)[None, :]
+        grad_z = load_tile(GRAD_OUT, m * C + row[None, :], inside) * gate
+        grad_g = grad_z * (1 - gate) * z
+        tl.store(GRAD_Z + m * C + row[None, :], grad_z, mask=inside)
+        tl.store(GRAD_LINEAR + m * (5 * C) + (row + G * C)[None, :], grad_g, mask=inside)
+        weight_z = load_transposed(WEIGHT_T, row + Z * C, channel, 6 * C, C, TRANSPOSED)
+        # dLayerNorm(X) += dz W_z^T
+        grad_normed = tl.dot(grad_z.to(dtype), weight_z, grad_normed, input_precision=PRECISION)
+    # Loaded and normalised once more: that is cheaper than keeping it in registers over the loop.
+    product = load_tile(PRODUCT, at_product, inside)
+    product, rstd = normalise_again(product, position, OUT_STATISTICS, M)
+    store_norm_gradients(GRAD_NORM, grad_normed, product, C)
+    grad = grad_normed * tl.load(OUT_WEIGHT + channel)[None, :]
+    grad = norm_backward(grad, product, rstd, C)
+    tl.store(GRAD_PRODUCT + at_product, grad, mask=inside)
+
+
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
+    float32={"BLOCK_M": 128, "BLOCK_C": 32, "num_warps": 8},
+    tf32={"BLOCK_M": 128, "num_warps": 8},
+    hip={"BLOCK_C": 32, "num_warps": 8},
+)
+@triton.jit
+def triangle_project_backward_kernel(
+    X, NORM_WEIGHT, WEIGHT, BIAS, STATISTICS, WEIGHT_T, NORMED, GRAD_LINEAR, GRAD_OUT, PRESENT,
+    GRAD_AB, GRAD_X, GRAD_NORM, M, TRANSPOSED: tl.constexpr, C: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients before the product, from those of a and b (GRAD_AB [2 C, M]).
+
+    With s = sigmoid(y W_ag) and p = y W_ap:  dp = da * s,  ds = da * p * s * (1 - s), for b
+    likewise;  dy = dg W_g^T + sum of dp W_p^T and ds W_s^T,  dx through the norm, plus GRAD_OUT if
+    RESIDUAL. Read are y (NORMED [M, C + ONES]) and dg (in GRAD_LINEAR [M, 5 C]); written are dx
+    (GRAD_X [M, C]), dp and ds (in GRAD_LINEAR, too) and sums over the program's positions for the
+    norm's parameters (GRAD_NORM [programs, 2, C]). A program owns BLOCK_M positions.
+    """
+    position, at, inside = tile_of_rows(tl.program_id(0) * BLOCK_M, M, C, C, BLOCK_M, WIDE)
+    channel = tl.arange(0, C)
+    m = position[:, None]
+    dtype = WEIGHT.dtype.element_ty
+    y = tl.load(NORMED + m * (C + ONES) + channel[None, :], mask=inside, other=0.0)
+    at_g = GRAD_LINEAR + m * (5 * C) + (channel + G * C)[None, :]
+    grad_g = tl.load(at_g, mask=inside, other=0.0)
+    weight_g = load_transposed(WEIGHT_T, channel + G * C, channel, 6 * C, C, TRANSPOSED)
+    grad_y = tl.dot(grad_g, weight_g, input_precision=PRECISION)  # dy = dg W_g^T
+    if PRESENT is not None:
+        present = tl.load(PRESENT + m, mask=inside, other=0).to(tl.float32)
+    for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
+        row = first + tl.arange(0, BLOCK_C)
+        weight = WEIGHT + row[None, :] * C + channel[:, None]
+        gate = tl.dot(y, tl.load(weight + A_G * C * C), input_precision=PRECISION)  # y W_ag
+        gate = gate + tl.load(BIAS + A_G * C + row)[None, :]
+        value = tl.dot(y, tl.load(weight), input_precision=PRECISION)  # y W_ap
+        value = value + tl.load(BIAS + row)[None, :]
+        gate = sigmoid(gate)
+        grad_p = load_tile(GRAD_AB, index(row, WIDE)[None, :] * M + m, inside) * gate
+        if PRESENT is not None:
+            grad_p *= tl.where(first < B_P * C, present, 1.0)
+        grad_s = (grad_p * (1 - gate) * value).to(dtype)
+        grad_p = grad_p.to(dtype)
+        at_p = GRAD_LINEAR + m * (5 * C) + row[None, :]
+        tl.store(at_p, grad_p, mask=inside)
+        tl.store(at_p + A_G * C, grad_s, mask=inside)
+        weight_p = load_transposed(WEIGHT_T, row, channel, 6 * C, C, TRANSPOSED)
+        grad_y = tl.dot(grad_p, weight_p, grad_y, input_precision=PRECISION)  # dy += dp W_ap^T
+        weight_s = load_transposed(WEIGHT_T, row + A_G * C, channel, 6 * C, C, TRANSPOSED)
+        grad_y = tl.dot(grad_s, weight_s, grad_y, input_precision=PRECISION)  # dy += ds W_ag^T
+    x, rstd = normalise_again(load_tile(X, at, inside), position, STATISTICS, M)
+    store_norm_gradients(GRAD_NORM, grad_y, x, C)
+    grad_x = norm_backward(grad_y * tl.load(NORM_WEIGHT + channel)[None, :], x, rstd, C)
+    if RESIDUAL:
+        grad_x += load_tile(GRAD_OUT, at, inside)
+    tl.store(GRAD_X + at, grad_x, mask=inside)
+
+
+@block_sizes({"num_warps": 2})
+@triton.jit
+def triangle_weights_kernel(
+    PRODUCTS, GRAD_WEIGHT, GRAD_BIAS, K, FIRST, C: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """Add up the parts of K rows of a weight's gradient and its bias's, those from FIRST on.
+
+    PRODUCTS is [parts, K, C + ONES]; its last columns are all the bias's gradient. A program owns a
+    row of the weight.
+    """
+    row, channel = tl.program_id(0), tl.arange(0, C)
+    at = PRODUCTS + (tl.arange(0, PARTS) * K + row) * (C + ONES)
+    grad = tl.load(at[:, None] + channel[None, :]).to(tl.float32)
+    tl.store(GRAD_WEIGHT + (FIRST + row) * C + channel, tl.sum(grad, 0))
+    tl.store(GRAD_BIAS + FIRST + row, tl.sum(tl.load(at + C).to(tl.float32), 0))
 
 
 @triton.jit
@@ -1094,85 +1250,6 @@ def normalise_again(x, position, STATISTICS, M):
     mean = tl.load(STATISTICS + position, mask=inside, other=0.0)
     rstd = tl.load(STATISTICS + M + position, mask=inside, other=0.0)
     return (x - mean[:, None]) * rstd[:, None], rstd
-
-
-@block_sizes(
-    {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
-    tf32={"BLOCK_M": 128, "num_warps": 8},
-    hip_float32={"num_warps": 8},
-)
-@triton.jit
-def triangle_project_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, PRESENT, AB, M,
-    eps: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute a = sigmoid(y W_ag) * (y W_ap), and b likewise, from y = LayerNorm(x).
-
-    X is [M, C]; AB [2 C, M] are a and b, channel first; STATISTICS [2, M] mean and rstd of the
-    norm. Where PRESENT [M] is False a is 0, and nowhere if it is None. A program owns BLOCK_M
-    positions, and goes over the channels of a and b BLOCK_C at a time.
-    """
-    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
-    channel = tl.arange(0, C)
-    x = load_positions(X, position, C, channel, 1, M)
-    x = normalise_and_keep(x, position, STATISTICS, M, eps, C)
-    y = tl.trans(scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(WEIGHT.dtype.element_ty))
-    inside = (position < M)[None, :]
-    if PRESENT is not None:  # in float32, as a mask of many rows takes AMD's scalar registers
-        present = tl.load(PRESENT + position, mask=position < M, other=0).to(tl.float32)[None, :]
-    for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
-        row = first + tl.arange(0, BLOCK_C)
-        at = WEIGHT + row[:, None] * C + channel[None, :]
-        gate = tl.dot(tl.load(at + A_G * C * C), y, input_precision=PRECISION)  # W_ag y^T
-        gate = gate + tl.load(BIAS + A_G * C + row)[:, None]
-        value = tl.dot(tl.load(at), y, input_precision=PRECISION)  # W_ap y^T
-        value = value + tl.load(BIAS + row)[:, None]
-        value *= sigmoid(gate)
-        if PRESENT is not None:
-            value *= tl.where(first < B_P * C, present, 1.0)
-        at = AB + index(row, WIDE)[:, None] * M + position[None, :]
-        tl.store(at, value.to(AB.dtype.element_ty), mask=inside)
-
-
-@block_sizes(
-    {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
-    hip={"num_warps": 8},
-    hip_float32={"BLOCK_C": 32},
-)
-@triton.jit
-def triangle_output_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, OUT_STATISTICS,
-    PRODUCT, OUT, M, eps: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, RESIDUAL: tl.constexpr,
-):  # fmt: skip
-    """Compute out = sigmoid(y W_g) * (LayerNorm(X) W_z), with RESIDUAL plus x; y = LayerNorm(x).
-
-    X and OUT are [M, C], PRODUCT [C, M] is channel first. STATISTICS [2, M] are mean and rstd of
-    the norm of x, OUT_STATISTICS those of the norm of X. A program owns BLOCK_M positions, and goes
-    over their channels BLOCK_C at a time.
-    """
-    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
-    channel = tl.arange(0, C)
-    dtype = WEIGHT.dtype.element_ty
-    x = load_positions(X, position, C, channel, 1, M)
-    x, _ = normalise_again(x, position, STATISTICS, M)
-    y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(dtype)
-    product = load_positions(PRODUCT, position, 1, index(channel, WIDE), M, M)
-    product = normalise_and_keep(product, position, OUT_STATISTICS, M, eps, C)
-    normed = scale_and_shift(product, OUT_WEIGHT, OUT_BIAS, C).to(dtype)
-    for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
-        row = first + tl.arange(0, BLOCK_C)
-        at = WEIGHT + (row + G * C)[None, :] * C + channel[:, None]
-        gate = tl.dot(y, tl.load(at), input_precision=PRECISION)  # y W_g
-        gate = gate + tl.load(BIAS + G * C + row)[None, :]
-        out = tl.dot(normed, tl.load(at + C * C), input_precision=PRECISION)  # LayerNorm(X) W_z
-        out = out + tl.load(BIAS + Z * C + row)[None, :]
-        out *= sigmoid(gate)
-        if RESIDUAL:
-            out += load_positions(X, position, C, row, 1, M)
-        at = OUT + position[:, None] * C + row[None, :]
-        tl.store(at, out.to(OUT.dtype.element_ty), mask=(position < M)[:, None])
 
 
 @triton.jit
@@ -1213,183 +1290,33 @@ def store_norm_gradients(GRAD_NORM, grad, x, C: tl.constexpr):
     tl.store(at + C, tl.sum(grad, 0))
 
 
-@block_sizes(
-    {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
-    float32={"BLOCK_M": 32},
-    tf32={"BLOCK_C": 32},
-    hip={"BLOCK_C": 32, "num_warps": 8},
-    hip_float32={"BLOCK_C": 32},
-)
-@triton.jit
-def triangle_output_backward_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, OUT_STATISTICS,
-    WEIGHT_T, NORMED, GRAD_LINEAR, GRAD_OUT, GRAD_NORM, PRODUCT, GRAD_PRODUCT, OUT_NORMED, GRAD_Z,
-    M, TRANSPOSED: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute the gradients after the product, which X = PRODUCT [C, M] is.
-
-    With g = sigmoid(y W_g) and z = LayerNorm(X) W_z:  dz = dout * g,  dg = dout * z * g * (1 - g),
-    dLayerNorm(X) = dz W_z^T,  dX through the norm. Written are dX (GRAD_PRODUCT [C, M]), dz
-    (GRAD_Z [M, C]), dg (in GRAD_LINEAR [M, 5 C]), y and LayerNorm(X) for the weights' gradients
-    (NORMED and OUT_NORMED [M, C + ONES]) and sums over the program's positions for the norm's
-    parameters (GRAD_NORM [programs, 2, C]). A program owns BLOCK_M positions. WEIGHT_T: see
-    load_transposed.
-    """
-    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
-    channel = tl.arange(0, C)
-    inside = (position < M)[:, None]
-    m = position[:, None]
-    dtype = WEIGHT.dtype.element_ty
-    x = load_positions(X, position, C, channel, 1, M)
-    x, _ = normalise_again(x, position, STATISTICS, M)
-    y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(dtype)
-    store_with_ones(NORMED, y, position, M, C, BLOCK_M)
-    product = load_positions(PRODUCT, position, 1, index(channel, WIDE), M, M)
-    product, _ = normalise_again(product, position, OUT_STATISTICS, M)
-    normed = scale_and_shift(product, OUT_WEIGHT, OUT_BIAS, C).to(dtype)
-    store_with_ones(OUT_NORMED, normed, position, M, C, BLOCK_M)
-    grad_normed = tl.zeros([BLOCK_M, C], tl.float32)
-    for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
-        row = first + tl.arange(0, BLOCK_C)
-        at = WEIGHT + (row + G * C)[None, :] * C + channel[:, None]
-        gate = tl.dot(y, tl.load(at), input_precision=PRECISION)  # y W_g
-        gate = sigmoid(gate + tl.load(BIAS + G * C + row)[None, :])
-        z = tl.dot(normed, tl.load(at + C * C), input_precision=PRECISION)  # LayerNorm(X) W_z
-        z = z + tl.load(BIAS + Z * C + row)[None, :]
-        grad_out = tl.load(GRAD_OUT + m * C + row[None, :], mask=inside, other=0.0)
-        grad_z = grad_out.to(tl.float32) * gate
-        grad_g = grad_z * (1 - gate) * z
-        tl.store(GRAD_Z + m * C + row[None, :], grad_z.to(dtype), mask=inside)
-        at = GRAD_LINEAR + m * (5 * C) + (row + G * C)[None, :]
-        tl.store(at, grad_g.to(dtype), mask=inside)
-        weight = load_transposed(WEIGHT_T, row + Z * C, channel, 6 * C, C, TRANSPOSED)
-        # dLayerNorm(X) += dz W_z^T
-        grad_normed = tl.dot(grad_z.to(dtype), weight, grad_normed, input_precision=PRECISION)
-    # Loaded and normalised once more: that is cheaper than keeping it in registers over the loop.
-    product = load_positions(PRODUCT, position, 1, index(channel, WIDE), M, M)
-    product, rstd = normalise_again(product, position, OUT_STATISTICS, M)
-    store_norm_gradients(GRAD_NORM, grad_normed, product, C)
-    grad = grad_normed * tl.load(OUT_WEIGHT + channel)[None, :]
-    grad = norm_backward(grad, product, rstd, C)
-    tl.store(GRAD_PRODUCT + index(channel, WIDE)[None, :] * M + m, grad.to(dtype), mask=inside)
-
-
-@block_sizes(
-    {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
-    float32={"BLOCK_M": 128, "BLOCK_C": 32, "num_warps": 8},
-    tf32={"BLOCK_M": 128, "num_warps": 8},
-    hip={"BLOCK_C": 32, "num_warps": 8},
-)
-@triton.jit
-def triangle_project_backward_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, OUT_STATISTICS,
-    WEIGHT_T, NORMED, GRAD_LINEAR, GRAD_OUT, GRAD_NORM, PRESENT, GRAD_AB, GRAD_X,
-    M, TRANSPOSED: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr, RESIDUAL: tl.constexpr,
-):  # fmt: skip
-    """Compute the gradients before the product, from those of a and b (GRAD_AB [2 C, M]).
-
-    With s = sigmoid(y W_ag) and p = y W_ap:  dp = da * s,  ds = da * p * s * (1 - s), for b
-    likewise;  dy = dg W_g^T + sum of dp W_p^T and ds W_s^T,  dx through the norm, plus GRAD_OUT if
-    RESIDUAL. Read are y (NORMED [M, C + ONES]) and dg (in GRAD_LINEAR [M, 5 C]); written are dx
-    (GRAD_X [M, C]), dp and ds (in GRAD_LINEAR, too) and sums over the program's positions for the
-    norm's parameters (GRAD_NORM [programs, 2, C]). A program owns BLOCK_M positions.
-    """
-    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
-    channel = tl.arange(0, C)
-    inside = (position < M)[:, None]
-    m = position[:, None]
-    dtype = WEIGHT.dtype.element_ty
-    y = tl.load(NORMED + m * (C + ONES) + channel[None, :], mask=inside, other=0.0)
-    at_g = GRAD_LINEAR + m * (5 * C) + (channel + G * C)[None, :]
-    grad_g = tl.load(at_g, mask=inside, other=0.0)
-    weight_g = load_transposed(WEIGHT_T, channel + G * C, channel, 6 * C, C, TRANSPOSED)
-    grad_y = tl.dot(grad_g, weight_g, input_precision=PRECISION)  # dy = dg W_g^T
-    if PRESENT is not None:
-        present = tl.load(PRESENT + m, mask=inside, other=0).to(tl.float32)
-    for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
-        row = first + tl.arange(0, BLOCK_C)
-        at = WEIGHT + row[None, :] * C + channel[:, None]
-        gate = tl.dot(y, tl.load(at + A_G * C * C), input_precision=PRECISION)  # y W_ag
-        gate = gate + tl.load(BIAS + A_G * C + row)[None, :]
-        value = tl.dot(y, tl.load(at), input_precision=PRECISION)  # y W_ap
-        value = value + tl.load(BIAS + row)[None, :]
-        gate = sigmoid(gate)
-        grad_ab = tl.load(GRAD_AB + index(row, WIDE)[None, :] * M + m, mask=inside, other=0.0)
-        grad_p = grad_ab.to(tl.float32) * gate
-        if PRESENT is not None:
-            grad_p *= tl.where(first < B_P * C, present, 1.0)
-        grad_s = (grad_p * (1 - gate) * value).to(dtype)
-        grad_p = grad_p.to(dtype)
-        at = GRAD_LINEAR + m * (5 * C) + row[None, :]
-        tl.store(at, grad_p, mask=inside)
-        tl.store(at + A_G * C, grad_s, mask=inside)
-        weight = load_transposed(WEIGHT_T, row, channel, 6 * C, C, TRANSPOSED)
-        grad_y = tl.dot(grad_p, weight, grad_y, input_precision=PRECISION)  # dy += dp W_ap^T
-        weight = load_transposed(WEIGHT_T, row + A_G * C, channel, 6 * C, C, TRANSPOSED)
-        grad_y = tl.dot(grad_s, weight, grad_y, input_precision=PRECISION)  # dy += ds W_ag^T
-    x = load_positions(X, position, C, channel, 1, M)
-    x, rstd = normalise_again(x, position, STATISTICS, M)
-    store_norm_gradients(GRAD_NORM, grad_y, x, C)
-    grad_x = norm_backward(grad_y * tl.load(NORM_WEIGHT + channel)[None, :], x, rstd, C)
-    if RESIDUAL:
-        grad_x += load_positions(GRAD_OUT, position, C, channel, 1, M)
-    tl.store(GRAD_X + m * C + channel[None, :], grad_x.to(GRAD_X.dtype.element_ty), mask=inside)
-
-
-@block_sizes({"num_warps": 2})
-@triton.jit
-def triangle_weights_kernel(
-    PRODUCTS, GRAD_WEIGHT, GRAD_BIAS, K, FIRST, C: tl.constexpr, PARTS: tl.constexpr
-):  # fmt: skip
-    """Add up the parts of K rows of a weight's gradient and its bias's, those from FIRST on.
-
-    PRODUCTS is [parts, K, C + ONES]; its last columns are all the bias's gradient. A program owns a
-    row of the weight.
-    """
-    row, channel = tl.program_id(0), tl.arange(0, C)
-    at = PRODUCTS + (tl.arange(0, PARTS) * K + row) * (C + ONES)
-    grad = tl.load(at[:, None] + channel[None, :]).to(tl.float32)
-    tl.store(GRAD_WEIGHT + (FIRST + row) * C + channel, tl.sum(grad, 0))
-    tl.store(GRAD_BIAS + FIRST + row, tl.sum(tl.load(at + C).to(tl.float32), 0))
-
-
 @operator
 def triangle_forward(
-    x: Tensor,
-    present: Tensor | None,
-    in_weight: Tensor,
-    in_bias: Tensor,
-    out_weight: Tensor,
-    out_bias: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    incoming: bool,
-    eps: float,
-    residual: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, present: Tensor | None, in_weight: Tensor, in_bias: Tensor, out_weight: Tensor,
+    out_bias: Tensor, weight: Tensor, bias: Tensor, incoming: bool, eps: float, residual: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Multiply triangles: the update of x [B, N, N, C], a and b [2 C, M], their product [C, M].
 
-    Then mean and rstd of the norm before the product [2, M], and of that after it. The update is in
-    the weight's type; with `residual` it is x + update. present [B, N, N] is False for padding,
-    where a becomes 0.
+    Then mean and rstd of the norm before the product [2, M], and of that after it. present
+    [B, N, N] is False for padding, where a becomes 0.
+    With `residual` the first is x + update, else it has the weight's type.
     """
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
     dtype = torch.promote_types(x.dtype, weight.dtype) if residual else weight.dtype
-    ab, out = weight.new_empty(2 * dim, positions), torch.empty_like(x, dtype=dtype)
+    out = torch.empty_like(x, dtype=dtype)
+    ab = weight.new_empty(2 * dim, positions)
     # two tensors, as torch.compile mistakes the size of what a kernel writes into a part of one
     in_statistics = x.new_empty(2, positions, dtype=torch.float32)
     out_statistics = torch.empty_like(in_statistics)
-    inputs = x, in_weight, in_bias, out_weight, out_bias, weight, bias
     programs, options = triangle_options("triangle_project", x, weight)
     launch = wrap_triton(triangle_project_kernel)[(programs,)]
-    launch(*inputs, in_statistics, present, ab, eps=eps, **options)
+    launch(x, in_weight, in_bias, weight, bias, in_statistics, present, ab, eps=eps, **options)
     a, b = (half.view(dim * len(x), *x.shape[1:3]) for half in ab.chunk(2))
     product = torch.bmm(a.mT, b) if incoming else torch.bmm(a, b.mT)
     product = product.view(dim, positions)
     programs, options = triangle_options("triangle_output", x, weight)
     launch = wrap_triton(triangle_output_kernel)[(programs,)]
+    inputs = x, in_weight, in_bias, out_weight, out_bias, weight, bias
     statistics = in_statistics, out_statistics
     launch(*inputs, *statistics, product, out, eps=eps, RESIDUAL=residual, **options)
     return out, ab, product, *statistics
@@ -1397,23 +1324,10 @@ def triangle_forward(
 
 @operator
 def triangle_backward(
-    grad_out: Tensor,
-    x: Tensor,
-    present: Tensor | None,
-    in_weight: Tensor,
-    in_bias: Tensor,
-    out_weight: Tensor,
-    out_bias: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    ab: Tensor,
-    product: Tensor,
-    in_statistics: Tensor,
-    out_statistics: Tensor,
-    incoming: bool,
-    residual: bool,
-    norms: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grad_out: Tensor, x: Tensor, present: Tensor | None, in_weight: Tensor, in_bias: Tensor,
+    out_weight: Tensor, out_bias: Tensor, weight: Tensor, bias: Tensor, ab: Tensor, product: Tensor,
+    in_statistics: Tensor, out_statistics: Tensor, incoming: bool, residual: bool, norms: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradient of x, and what those of the parameters are made of.
 
     That is, for the projections before the product the gradient of their results [M, 5 C] and their
@@ -1421,21 +1335,22 @@ def triangle_backward(
     the norms' parameters, [2, C] each if `norms` asks for them.
     """
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
-    parameters = in_weight, in_bias, out_weight, out_bias, weight, bias
-    inputs = x, *parameters, in_statistics, out_statistics
     normed = weight.new_empty(positions, dim + ONES.value)
     out_normed = torch.empty_like(normed)
-    grad_z, grad_linear = weight.new_empty(positions, dim), weight.new_empty(positions, 5 * dim)
+    grad_z = weight.new_empty(positions, dim)
+    grad_linear = weight.new_empty(positions, 5 * dim)
     transposed = weight.dtype == torch.float32
     weight_t = weight.t().contiguous() if transposed else weight
-    inputs = *inputs, weight_t, normed, grad_linear, grad_out
+    gradients = weight_t, normed, grad_linear, grad_out
 
     programs, options = triangle_options("triangle_output_backward", x, weight)
     options["TRANSPOSED"] = transposed
-    grad_norm_out = x.new_empty(programs, 2, dim, dtype=torch.float32)
+    sums_out = x.new_empty(programs, 2, dim, dtype=torch.float32)
     grad_product = torch.empty_like(product)
     launch = wrap_triton(triangle_output_backward_kernel)[(programs,)]
-    launch(*inputs, grad_norm_out, product, grad_product, out_normed, grad_z, **options)
+    inputs = x, in_weight, in_bias, out_weight, out_bias, weight, bias
+    inputs = *inputs, in_statistics, out_statistics, *gradients
+    launch(*inputs, sums_out, product, grad_product, out_normed, grad_z, **options)
 
     grad_ab = torch.empty_like(ab)
     matrices = (dim * len(x), *x.shape[1:3])
@@ -1450,42 +1365,43 @@ def triangle_backward(
 
     programs, options = triangle_options("triangle_project_backward", x, weight)
     options |= {"TRANSPOSED": transposed, "RESIDUAL": residual}
-    grad_norm_in = x.new_empty(programs, 2, dim, dtype=torch.float32)
+    sums_in = x.new_empty(programs, 2, dim, dtype=torch.float32)
     grad_x = torch.empty_like(x)
     launch = wrap_triton(triangle_project_backward_kernel)[(programs,)]
-    launch(*inputs, grad_norm_in, present, grad_ab, grad_x, **options)
-
+    inputs = x, in_weight, weight, bias, in_statistics, *gradients, present
+    launch(*inputs, grad_ab, grad_x, sums_in, **options)
     if norms:
-        grad_norm_in, grad_norm_out = sum_parts(grad_norm_in), sum_parts(grad_norm_out)
-    return grad_x, grad_linear, normed, grad_z, out_normed, grad_norm_in, grad_norm_out
+        sums_in = sum_parts(sums_in)
+        sums_out = sum_parts(sums_out)
+    return grad_x, grad_linear, normed, grad_z, out_normed, sums_in, sums_out
 
 
 def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> tuple[int, dict[str, int | str]]:
     """Return how many programs a kernel of the triangle multiplication has, and its settings."""
-    chosen, dim, rows = blocks(kernel, weight.dtype), x.shape[-1], x.numel() // x.shape[-1]
+    dim = x.shape[-1]
+    rows = x.numel() // dim
+    chosen = blocks(kernel, weight.dtype)
     chosen["BLOCK_C"] = min(chosen["BLOCK_C"], dim)
     # Where channels are few more warps leave too little for each: one kernel spills on an MI300.
     chosen["num_warps"] = min(chosen["num_warps"], max(4, chosen["BLOCK_M"] * dim // 512))
     chosen |= {"M": rows, "C": dim, "WIDE": 5 * x.numel() >= 2**31}
-    precision = dot_precision(weight.dtype)
-    return triton.cdiv(rows, chosen["BLOCK_M"]), {**chosen, "PRECISION": precision}
+    chosen["PRECISION"] = dot_precision(weight.dtype)
+    return triton.cdiv(rows, chosen["BLOCK_M"]), chosen
 
 
-@partial(operator, changes=("grad_weight", "grad_bias"))
+@operator
 def triangle_weight_gradients(
-    grad_linear: Tensor,
-    normed: Tensor,
-    grad_z: Tensor,
-    out_normed: Tensor,
-    grad_weight: Tensor,
-    grad_bias: Tensor,
-) -> None:
-    """Fill grad_weight [6 C, C] and grad_bias [6 C].
+    grad_linear: Tensor, normed: Tensor, grad_z: Tensor, out_normed: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of the packed weight [6 C, C] and bias [6 C].
 
     grad_linear [M, 5 C] is the gradient of the projections of normed [M, C + ONES], grad_z [M, C]
     that of the projection of out_normed [M, C + ONES].
     """
-    dim, first = grad_weight.shape[1], 0
+    first = 0
+    dim = grad_z.shape[1]
+    grad_weight = grad_z.new_empty(6 * dim, dim, dtype=torch.float32)
+    grad_bias = grad_z.new_empty(6 * dim, dtype=torch.float32)
     for grad, rows in ((grad_linear, normed), (grad_z, out_normed)):
         positions, width = grad.shape
         # One GEMM over all positions has too few tiles to occupy the device; parts of them are
@@ -1500,31 +1416,26 @@ def triangle_weight_gradients(
         sizes = {"K": width, "FIRST": first, "C": dim, "PARTS": parts}
         launch(products, grad_weight, grad_bias, **sizes, **blocks("triangle_weights"))
         first += width
+    return grad_weight, grad_bias
 
 
 class TriangleMultiplicationFunction(torch.autograd.Function):
-    """Multiply the triangles of x [B, N, N, C] -> its update in `dtype`, or x + update.
+    """Multiply the triangles of x [B, N, N, C] -> its update in `dtype`, x + update if `residual`.
 
-    The latter is with `residual`. present [B, N, N] is False for padding. The parameters: weight
-    and bias of the norm before the product and of that after it, then the weights of a_p, b_p, a_g,
-    b_g, g and z in one piece, and their biases.
+    present [B, N, N] is False for padding, where a becomes 0. The parameters: weight and bias of
+    the norm before the product and of that after it, then the weights of a_p, b_p, a_g, b_g, g and
+    z in one piece, and their biases.
 
-    Kept for later: x, a, b and their product.
+    Kept for later: x, a, b and their product, and mean and rstd of both norms.
     """
 
     @staticmethod
     def forward(
-        ctx,
-        x: Tensor,
-        present: Tensor | None,
-        incoming: bool,
-        residual: bool,
-        eps: float,
-        dtype: torch.dtype,
-        *parameters: Tensor,
-    ) -> Tensor:
-        x, (*norms, weight, bias) = x.contiguous(), parameters
-        inputs = x, present, *norms, weight.to(dtype), bias
+        ctx, x: Tensor, present: Tensor | None, incoming: bool, residual: bool, eps: float,
+        dtype: torch.dtype, *parameters: Tensor,
+    ) -> Tensor:  # fmt: skip
+        *norms, weight, bias = parameters
+        inputs = x.contiguous(), present, *norms, weight.to(dtype), bias
         out, *saved = triangle_forward(*inputs, incoming, eps, residual)
         ctx.save_for_backward(*inputs, *saved)
         ctx.options = incoming, residual
@@ -1532,24 +1443,77 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        inputs, norms = (grad_out.contiguous(), *ctx.saved_tensors), any(ctx.needs_input_grad[6:10])
-        grad_x, *read, norm_in, norm_out = triangle_backward(*inputs, *ctx.options, norms)
+        norms = any(ctx.needs_input_grad[6:10])
+        linears = any(ctx.needs_input_grad[10:])
+        inputs = grad_out.contiguous(), *ctx.saved_tensors, *ctx.options
+        grad_x, *read, norm_in, norm_out = triangle_backward(*inputs, norms)
         grads = [*norm_in.unbind(), *norm_out.unbind()] if norms else 4 * [None]
-        grad_weight = grad_bias = None
-        if any(ctx.needs_input_grad[10:]):
-            dim = grad_out.shape[-1]
-            grad_weight = grad_out.new_empty(6 * dim, dim, dtype=torch.float32)
-            grad_bias = grad_out.new_empty(6 * dim, dtype=torch.float32)
-            triangle_weight_gradients(*read, grad_weight, grad_bias)
-        return grad_x, *5 * [None], *grads, grad_weight, grad_bias
+        grads += triangle_weight_gradients(*read) if linears else 2 * [None]
+        return grad_x, *5 * [None], *grads
 
 
+class TriangleMultiplication(nn.Module):
+    """Update each edge from the two others of its triangles, multiplied by `equation`."""
+
+    equation: str
+    incoming: bool
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__()
+        dim = config.pair_dim
+        self.fused = fusions.triton_triangle
+        self.layer_norm_in = LayerNorm(dim, fusions)
+        parts = ("linear_a_p", "linear_b_p", "linear_a_g", "linear_b_g", "linear_g", "linear_z")
+        if self.fused:
+            self.linears = nn.Linear(dim, 6 * dim)
+            keep_separate_names(self, "linears", parts, biased=parts)
+        else:
+            for part in parts:
+                setattr(self, part, nn.Linear(dim, dim))
+        self.layer_norm_out = LayerNorm(dim, fusions)
+
+    def forward(
+        self, pair: Tensor, residues: Tensor | None = None, residual: bool = False
+    ) -> Tensor:
+        """Compute the update of pair [B, N, N, c_z], or pair + update with `residual`.
+
+        residues [B, N] are False for padding.
+        """
+        present = None if residues is None else residues[:, :, None] & residues[:, None]
+        if self.fused:
+            settings = self.incoming, residual, self.layer_norm_in.eps, gemm_dtype(pair)
+            norms = *self.layer_norm_in.parameters(), *self.layer_norm_out.parameters()
+            parameters = *norms, *self.linears.parameters()
+            return TriangleMultiplicationFunction.apply(pair, present, *settings, *parameters)
+        x = self.layer_norm_in(pair)
+        a = torch.sigmoid(self.linear_a_g(x)) * self.linear_a_p(x)
+        b = torch.sigmoid(self.linear_b_g(x)) * self.linear_b_p(x)
+        if residues is not None:
+            a = a * present[..., None]
+        product = self.layer_norm_out(torch.einsum(self.equation, a, b))
+        update = torch.sigmoid(self.linear_g(x)) * self.linear_z(product)
+        return pair + update if residual else update
+
+
+class TriangleMultiplicationOutgoing(TriangleMultiplication):
+    """Update edge ij from the edges ik and jk (AF2 SI, algorithm 11)."""
+
+    equation = "bikc,bjkc->bijc"
+    incoming = False
+
+
+class TriangleMultiplicationIncoming(TriangleMultiplication):
+    """Update edge ij from the edges ki and kj (AF2 SI, algorithm 12)."""
+
+    equation = "bkic,bkjc->bijc"
+    incoming = True
+
+
+# --- outer product mean: update_ij = linear_out(sum_s a_si (x) b_sj) / number of sequences
 # Outer product mean: out_ij = factor * sum_s a_si (x) b_sj. Of matrices [S, N x H] the products of
 # all channels are one GEMM, but its result [N, H, N, H] is not what the projection takes: these
 # kernels write and read it as [N, N, H, H]. The backward pass makes it again. FACTORS [samples] are
 # 1 / (number of sequences + 1e-3).
-
-
 @block_sizes(
     {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_S": 32},
     float32={"BLOCK_M": 128, "num_warps": 8, "num_stages": 2},
@@ -1629,7 +1593,8 @@ def outer_product_backward_kernel(
 
 def outer_product_options(kernel: str, a: Tensor) -> dict[str, int | str]:
     """Return what a kernel of the outer product is told."""
-    chosen, (_, depth, length, dim) = blocks(kernel, a.dtype), a.shape
+    _, depth, length, dim = a.shape
+    chosen = blocks(kernel, a.dtype)
     chosen["BLOCK_S"] = min(chosen["BLOCK_S"], max(16, triton.next_power_of_2(depth)))
     return {**chosen, "S": depth, "N": length, "H": dim, "PRECISION": dot_precision(a.dtype)}
 
@@ -1673,7 +1638,8 @@ class OuterProductMeanFunction(torch.autograd.Function):
     def forward(
         ctx, a: Tensor, b: Tensor, sequences: Tensor | None, weight: Tensor, bias: Tensor
     ) -> Tensor:
-        a, b, low = a.contiguous(), b.contiguous(), weight.to(a.dtype)
+        a, b = a.contiguous(), b.contiguous()
+        low = weight.to(a.dtype)
         if sequences is None:
             factors = a.new_full(a.shape[:1], 1 / (a.shape[1] + 1e-3), dtype=torch.float32)
         else:
@@ -1700,9 +1666,37 @@ class OuterProductMeanFunction(torch.autograd.Function):
         return grad_a, grad_b, None, grad_weight, grad_bias
 
 
+class OuterProductMean(nn.Module):
+    """Update the pair representation from pairs of MSA columns (AF2 SI, algorithm 10)."""
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__()
+        hidden = config.outer_product_dim
+        self.triton = fusions.triton_outer_product
+        self.layer_norm = LayerNorm(config.msa_dim, fusions)
+        self.linear_1 = Linear(config.msa_dim, hidden, fusions)
+        self.linear_2 = Linear(config.msa_dim, hidden, fusions)
+        self.linear_out = Linear(hidden * hidden, config.pair_dim, fusions)
+
+    def forward(self, msa: Tensor, sequences: Tensor | None = None) -> Tensor:
+        """Compute the update of pair [B, N, N, c_z] from msa [B, S, N, c_m], sequences [B, S]."""
+        depth = msa.shape[1]
+        msa = self.layer_norm(msa)
+        a, b = self.linear_1(msa), self.linear_2(msa)
+        if self.triton:
+            out = self.linear_out
+            return OuterProductMeanFunction.apply(a, b, sequences, out.weight, out.bias)
+        if sequences is not None:
+            a = a * sequences[:, :, None, None]
+            dtype = torch.promote_types(msa.dtype, torch.float32)
+            depth = sequences.sum(1, dtype=dtype)[:, None, None, None]
+        outer = torch.einsum("bsic,bsjd->bijcd", a, b).flatten(3)
+        # The bias is divided, too, as AlphaFold's code does.
+        return self.linear_out(outer) / (depth + 1e-3)
+
+
+# --- transition: update = linear_2(relu(linear_1(norm(x))))
 # Bias and ReLU between the two projections of a transition.
-
-
 @block_sizes({"TILE": 4096})
 @triton.jit
 def bias_relu_forward_kernel(
@@ -1712,12 +1706,11 @@ def bias_relu_forward_kernel(
 
     X and OUT are [rows, C]. A program owns ROWS rows.
     """
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    program = tl.program_id(0).to(tl.int64)
+    _, at, inside = tile_of_rows(program * ROWS, rows, C, BLOCK_C, ROWS, True)
     channel = tl.arange(0, BLOCK_C)
-    inside = (row < rows)[:, None] & (channel < C)[None, :]
-    at = row[:, None] * C + channel[None, :]
     bias = tl.load(BIAS + channel, mask=channel < C, other=0.0).to(tl.float32)
-    x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32) + bias[None, :]
+    x = load_tile(X, at, inside) + bias[None, :]
     tl.store(OUT + at, tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL), mask=inside)
 
 
@@ -1736,9 +1729,7 @@ def bias_relu_backward_kernel(
     channel = tl.arange(0, BLOCK_C)
     grad_bias = tl.zeros([ROWS, BLOCK_C], tl.float32)
     for start in range(program * ROWS, rows, PROGRAMS * ROWS):
-        row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (channel < C)[None, :]
-        at = row[:, None] * C + channel[None, :]
+        _, at, inside = tile_of_rows(start, rows, C, BLOCK_C, ROWS, True)
         grad = tl.load(GRAD + at, mask=inside, other=0.0)
         grad = tl.where(tl.load(OUT + at, mask=inside, other=0.0) > 0, grad, 0.0)
         grad_bias += grad.to(tl.float32)
@@ -1784,223 +1775,9 @@ class BiasReLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         needs_bias = ctx.needs_input_grad[1]
-        (out,) = ctx.saved_tensors
-        grad_x, grad_bias = bias_relu_backward(grad.contiguous(), out, ctx.dtype, needs_bias)
+        inputs = grad.contiguous(), *ctx.saved_tensors, ctx.dtype
+        grad_x, grad_bias = bias_relu_backward(*inputs, needs_bias)
         return grad_x, grad_bias if needs_bias else None
-
-
-# --- model
-
-AMINO_ACIDS = "ARNDCQEGHILKMFPSTWYV"
-UNKNOWN, GAP, MASK = 20, 21, 22
-NUM_TOKENS = 23  # the 20 amino acids, unknown, gap, masked
-MAX_OFFSET = 32  # relative positions are clipped at +-32 residues
-NUM_BINS, FIRST_EDGE, LAST_EDGE = 64, 2.0, 22.0  # distogram, in Angstrom
-BIN_WIDTH = (LAST_EDGE - FIRST_EDGE) / NUM_BINS
-
-
-def one_hot(tokens: Tensor, classes: int) -> Tensor:
-    """Turn tokens [...] into float32 [..., classes], 1 at the token and 0 elsewhere."""
-    return (tokens[..., None] == torch.arange(classes, device=tokens.device)).float()
-
-
-def gemm_dtype(x: Tensor) -> torch.dtype:
-    """Return the type in which a matrix product takes x here."""
-    kind = x.device.type
-    cast = not x.is_meta and torch.is_autocast_enabled(kind)  # on "meta" FLOPs are counted
-    return torch.get_autocast_dtype(kind) if cast else x.dtype
-
-
-class LayerNorm(nn.LayerNorm):
-    """Normalise over the channels; the kernel writes the type that the next GEMM takes."""
-
-    def __init__(self, dim: int, fusions: Fusions):
-        super().__init__(dim)
-        self.triton = fusions.triton_layer_norm
-
-    def forward(
-        self, x: Tensor, heads: nn.Linear | None = None, ending: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Normalise x [..., C] over C.
-
-        With heads x is [B, N, N, C], and the result comes with the attention bias [B, H, N, N] that
-        they make of it, with `ending` that of the transposed pairs.
-        """
-        if self.triton:
-            parameters = self.weight, self.bias, None if heads is None else heads.weight
-            return LayerNormFunction.apply(x, *parameters, self.eps, gemm_dtype(x), ending)
-        x = super().forward(x)
-        if heads is None:
-            return x
-        bias = heads(x)
-        return x, bias.permute(0, 3, 2, 1) if ending else bias.permute(0, 3, 1, 2)
-
-
-class Linear(nn.Linear):
-    """Project with a bias, whose gradient a kernel sums."""
-
-    def __init__(self, dim_in: int, dim_out: int, fusions: Fusions):
-        super().__init__(dim_in, dim_out)
-        self.triton = fusions.triton_bias_gradient
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Project x [..., dim_in] -> [..., dim_out]."""
-        if self.triton:
-            return BiasGradient.apply(F.linear(x, self.weight, self.bias.detach()), self.bias)
-        return super().forward(x)
-
-
-class InputEmbedder(nn.Module):
-    """Embed an alignment as MSA and pair representation (AF2 SI, algorithms 3 to 5)."""
-
-    def __init__(self, config: ModelConfig, fusions: Fusions):
-        super().__init__()
-        self.linear_tf_z_i = Linear(NUM_TOKENS, config.pair_dim, fusions)
-        self.linear_tf_z_j = Linear(NUM_TOKENS, config.pair_dim, fusions)
-        self.linear_tf_m = Linear(NUM_TOKENS, config.msa_dim, fusions)
-        self.linear_msa_m = Linear(NUM_TOKENS, config.msa_dim, fusions)
-        self.linear_relpos = Linear(2 * MAX_OFFSET + 1, config.pair_dim, fusions)
-
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Embed tokens [B, S, N] -> msa [B, S, N, c_m], pair [B, N, N, c_z]."""
-        alignment = one_hot(tokens, NUM_TOKENS)
-        query = alignment[:, 0]
-        position = torch.arange(tokens.shape[-1], device=tokens.device)
-        offset = (position[:, None] - position).clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
-        pair = self.linear_tf_z_i(query)[:, :, None] + self.linear_tf_z_j(query)[:, None]
-        pair = pair + self.linear_relpos(one_hot(offset, 2 * MAX_OFFSET + 1))
-        return self.linear_msa_m(alignment) + self.linear_tf_m(query)[:, None], pair
-
-
-def keep_separate_names(
-    parent: nn.Module, fused: str, parts: tuple[str, ...], biased: tuple[str, ...], heads: int = 1
-) -> None:
-    """Have state_dict list the rows of `parent.<fused>` under the names of its parts.
-
-    They are loaded from these, too. The parts are equally wide. Their rows run head by head and,
-    within a head, part by part; `biased` are the parts that have a bias.
-    """
-
-    def names(prefix: str) -> dict[str, list[str]]:
-        owners = {"weight": parts, "bias": biased}
-        return {
-            f"{prefix}{fused}.{kind}": [f"{prefix}{part}.{kind}" for part in with_kind]
-            for kind, with_kind in owners.items()
-        }
-
-    def split(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: dict) -> None:
-        for merged, separate in names(prefix).items():
-            rows = state.pop(merged).unflatten(0, (heads, len(separate), -1))
-            state.update({name: rows[:, i].flatten(0, 1) for i, name in enumerate(separate)})
-
-    def merge(module: nn.Module, state: dict[str, Tensor], prefix: str, *unused) -> None:
-        for merged, separate in names(prefix).items():
-            # Otherwise load_state_dict reports what is missing.
-            if all(name in state for name in separate):
-                rows = [state.pop(name).unflatten(0, (heads, -1)) for name in separate]
-                state[merged] = torch.stack(rows, dim=1).flatten(0, 2)
-
-    parent.register_state_dict_post_hook(split)
-    parent.register_load_state_dict_pre_hook(merge)
-
-
-def hide_padding(present: Tensor | None, x: Tensor) -> Tensor | None:
-    """Make a bias [B, 1, 1, N] that hides keys: 0 where a key is present [B, N], -1e4 elsewhere.
-
-    A hidden key gets a weight of 0, and where all are hidden no NaN arises, nor in float16.
-    """
-    if present is None:
-        return None
-    return torch.where(present, 0.0, -1e4).to(gemm_dtype(x))[:, None, None]
-
-
-class QKVGLinear(nn.Module):
-    """Query, key, value and gate projection as one GEMM; only the gate has a bias."""
-
-    def __init__(self, dim: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(4 * dim, dim))
-        self.bias = nn.Parameter(torch.empty(dim))
-
-
-class GatedAttention(nn.Module):
-    """Attend along one axis in several heads, with a sigmoid gate: the base of four attentions."""
-
-    def __init__(self, dim: int, heads: int, fusions: Fusions):
-        super().__init__()
-        self.heads, self.head_dim = heads, dim // heads
-        self.fused = fusions.triton_attention
-        if self.fused:
-            parts = ("linear_q", "linear_k", "linear_v", "linear_g")
-            self.linear_qkvg = QKVGLinear(dim)
-            keep_separate_names(self, "linear_qkvg", parts, biased=("linear_g",), heads=heads)
-        else:
-            self.linear_q = nn.Linear(dim, dim, bias=False)
-            self.linear_k = nn.Linear(dim, dim, bias=False)
-            self.linear_v = nn.Linear(dim, dim, bias=False)
-            self.linear_g = nn.Linear(dim, dim)
-        self.linear_o = Linear(dim, dim, fusions)
-
-    def attend(
-        self,
-        x: Tensor,
-        bias: Tensor | None = None,
-        hidden: Tensor | None = None,
-        columns: bool = False,
-    ) -> Tensor:
-        """Let each of the R rows of x [B, R, N, C] attend to itself.
-
-        bias [B, H, N, N] is the same for all rows, and so is hidden [B, 1, 1, N], by hide_padding.
-        With `columns` each of the N columns attends to itself, and the bias is [B, H, R, R],
-        hidden [B, 1, 1, R].
-        """
-        if hidden is not None:
-            bias = hidden if bias is None else bias + hidden
-        if self.fused:
-            qkvg = F.linear(x, self.linear_qkvg.weight).unflatten(-1, (self.heads, 4, -1))
-            if bias is not None:
-                bias = bias.expand(-1, self.heads, x.shape[1 if columns else 2], -1)
-            out = GatedAttentionFunction.apply(qkvg, self.linear_qkvg.bias, bias, columns)
-            return self.linear_o(out)
-        if columns:
-            return self.attend(x.transpose(1, 2), bias).transpose(1, 2)
-        linears = (self.linear_q, self.linear_k, self.linear_v, self.linear_g)
-        q, k, v, gate = (linear(x) for linear in linears)
-        # Not in five dimensions, at which torch.compile's attention pattern fails (PyTorch 2.11).
-        heads = (self.heads, self.head_dim)
-        q, k, v = (t.flatten(0, 1).unflatten(-1, heads).transpose(1, 2) for t in (q, k, v))
-        scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)  # [B x R, H, N, N]
-        if bias is not None:
-            scores = (scores.unflatten(0, x.shape[:2]) + bias[:, None]).flatten(0, 1)
-        out = (scores.softmax(-1) @ v).transpose(1, 2).reshape(x.shape)
-        return self.linear_o(torch.sigmoid(gate) * out)
-
-
-class MSARowAttentionWithPairBias(GatedAttention):
-    """Let residues attend to each other, biased by their pair (AF2 SI, algorithm 7)."""
-
-    def __init__(self, config: ModelConfig, fusions: Fusions):
-        super().__init__(config.msa_dim, config.num_heads_msa, fusions)
-        self.layer_norm_m = LayerNorm(config.msa_dim, fusions)
-        self.layer_norm_z = LayerNorm(config.pair_dim, fusions)
-        self.linear_z = nn.Linear(config.pair_dim, config.num_heads_msa, bias=False)
-
-    def forward(self, msa: Tensor, pair: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Compute the update of msa [B, S, N, c_m] by pair [B, N, N, c_z], hidden [B, 1, 1, N]."""
-        _, bias = self.layer_norm_z(pair, self.linear_z)
-        return self.attend(self.layer_norm_m(msa), bias, hidden)
-
-
-class MSAColumnAttention(GatedAttention):
-    """Let sequences attend to each other at one residue (AF2 SI, algorithm 8)."""
-
-    def __init__(self, config: ModelConfig, fusions: Fusions):
-        super().__init__(config.msa_dim, config.num_heads_msa, fusions)
-        self.layer_norm_m = LayerNorm(config.msa_dim, fusions)
-
-    def forward(self, msa: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Compute the update of msa [B, S, N, c_m], with hidden sequences [B, 1, 1, S]."""
-        return self.attend(self.layer_norm_m(msa), hidden=hidden, columns=True)
 
 
 class Transition(nn.Module):
@@ -2030,143 +1807,228 @@ class PairTransition(Transition):
     """AF2 SI, algorithm 15."""
 
 
-class OuterProductMean(nn.Module):
-    """Update the pair representation from pairs of MSA columns (AF2 SI, algorithm 10)."""
+# --- input embedding: projections of one-hot tokens and of relative positions
+AMINO_ACIDS = "ARNDCQEGHILKMFPSTWYV"
+UNKNOWN, GAP, MASK = 20, 21, 22
+NUM_TOKENS = 23  # the 20 amino acids, unknown, gap, masked
+MAX_OFFSET = 32  # relative positions are clipped at +-32 residues
+
+
+def one_hot(tokens: Tensor, classes: int) -> Tensor:
+    """Turn tokens [...] into float32 [..., classes], 1 at the token and 0 elsewhere."""
+    return (tokens[..., None] == torch.arange(classes, device=tokens.device)).float()
+
+
+class InputEmbedder(nn.Module):
+    """Embed an alignment as MSA and pair representation (AF2 SI, algorithms 3 to 5)."""
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
-        hidden = config.outer_product_dim
-        self.triton = fusions.triton_outer_product
-        self.layer_norm = LayerNorm(config.msa_dim, fusions)
-        self.linear_1 = Linear(config.msa_dim, hidden, fusions)
-        self.linear_2 = Linear(config.msa_dim, hidden, fusions)
-        self.linear_out = Linear(hidden * hidden, config.pair_dim, fusions)
+        self.linear_tf_z_i = Linear(NUM_TOKENS, config.pair_dim, fusions)
+        self.linear_tf_z_j = Linear(NUM_TOKENS, config.pair_dim, fusions)
+        self.linear_tf_m = Linear(NUM_TOKENS, config.msa_dim, fusions)
+        self.linear_msa_m = Linear(NUM_TOKENS, config.msa_dim, fusions)
+        self.linear_relpos = Linear(2 * MAX_OFFSET + 1, config.pair_dim, fusions)
 
-    def forward(self, msa: Tensor, sequences: Tensor | None = None) -> Tensor:
-        """Compute the update of pair [B, N, N, c_z] from msa [B, S, N, c_m], sequences [B, S]."""
-        msa, depth = self.layer_norm(msa), msa.shape[1]
-        a, b = self.linear_1(msa), self.linear_2(msa)
-        if self.triton:
-            out = self.linear_out
-            return OuterProductMeanFunction.apply(a, b, sequences, out.weight, out.bias)
-        if sequences is not None:
-            a = a * sequences[:, :, None, None]
-            dtype = torch.promote_types(msa.dtype, torch.float32)
-            depth = sequences.sum(1, dtype=dtype)[:, None, None, None]
-        outer = torch.einsum("bsic,bsjd->bijcd", a, b).flatten(3)
-        # The bias is divided, too, as AlphaFold's code does.
-        return self.linear_out(outer) / (depth + 1e-3)
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Embed tokens [B, S, N] -> msa [B, S, N, c_m], pair [B, N, N, c_z]."""
+        position = torch.arange(tokens.shape[-1], device=tokens.device)
+        offset = (position[:, None] - position).clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
+        alignment = one_hot(tokens, NUM_TOKENS)
+        query = alignment[:, 0]
+        pair = self.linear_tf_z_i(query)[:, :, None] + self.linear_tf_z_j(query)[:, None]
+        pair = pair + self.linear_relpos(one_hot(offset, 2 * MAX_OFFSET + 1))
+        return self.linear_msa_m(alignment) + self.linear_tf_m(query)[:, None], pair
 
 
-class TriangleMultiplication(nn.Module):
-    """Update each edge from the two others of its triangles, multiplied by `equation`."""
+# --- heads and their losses
+NUM_BINS, FIRST_EDGE, LAST_EDGE = 64, 2.0, 22.0  # distogram, in Angstrom
+BIN_WIDTH = (LAST_EDGE - FIRST_EDGE) / NUM_BINS
 
-    equation: str
-    incoming: bool
+
+def head_loss(logits: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
+    """Average cross-entropies over what counts of each protein, then over the batch -> scalar.
+
+    logits are [B, S, N, bins], targets and counted [B, S, N].
+    """
+    logits = logits.flatten(0, 2).float()
+    error = F.cross_entropy(logits, targets.flatten(), reduction="none").view(counted.shape)
+    error, counted = (error * counted).flatten(1), counted.flatten(1)
+    return (error.sum(1) / counted.sum(1).clamp(min=1)).mean()
+
+
+class DistogramHead(nn.Module):
+    """Predict distances between residues as logits over bins (AF2 SI, section 1.9.8)."""
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
-        dim = config.pair_dim
-        self.fused = fusions.triton_triangle
-        self.layer_norm_in = LayerNorm(dim, fusions)
-        parts = ("linear_a_p", "linear_b_p", "linear_a_g", "linear_b_g", "linear_g", "linear_z")
-        if self.fused:
-            self.linears = nn.Linear(dim, 6 * dim)
-            keep_separate_names(self, "linears", parts, biased=parts)
-        else:
-            for part in parts:
-                setattr(self, part, nn.Linear(dim, dim))
-        self.layer_norm_out = LayerNorm(dim, fusions)
+        self.linear = Linear(config.pair_dim, NUM_BINS, fusions)
 
-    def forward(
-        self, pair: Tensor, residues: Tensor | None = None, residual: bool = False
-    ) -> Tensor:
-        """Compute the update of pair [B, N, N, c_z], or pair + update with `residual`.
+    def forward(self, pair: Tensor) -> Tensor:
+        """Predict logits [B, N, N, 64], symmetric in the residues, from pair [B, N, N, c_z]."""
+        logits = self.linear(pair)
+        return logits + logits.transpose(1, 2)
 
-        residues [B, N] are False for padding.
+    @staticmethod
+    def targets(coords: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:
+        """Find the bin of each distance, and whether it is known -> [B, N, N] both.
+
+        coords are [B, N, 3], in Angstrom; observed is [B, N].
         """
-        present = None if residues is None else residues[:, :, None] & residues[:, None]
-        if self.fused:
-            settings = self.incoming, residual, self.layer_norm_in.eps, gemm_dtype(pair)
-            norms = *self.layer_norm_in.parameters(), *self.layer_norm_out.parameters()
-            parameters = *norms, *self.linears.parameters()
-            return TriangleMultiplicationFunction.apply(pair, present, *settings, *parameters)
-        x = self.layer_norm_in(pair)
-        a = torch.sigmoid(self.linear_a_g(x)) * self.linear_a_p(x)
-        b = torch.sigmoid(self.linear_b_g(x)) * self.linear_b_p(x)
-        if residues is not None:
-            a = a * present[..., None]
-        product = self.layer_norm_out(torch.einsum(self.equation, a, b))
-        update = torch.sigmoid(self.linear_g(x)) * self.linear_z(product)
-        return pair + update if residual else update
+        distance = (coords[:, :, None] - coords[:, None]).norm(dim=-1)
+        first, last = FIRST_EDGE + BIN_WIDTH, LAST_EDGE - BIN_WIDTH
+        edges = torch.linspace(first, last, NUM_BINS - 1, device=coords.device)
+        return torch.bucketize(distance, edges), observed[:, :, None] & observed[:, None]
 
 
-class TriangleMultiplicationOutgoing(TriangleMultiplication):
-    """Update edge ij from the edges ik and jk (AF2 SI, algorithm 11)."""
-
-    equation = "bikc,bjkc->bijc"
-    incoming = False
-
-
-class TriangleMultiplicationIncoming(TriangleMultiplication):
-    """Update edge ij from the edges ki and kj (AF2 SI, algorithm 12)."""
-
-    equation = "bkic,bkjc->bijc"
-    incoming = True
-
-
-class TriangleAttentionStartingNode(GatedAttention):
-    """Let edges ij and ik attend to each other, biased by edge jk (AF2 SI, algorithm 13)."""
+class MaskedMSAHead(nn.Module):
+    """Predict the tokens at the masked positions of the alignment (AF2 SI, section 1.9.9)."""
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
-        super().__init__(config.pair_dim, config.num_heads_pair, fusions)
-        self.layer_norm = LayerNorm(config.pair_dim, fusions)
-        self.linear = nn.Linear(config.pair_dim, config.num_heads_pair, bias=False)
+        super().__init__()
+        self.linear = Linear(config.msa_dim, NUM_TOKENS, fusions)
 
-    def forward(self, pair: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Compute the update of pair [B, N, N, c_z], with hidden residues [B, 1, 1, N]."""
-        pair, bias = self.layer_norm(pair, self.linear)
-        return self.attend(pair, bias, hidden)
+    def forward(self, msa: Tensor) -> Tensor:
+        """Predict logits [B, S, N, 23] from msa [B, S, N, c_m]."""
+        return self.linear(msa)
 
 
-class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
-    """Let edges ij and kj attend to each other, biased by edge ki (AF2 SI, algorithm 14)."""
+# --- what all kernels share
+@triton.jit
+def index(i, WIDE: tl.constexpr):
+    """Widen what elements are counted with to 64 bits, where a tensor has 2^31 or more of them.
 
-    def forward(self, pair: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Compute the update of pair [B, N, N, c_z], with hidden residues [B, 1, 1, N]."""
-        pair, bias = self.layer_norm(pair, self.linear, ending=True)
-        return self.attend(pair, bias, hidden, columns=True)
-
-
-class CastFunction(torch.autograd.Function):
-    """Cast tensors to `dtype`, all of them with one launch, and so their gradients."""
-
-    @staticmethod
-    def forward(ctx, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.dtype = tensors[0].dtype
-        results = cast_all(tensors, dtype)
-        frozen = [not needed for needed in ctx.needs_input_grad[1:]]
-        ctx.mark_non_differentiable(*itertools.compress(results, frozen))
-        return results
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        return None, *cast_all(grads, ctx.dtype)
+    Elsewhere 64 bits would take registers for nothing.
+    """
+    return tl.cast(i, tl.int64) if WIDE else i
 
 
-def cast_all(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Cast the tensors with one launch."""
-    results = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
-    torch._foreach_copy_(results, tensors)
-    return tuple(results)
+@triton.jit
+def tile_of_rows(
+    first, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """Find ROWS rows of a matrix [rows, C], where their elements are, and which of them exist."""
+    row = index(first, WIDE) + tl.arange(0, ROWS)
+    channel = tl.arange(0, BLOCK_C)
+    inside = (row < rows)[:, None]
+    if BLOCK_C > C:
+        inside &= (channel < C)[None, :]
+    return row, row[:, None] * C + channel[None, :], inside
 
 
-def check_shape(name: str, tensor: Tensor | None, *shape: int) -> None:
-    """Raise ValueError for another shape, or an empty one."""
-    if tensor is not None and (tensor.shape != shape or not tensor.numel()):
-        raise ValueError(f"{name} must be {[*shape]} and not empty, not {[*tensor.shape]}")
+@triton.jit
+def load_tile(X, at, inside):
+    """Load a tile in float32, zeros where it is not inside."""
+    return tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
 
 
+LOG2E = tl.constexpr(math.log2(math.e))  # exp2 is what the hardware computes
+
+
+@triton.jit
+def sigmoid(x):
+    """Compute 1 / (1 + exp(-x)) in float32.
+
+    1 / a is the square of 1 / sqrt(a), an instruction; a division is six of them.
+    """
+    root = tl.rsqrt(1 + tl.exp2(-x * LOG2E))
+    return root * root
+
+
+@triton.jit
+def normalise(x, inside, eps, C: tl.constexpr):
+    """Compute x_hat = (x - mean(x)) * rstd and rstd = 1 / sqrt(var(x) + eps) for rows [rows, C].
+
+    Where not `inside` x_hat is 0.
+    """
+    x = tl.where(inside, x - tl.sum(x, 1)[:, None] / C, 0.0)
+    rstd = 1 / tl.sqrt(tl.sum(x * x, 1) / C + eps)
+    return x * rstd[:, None], rstd
+
+
+@triton.jit
+def norm_backward(grad, x, rstd, C: tl.constexpr):
+    """Compute dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) from g = dx_hat and x_hat."""
+    mean_grad = tl.sum(grad, 1)[:, None] / C
+    return (grad - mean_grad - x * (tl.sum(grad * x, 1)[:, None] / C)) * rstd[:, None]
+
+
+@triton.jit
+def scale_and_shift(x, WEIGHT, BIAS, C: tl.constexpr):
+    """Compute x_hat * weight + bias."""
+    channel = tl.arange(0, C)
+    return x * tl.load(WEIGHT + channel)[None, :] + tl.load(BIAS + channel)[None, :]
+
+
+@triton.jit
+def pair_bias_offset(row, head, N, H: tl.constexpr, ENDING: tl.constexpr, ALIGNED: tl.constexpr):
+    """Find the place in a bias [B, H, N, N] of what pair `row` = (b, i, j) gives.
+
+    It is bias[b, head, i, j], and with ENDING bias[b, head, j, i].
+    """
+    N = length_of(N, ALIGNED)
+    b, pair = row // (N * N), row % (N * N)
+    if ENDING:
+        pair = pair % N * N + pair // N
+    return (b * H + head) * N * N + pair
+
+
+@triton.jit
+def length_of(N, ALIGNED: tl.constexpr):
+    """Return N; if ALIGNED, a multiple of 8 that is none of 16, the compiler knows it now.
+
+    It then takes 16 bytes at a time. A multiple of 16 it sees itself.
+    """
+    return N // 8 * 8 if ALIGNED else N
+
+
+@block_sizes({"TILE": 4096, "ROWS": 512, "num_warps": 8})
+@triton.jit
+def sum_parts_kernel(PARTS, OUT, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Add up the rows of a matrix: out_j = sum_i parts_ij.
+
+    PARTS is [parts, width] in float32, OUT [width] in any type. A program owns BLOCK columns.
+    """
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, parts, ROWS):
+        row = start + tl.arange(0, ROWS)
+        at = row.to(tl.int64)[:, None] * width + column[None, :]
+        inside = (row < parts)[:, None] & (column < width)[None, :]
+        total += tl.load(PARTS + at, mask=inside, other=0.0)
+    tl.store(OUT + column, tl.sum(total, 0), mask=column < width)
+
+
+def sum_parts(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Add up the sums of all programs, float32 [parts, ...] -> [...] in `dtype`.
+
+    torch.sum is slower at many short parts.
+    """
+    chosen = blocks("sum_parts")
+    out = torch.empty_like(parts[0], dtype=dtype)
+    rows = min(chosen.pop("ROWS"), triton.next_power_of_2(len(parts)))
+    block = max(8, chosen.pop("TILE") // rows)
+    launch = wrap_triton(sum_parts_kernel)[(triton.cdiv(out.numel(), block),)]
+    launch(parts, out, parts=len(parts), width=out.numel(), ROWS=rows, BLOCK=block, **chosen)
+    return out
+
+
+def wrap_triton(kernel: Callable) -> Callable:
+    """Return what launches a kernel by `[grid](TENSOR, ..., NAME=value, ...)`.
+
+    On a GPU it is PyTorch's function, by which a compiler sees what is launched.
+    """
+    return Interpreted(kernel) if INTERPRETED else torch.library.wrap_triton(kernel)
+
+
+def gemm_dtype(x: Tensor) -> torch.dtype:
+    """Return the type in which a matrix product takes x here."""
+    kind = x.device.type
+    cast = not x.is_meta and torch.is_autocast_enabled(kind)  # on "meta" FLOPs are counted
+    return torch.get_autocast_dtype(kind) if cast else x.dtype
+
+
+# --- model
 class EvoformerBlock(nn.Module):
     """One block of the Evoformer stack, without dropout (AF2 SI, algorithm 6)."""
 
@@ -2227,64 +2089,45 @@ class EvoformerBlock(nn.Module):
         check_shape("sequences", sequences, samples, depth)
         check_shape("residues", residues, samples, length)
         sequences, residues = (m if m is None else m.bool() for m in (sequences, residues))
-        hidden = hide_padding(residues, pair)  # once for three attentions
-        msa = msa + self.msa_att_row(msa, pair, hidden)
-        msa = msa + self.msa_att_col(msa, hide_padding(sequences, msa))
+        msa = msa + self.msa_att_row(msa, pair, residues)
+        msa = msa + self.msa_att_col(msa, sequences)
         msa = msa + self.msa_transition(msa)
         pair = pair + self.outer_product_mean(msa, sequences)
         pair = self.tri_mul_out(pair, residues, residual=True)
         pair = self.tri_mul_in(pair, residues, residual=True)
-        pair = pair + self.tri_att_start(pair, hidden)
-        pair = pair + self.tri_att_end(pair, hidden)
+        pair = pair + self.tri_att_start(pair, residues)
+        pair = pair + self.tri_att_end(pair, residues)
         pair = pair + self.pair_transition(pair)
         return msa, pair
 
 
-def head_loss(logits: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
-    """Average cross-entropies over what counts of each protein, then over the batch -> scalar.
-
-    logits are [B, S, N, bins], targets and counted [B, S, N].
-    """
-    logits = logits.flatten(0, 2).float()
-    error = F.cross_entropy(logits, targets.flatten(), reduction="none").view(counted.shape)
-    error, counted = (error * counted).flatten(1), counted.flatten(1)
-    return (error.sum(1) / counted.sum(1).clamp(min=1)).mean()
+def check_shape(name: str, tensor: Tensor | None, *shape: int) -> None:
+    """Raise ValueError for another shape, or an empty one."""
+    if tensor is not None and (tensor.shape != shape or not tensor.numel()):
+        raise ValueError(f"{name} must be {[*shape]} and not empty, not {[*tensor.shape]}")
 
 
-class DistogramHead(nn.Module):
-    """Predict distances between residues as logits over bins (AF2 SI, section 1.9.8)."""
-
-    def __init__(self, config: ModelConfig, fusions: Fusions):
-        super().__init__()
-        self.linear = Linear(config.pair_dim, NUM_BINS, fusions)
-
-    def forward(self, pair: Tensor) -> Tensor:
-        """Predict logits [B, N, N, 64], symmetric in the residues, from pair [B, N, N, c_z]."""
-        logits = self.linear(pair)
-        return logits + logits.transpose(1, 2)
+class CastFunction(torch.autograd.Function):
+    """Cast tensors to `dtype`, all of them with one launch, and so their gradients."""
 
     @staticmethod
-    def targets(coords: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:
-        """Find the bin of each distance, and whether it is known -> [B, N, N] both.
+    def forward(ctx, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.dtype = tensors[0].dtype
+        results = cast_all(tensors, dtype)
+        frozen = [not needed for needed in ctx.needs_input_grad[1:]]
+        ctx.mark_non_differentiable(*itertools.compress(results, frozen))
+        return results
 
-        coords are [B, N, 3], in Angstrom; observed is [B, N].
-        """
-        distance = (coords[:, :, None] - coords[:, None]).norm(dim=-1)
-        first, last = FIRST_EDGE + BIN_WIDTH, LAST_EDGE - BIN_WIDTH
-        edges = torch.linspace(first, last, NUM_BINS - 1, device=coords.device)
-        return torch.bucketize(distance, edges), observed[:, :, None] & observed[:, None]
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        return None, *cast_all(grads, ctx.dtype)
 
 
-class MaskedMSAHead(nn.Module):
-    """Predict the tokens at the masked positions of the alignment (AF2 SI, section 1.9.9)."""
-
-    def __init__(self, config: ModelConfig, fusions: Fusions):
-        super().__init__()
-        self.linear = Linear(config.msa_dim, NUM_TOKENS, fusions)
-
-    def forward(self, msa: Tensor) -> Tensor:
-        """Predict logits [B, S, N, 23] from msa [B, S, N, c_m]."""
-        return self.linear(msa)
+def cast_all(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Cast the tensors with one launch."""
+    results = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+    torch._foreach_copy_(results, tensors)
+    return tuple(results)
 
 
 class TinyOpenFold(nn.Module):
@@ -2333,16 +2176,49 @@ class TinyOpenFold(nn.Module):
                 msa, pair = checkpoint(block.with_cast_weights, *inputs, **options)
             else:
                 msa, pair = block.with_cast_weights(*inputs)
-        masked_msa, distogram = self.masked_msa(msa), self.distogram(pair)
         if true_tokens is None:
+            masked_msa, distogram = self.masked_msa(msa), self.distogram(pair)
             distogram = distogram[:, :length, :length]
             return {"masked_msa": masked_msa[:, :, :length], "distogram": distogram}
         masked, observed = masked.bool(), observed.bool()  # 0 and 255, for example
         if any(padding):  # where nothing counts
             true_tokens, masked = F.pad(true_tokens, padding), F.pad(masked, padding)
             coords, observed = F.pad(coords, (0, 0, *padding)), F.pad(observed, padding)
-        distogram = head_loss(distogram, *self.distogram.targets(coords, observed))
-        return 0.3 * distogram + 2.0 * head_loss(masked_msa, true_tokens, masked)
+        bins, known = self.distogram.targets(coords, observed)
+        distogram = head_loss(self.distogram(pair), bins, known)
+        return 0.3 * distogram + 2.0 * head_loss(self.masked_msa(msa), true_tokens, masked)
+
+
+def keep_separate_names(
+    parent: nn.Module, fused: str, parts: tuple[str, ...], biased: tuple[str, ...], heads: int = 1
+) -> None:
+    """Have state_dict list the rows of `parent.<fused>` under the names of its parts.
+
+    They are loaded from these, too. The parts are equally wide. Their rows run head by head and,
+    within a head, part by part; `biased` are the parts that have a bias.
+    """
+
+    def names(prefix: str) -> dict[str, list[str]]:
+        owners = {"weight": parts, "bias": biased}
+        return {
+            f"{prefix}{fused}.{kind}": [f"{prefix}{part}.{kind}" for part in with_kind]
+            for kind, with_kind in owners.items()
+        }
+
+    def split(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: dict) -> None:
+        for merged, separate in names(prefix).items():
+            rows = state.pop(merged).unflatten(0, (heads, len(separate), -1))
+            state.update({name: rows[:, i].flatten(0, 1) for i, name in enumerate(separate)})
+
+    def merge(module: nn.Module, state: dict[str, Tensor], prefix: str, *unused) -> None:
+        for merged, separate in names(prefix).items():
+            # Otherwise load_state_dict reports what is missing.
+            if all(name in state for name in separate):
+                rows = [state.pop(name).unflatten(0, (heads, -1)) for name in separate]
+                state[merged] = torch.stack(rows, dim=1).flatten(0, 2)
+
+    parent.register_state_dict_post_hook(split)
+    parent.register_load_state_dict_pre_hook(merge)
 
 
 def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
@@ -2372,6 +2248,118 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.O
     if args.device == "cuda":  # a tensor, so that a captured step follows a scheduler
         rate = torch.tensor(rate, device=next(model.parameters()).device)
     return torch.optim.AdamW(model.parameters(), rate, fused=True, capturable=args.cuda_graph)
+
+
+# --- arguments of the model
+VERSION = 3
+FUSIONS = tuple(  # flag, attribute, help
+    (name.replace("_", "-"), name, hint.__metadata__[0])
+    for name, hint in get_type_hints(Fusions, include_extras=True).items()
+)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that only this model has."""
+    sizes, add = ModelConfig(), parser.add_argument_group("model").add_argument
+    for flag, low, default, letter, text in (
+        ("msa-dim", 1, sizes.msa_dim, "C", "channels of the MSA representation"),
+        ("pair-dim", 1, sizes.pair_dim, "C", "channels of the pair representation"),
+        ("num-blocks", 1, sizes.num_blocks, "L", "Evoformer blocks"),
+        ("num-heads-msa", 1, sizes.num_heads_msa, "H", "heads of MSA attention"),
+        ("num-heads-pair", 1, sizes.num_heads_pair, "H", "heads of pair attention"),
+        ("num-seqs", 1, sizes.num_seqs, "S", "sequences per alignment"),
+        ("seq-len", 2, sizes.seq_len, "N", "residues per sample"),
+        ("batch-size", 1, 4, "B", "samples per step"),
+    ):
+        text += " (default: %(default)s)"
+        add(f"--{flag}", type=at_least(low), default=default, metavar=letter, help=text)
+    add("--checkpoint-blocks", action="store_true", help="keep a block's input, compute it again")
+    add = parser.add_argument_group("data").add_argument
+    text = "real alignments, query first (with --structure), or prepared .npz; or folders of them"
+    add("--msa", type=Path, action="append", metavar="FILE.a3m", help=text)
+    add("--structure", type=Path, action="append", metavar="FILE", help="the PDB or mmCIF of each")
+    add = parser.add_argument_group("kernels").add_argument
+    text = "other block sizes or warps, powers of two; a wrong name lists all; can be repeated"
+    form = "KERNEL:NAME=NUMBER,..."
+    add("--blocks", type=read_blocks, action="append", metavar=form, help=text)
+
+
+def without_effect(args: argparse.Namespace) -> dict[str, str]:
+    """Return the fusions without effect under these arguments, on or off, and why."""
+    if not args.use_amp:
+        return {"cast_fusion": "without --use-amp nothing is cast"}
+    if args.torch_compile:
+        return {"cast_fusion": "torch.compile fuses its casts"}
+    return {}
+
+
+def missing_kernels(args: argparse.Namespace) -> dict[str, str]:
+    """Return the fusions that have no kernel for these widths on this GPU, and why.
+
+    Wider rows need more shared memory. `needed` bounds what tools/compile_for_amd.py finds for an
+    H100 (sm_90) and an MI300 (gfx942).
+    """
+    missing = {}
+    dim = args.pair_dim
+    hip = BACKEND == "hip"
+    most = shared_memory()
+    wide = f"{{}} needs {{}} KiB of shared memory, this GPU has {most // 1024}"
+    dtype = getattr(torch, args.amp_dtype or "bfloat16") if args.use_amp else torch.float32
+    channels = max(args.msa_dim // args.num_heads_msa, dim // args.num_heads_pair)
+    needed = 0 if hip else triton.next_power_of_2(channels) * (1024 + 516 * dtype.itemsize)
+    if channels > 64:
+        missing["triton_attention"] = f"its kernels take up to 64 channels per head, not {channels}"
+    elif needed > most:
+        missing["triton_attention"] = wide.format(f"a head of {channels} channels", needed // 1024)
+    needed = (max(dim, 128) if hip else 384) * dim * dtype.itemsize
+    if dim < 16 or dim.bit_count() != 1:
+        missing["triton_triangle"] = f"--pair-dim {dim} is no power of two from 16"
+    elif needed > most:
+        missing["triton_triangle"] = wide.format(f"--pair-dim {dim}", needed // 1024)
+    return missing
+
+
+def shared_memory() -> int:
+    """Return the bytes of shared memory, AMD's LDS, that a program can have on this GPU."""
+    if INTERPRETED or not torch.cuda.device_count():
+        return 2**31
+    utils = triton.runtime.driver.active.utils  # which Triton asks at a launch
+    return utils.get_device_properties(torch.cuda.current_device())["max_shared_mem"]
+
+
+@cache
+def note_interpreter() -> None:
+    """Say it once, however many runs a study has."""
+    text = "the kernels run on the CPU in Triton's interpreter, right but slow: use small sizes"
+    say("note", text)
+
+
+def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuse sizes and inputs that do not fit together; lower what a real protein has less of."""
+    for name in ("msa", "pair"):
+        dim, heads = getattr(args, f"{name}_dim"), getattr(args, f"num_heads_{name}")
+        if dim % heads:
+            parser.error(f"--{name}-dim {dim} must be divisible by --num-heads-{name} {heads}")
+    if args.structure and not args.msa:
+        parser.error("--structure FILE needs its alignment: --msa FILE.a3m")
+    if args.msa:
+        proteins = read_proteins(args)
+        for note in filter(None, (protein.note for protein in proteins)):
+            say("note", note)
+        sizes = zip(*(protein.tokens.shape for protein in proteins), strict=True)
+        for name, most in zip(("num_seqs", "seq_len"), map(max, sizes), strict=True):
+            if (size := getattr(args, name)) > most:
+                flag = f"--{name.replace('_', '-')}"
+                say("note", f"{flag} {size} lowered to {most}: no protein of --msa has more")
+                setattr(args, name, most)
+    leave_to_pytorch(args, missing_kernels(args))
+    args.blocks = " ".join(args.blocks or ()) or ModelConfig.blocks
+    if any(getattr(args, name) for _, name, _ in FUSIONS if name.startswith("triton")):
+        if INTERPRETED:
+            note_interpreter()
+        elif args.device == "cpu" or not torch.cuda.is_available():
+            way_out = "set TRITON_INTERPRET=1, or --disable-all-fusion"
+            fail(f"on a CPU the kernels need Triton's interpreter: {way_out}", status=4)
 
 
 # --- data
@@ -2546,87 +2534,6 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> P
 
 # --- end of data
 
-# --- checks of the model's arguments
-
-
-def without_effect(args: argparse.Namespace) -> dict[str, str]:
-    """Return the fusions without effect under these arguments, on or off, and why."""
-    if not args.use_amp:
-        return {"cast_fusion": "without --use-amp nothing is cast"}
-    if args.torch_compile:
-        return {"cast_fusion": "torch.compile fuses its casts"}
-    return {}
-
-
-def missing_kernels(args: argparse.Namespace) -> dict[str, str]:
-    """Return the fusions that have no kernel for these widths on this GPU, and why.
-
-    Wider rows need more shared memory. `needed` bounds what tools/compile_for_amd.py finds for an
-    H100 (sm_90) and an MI300 (gfx942).
-    """
-    missing, dim, most, hip = {}, args.pair_dim, shared_memory(), BACKEND == "hip"
-    dtype = getattr(torch, args.amp_dtype or "bfloat16") if args.use_amp else torch.float32
-    channels = max(args.msa_dim // args.num_heads_msa, dim // args.num_heads_pair)
-    needed = 0 if hip else triton.next_power_of_2(channels) * (1024 + 516 * dtype.itemsize)
-    if channels > 64:
-        missing["triton_attention"] = f"its kernels take up to 64 channels per head, not {channels}"
-    elif needed > most:
-        missing["triton_attention"] = too_wide(f"a head of {channels} channels", needed, most)
-    needed = (max(dim, 128) if hip else 384) * dim * dtype.itemsize
-    if dim < 16 or dim.bit_count() != 1:
-        missing["triton_triangle"] = f"--pair-dim {dim} is no power of two from 16"
-    elif needed > most:
-        missing["triton_triangle"] = too_wide(f"--pair-dim {dim}", needed, most)
-    return missing
-
-
-def shared_memory() -> int:
-    """Return the bytes of shared memory, AMD's LDS, that a program can have on this GPU."""
-    if INTERPRETED or not torch.cuda.device_count():
-        return 2**31
-    utils, device = triton.runtime.driver.active.utils, torch.cuda.current_device()
-    return utils.get_device_properties(device)["max_shared_mem"]  # as Triton asks at a launch
-
-
-def too_wide(width: str, needed: int, most: int) -> str:
-    """Say that a kernel needs more than the GPU has for a width, in bytes of shared memory."""
-    return f"{width} needs {needed // 1024} KiB of shared memory, this GPU has {most // 1024}"
-
-
-@cache
-def note_interpreter() -> None:
-    """Say it once, however many runs a study has."""
-    text = "the kernels run on the CPU in Triton's interpreter, right but slow: use small sizes"
-    say("note", text)
-
-
-def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Refuse sizes and inputs that do not fit together; lower what a real protein has less of."""
-    for name in ("msa", "pair"):
-        dim, heads = getattr(args, f"{name}_dim"), getattr(args, f"num_heads_{name}")
-        if dim % heads:
-            parser.error(f"--{name}-dim {dim} must be divisible by --num-heads-{name} {heads}")
-    if args.structure and not args.msa:
-        parser.error("--structure FILE needs its alignment: --msa FILE.a3m")
-    if args.msa:
-        proteins = read_proteins(args)
-        for note in filter(None, (protein.note for protein in proteins)):
-            say("note", note)
-        sizes = zip(*(protein.tokens.shape for protein in proteins), strict=True)
-        for name, most in zip(("num_seqs", "seq_len"), map(max, sizes), strict=True):
-            if (size := getattr(args, name)) > most:
-                flag = f"--{name.replace('_', '-')}"
-                say("note", f"{flag} {size} lowered to {most}: no protein of --msa has more")
-                setattr(args, name, most)
-    leave_to_pytorch(args, missing_kernels(args))
-    args.blocks = " ".join(args.blocks or ()) or ModelConfig.blocks
-    if any(getattr(args, name) for _, name, _ in FUSIONS if name.startswith("triton")):
-        if INTERPRETED:
-            note_interpreter()
-        elif args.device == "cpu" or not torch.cuda.is_available():
-            way_out = "set TRITON_INTERPRET=1, or --disable-all-fusion"
-            fail(f"on a CPU the kernels need Triton's interpreter: {way_out}", status=4)
-
 
 # --- launch
 # Copied from common/launch.py by tools/sync_common.py: edit it there.
@@ -2726,6 +2633,7 @@ def leave_to_pytorch(args: argparse.Namespace, reasons: dict[str, str]) -> None:
 
 
 # --- end of launch
+
 
 # --- core
 # Copied from common/core.py by tools/sync_common.py: edit it there.

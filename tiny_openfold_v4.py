@@ -2,13 +2,12 @@
 """TinyOpenFold V4: V3's kernels also do the small work that was left between them.
 
 Read V1 to V3 first: model, weights and loss stay the same. In V3, most norms, residuals (x +
-update) and sums of gradients are passes of their own over memory. Here a neighbouring kernel
-does them on its way: in 16 bits often a GEMM (matrix product).
+update) and sums of gradients are passes of their own over memory. Here a neighbouring kernel does
+them on its way: in 16 bits often a GEMM (matrix product).
 
 triton-attention      V3's kernels; GEMMs around them do norm and residual (in 16 bits, small sizes)
-triton-triangle       V3's kernels; with few residues, the batched GEMM is a kernel of ours, too
-triton-outer-product  V3's kernel forward, norm and residual as above; a new kernel and two GEMMs
-                      make the gradients of its factors
+triton-triangle       V3's kernels, the last of which adds the residual
+triton-outer-product  norm and residual as above; a new kernel for the gradients of its factors
 transition-fusion     narrow rows: one kernel forward, the hidden layer is never stored. Wide rows:
                       the first GEMM adds bias and ReLU
 embedding-fusion      one GEMM embeds tokens for the MSA, and one for the pairs
@@ -19,12 +18,9 @@ overlap               gradients of parameters on a stream (kernel queue) beside 
 Begin with norm_project_kernel, with H = 0 (no pair bias): it loads x, norms it, and multiplies by
 the weight. Then read the drawing in SideStreams.
 
-By default, a step on a GPU is one graph: recorded once, then started as a whole. In it, kernels of
-different streams overlap where none needs the other. `overlap` needs the graph, and
-fused-optimizer. torch.compile does not see what V4 launches: compile V3. Where a flag is off, or a
-size fits no kernel, PyTorch computes what V1 does.
-
-AF2 SI is the supplement of Jumper et al. 2021. Names follow OpenFold.
+By default, a step on a GPU is one graph: recorded once, then started as a whole; `overlap` needs
+it, and fused-optimizer. torch.compile does not see what V4 launches: compile V3. Where a flag is
+off, or a size fits no kernel, PyTorch computes what V1 does.
 
 Examples:
   python tiny_openfold_v4.py --use-amp --compare-fusion              all off, all on
@@ -73,11 +69,8 @@ except ImportError as error:
     print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
     sys.exit(4)
 
+
 # --- configuration
-
-VERSION = 4
-
-
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes of the model and how it runs; the defaults are those of the command line."""
@@ -109,50 +102,12 @@ class Fusions:
     overlap: Annotated[bool, "in a graph, gradients of parameters on a stream of their own"] = True
 
 
-FUSIONS = tuple(  # flag, attribute, help
-    (name.replace("_", "-"), name, hint.__metadata__[0])
-    for name, hint in get_type_hints(Fusions, include_extras=True).items()
-)
-
-
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that only this model has."""
-    sizes, add = ModelConfig(), parser.add_argument_group("model").add_argument
-    for flag, low, default, letter, text in (
-        ("msa-dim", 1, sizes.msa_dim, "C", "channels of the MSA representation"),
-        ("pair-dim", 1, sizes.pair_dim, "C", "channels of the pair representation"),
-        ("num-blocks", 1, sizes.num_blocks, "L", "Evoformer blocks"),
-        ("num-heads-msa", 1, sizes.num_heads_msa, "H", "heads of MSA attention"),
-        ("num-heads-pair", 1, sizes.num_heads_pair, "H", "heads of pair attention"),
-        ("num-seqs", 1, sizes.num_seqs, "S", "sequences per alignment"),
-        ("seq-len", 2, sizes.seq_len, "N", "residues per sample"),
-        ("batch-size", 1, 4, "B", "samples per step"),
-    ):
-        text += " (default: %(default)s)"
-        add(f"--{flag}", type=at_least(low), default=default, metavar=letter, help=text)
-    add("--checkpoint-blocks", action="store_true", help="keep a block's input, compute it again")
-    add = parser.add_argument_group("data").add_argument
-    text = "real alignments, query first (with --structure), or prepared .npz; or folders of them"
-    add("--msa", type=Path, action="append", metavar="FILE.a3m", help=text)
-    add("--structure", type=Path, action="append", metavar="FILE", help="the PDB or mmCIF of each")
-    add = parser.add_argument_group("kernels").add_argument
-    text = "other block sizes or warps, powers of two; a wrong name lists all; can be repeated"
-    form = "KERNEL:NAME=NUMBER,..."
-    add("--blocks", type=read_blocks, action="append", metavar=form, help=text)
-
-
 # --- kernels
-#
-# An operation has a kernel forward and one or more backward, and an autograd.Function that launches
-# them. No kernel adds atomically: each program writes the sum over its own rows, and one more
-# launch adds these up, so that the same input gives the same bits.
-#
-# The backward pass of a Function launches what the gradient of its input needs, and leaves the
-# gradients of its parameters to a function `compute`, which may run on a side stream: see
-# parameter_gradients.
-#
-# In kernels, pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas.
-
+# A kernel runs as many programs, each with its own block of numbers. None adds atomically: each
+# writes the sum over its own rows, and one more launch adds these up, so that the same input gives
+# the same bits. Pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas.
+# A backward pass launches what the gradient of its input needs. Its function `compute`, which may
+# run on a side stream, leaves the gradients of parameters where they belong: parameter_gradients.
 # --- blocks
 # Copied from common/blocks.py by tools/sync_common.py: edit it there.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the kernels run on the CPU, in Python
@@ -186,11 +141,6 @@ def block_sizes(
 # --- end of blocks
 
 
-def wrap_triton(kernel: Callable) -> Callable:
-    """Return what launches a kernel by `[grid](TENSOR, ..., NAME=value, ...)`: on a GPU itself."""
-    return Interpreted(kernel) if INTERPRETED else kernel
-
-
 def without_second_derivative(backward: Callable) -> staticmethod:
     """Return a Function's backward pass that refuses to be differentiated.
 
@@ -203,6 +153,2332 @@ def without_second_derivative(backward: Callable) -> staticmethod:
         return backward(ctx, *grads)
 
     return staticmethod(checked)
+
+
+# --- norm and projection: out = y W^T + b with y = norm(x), and the pair bias of an attention
+# Norm and projection are one kernel, projection and residual (x + o W^T + b) another: neither y nor
+# an update is in memory, and no kernel adds gradients of the residual stream up. The backward pass
+# makes y again. The norm of a pair makes a pair bias as well, by the weight HEADS [H, C]. C must be
+# a power of two.
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_N": 128, "num_stages": 2},
+    float32={"num_warps": 8},
+    hip={"BLOCK_N": 32, "num_stages": 1},
+)
+@triton.jit
+def norm_project_kernel(
+    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, HEADS, PRESENT, OUT, PAIR_BIAS, M, N,
+    eps: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
+    H: tl.constexpr, BLOCK_H: tl.constexpr, ENDING: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute out = y W^T + b from y = LayerNorm(x), and a pair bias for H heads.
+
+    X is [M, C], WEIGHT [WIDTH, C], BIAS [WIDTH] or None, OUT [M, WIDTH]; without a WEIGHT out is y,
+    and OUT may be None. PAIR_BIAS_h = sum_c y_c HEADS_hc in [B, H, N, N], and -1e4 for keys that
+    are padding by PRESENT [B, N], if it is not None. A program owns BLOCK_M rows, and goes over the
+    columns BLOCK_N at a time.
+    """
+    position, at, inside = tile_of_rows(tl.program_id(0) * BLOCK_M, M, C, C, BLOCK_M, WIDE)
+    channel = tl.arange(0, C)
+    dtype = PAIR_BIAS.dtype.element_ty if OUT is None else OUT.dtype.element_ty
+    y = load_norm(X, at, inside, NORM_WEIGHT, NORM_BIAS, dtype, eps, C)
+    if H > 0:
+        heads = load_heads(HEADS, H, BLOCK_H, C).to(dtype)
+        pair_bias = tl.dot(y, tl.trans(heads), input_precision=PRECISION)  # y HEADS^T
+        store_pair_bias(PAIR_BIAS, pair_bias, position, PRESENT, M, N, H, BLOCK_H, ENDING, ALIGNED)
+    if WEIGHT is not None:
+        for first in tl.range(0, WIDTH, BLOCK_N):
+            column = first + tl.arange(0, BLOCK_N)
+            weight = tl.load(WEIGHT + column[None, :] * C + channel[:, None])
+            out = tl.dot(y, weight, input_precision=PRECISION)  # y W^T
+            if BIAS is not None:
+                out += tl.load(BIAS + column)[None, :]
+            tl.store(OUT + position[:, None] * WIDTH + column[None, :], out, mask=inside)
+    elif OUT is not None:
+        tl.store(OUT + at, y, mask=inside)
+
+
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_K": 128, "num_stages": 2},
+    float32={"BLOCK_M": 16},
+    hip={"BLOCK_M": 32, "BLOCK_K": 32, "num_stages": 1},
+)
+@triton.jit
+def norm_project_backward_kernel(
+    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, HEADS, GRAD, GRAD_PAIR_BIAS, RESIDUAL, GRAD_X, SUMS,
+    M, N, eps: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
+    H: tl.constexpr, BLOCK_H: tl.constexpr, ENDING: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute dx from GRAD = dout and dPAIR_BIAS, plus RESIDUAL, what x has from elsewhere.
+
+    dy = dout W + sum_h dPAIR_BIAS_h HEADS_h, then through the norm. GRAD is [M, WIDTH] or, without
+    a WEIGHT, dout W [M, C]; X, RESIDUAL (or None) and GRAD_X are [M, C]. SUMS [programs, 2 + H, C]
+    are those over the program's rows for the norm's weight, its bias and HEADS. A program owns
+    BLOCK_M rows.
+    """
+    position, at, inside = tile_of_rows(tl.program_id(0) * BLOCK_M, M, C, C, BLOCK_M, WIDE)
+    channel = tl.arange(0, C)
+    grad_y = tl.zeros([BLOCK_M, C], tl.float32)
+    if GRAD is not None:
+        if WEIGHT is None:
+            grad_y += load_tile(GRAD, at, inside)
+        else:
+            for first in tl.range(0, WIDTH, BLOCK_K):
+                column = first + tl.arange(0, BLOCK_K)
+                wide = GRAD + position[:, None] * WIDTH + column[None, :]
+                grad = tl.load(wide, mask=inside, other=0.0)
+                weight = tl.load(WEIGHT + column[:, None] * C + channel[None, :])
+                grad_y = tl.dot(grad, weight, grad_y, input_precision=PRECISION)  # dy += dout W
+    x, rstd = normalise(load_tile(X, at, inside), True, eps, C)
+    SUMS += tl.program_id(0) * (2 + H) * C + channel
+    if H > 0:
+        head = tl.arange(0, BLOCK_H)
+        pair = pair_bias_offset(position[:, None], head[None, :], N, H, ENDING, ALIGNED)
+        bias = tl.load(GRAD_PAIR_BIAS + pair, mask=inside & (head < H)[None, :], other=0.0)
+        projection = load_heads(HEADS, H, BLOCK_H, C).to(bias.dtype)
+        # dy += dPAIR_BIAS HEADS
+        grad_y = tl.dot(bias, projection, grad_y, input_precision=PRECISION)
+        y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(bias.dtype)
+        grad_heads = tl.dot(tl.trans(bias), y, input_precision=PRECISION)  # dPAIR_BIAS^T y
+        to = SUMS[None, :] + (2 + head)[:, None] * C
+        tl.store(to, grad_heads, mask=(head < H)[:, None] & (channel < C)[None, :])
+    tl.store(SUMS, tl.sum(grad_y * x, 0))
+    tl.store(SUMS + C, tl.sum(grad_y, 0))
+    grad_x = norm_backward(grad_y * tl.load(NORM_WEIGHT + channel)[None, :], x, rstd, C)
+    if RESIDUAL is not None:
+        grad_x += load_tile(RESIDUAL, at, inside)
+    tl.store(GRAD_X + at, grad_x, mask=inside)
+
+
+@triton.jit
+def load_norm(X, at, inside, WEIGHT, BIAS, dtype, eps, C: tl.constexpr):
+    """Load rows of x and return y = LayerNorm(x) [rows, C] in this type."""
+    x, _ = normalise(load_tile(X, at, inside), True, eps, C)
+    return scale_and_shift(x, WEIGHT, BIAS, C).to(dtype)
+
+
+@triton.jit
+def load_heads(HEADS, H: tl.constexpr, BLOCK_H: tl.constexpr, C: tl.constexpr):
+    """Load the projections [BLOCK_H, C] of H heads, zeros beyond the last."""
+    head = tl.arange(0, BLOCK_H)
+    at = HEADS + head[:, None] * C + tl.arange(0, C)[None, :]
+    return tl.load(at, mask=(head < H)[:, None], other=0.0)
+
+
+@triton.jit
+def store_pair_bias(
+    PAIR_BIAS, pair_bias, position, PRESENT, M, N, H: tl.constexpr, BLOCK_H: tl.constexpr,
+    ENDING: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Store what pairs give to the bias of an attention [positions, heads], -1e4 for padding."""
+    head = tl.arange(0, BLOCK_H)[None, :]
+    if PRESENT is not None:  # a weight of 0, and no NaN where all keys are padding
+        key = position // N if ENDING else position // (N * N) * N + position % N
+        present = tl.load(PRESENT + key, mask=position < M, other=0) != 0
+        pair_bias = tl.where(present[:, None], pair_bias, -1e4)
+    to = PAIR_BIAS + pair_bias_offset(position[:, None], head, N, H, ENDING, ALIGNED)
+    tl.store(to, pair_bias, mask=(position < M)[:, None] & (head < H))
+
+
+class Norm(NamedTuple):
+    """A norm, a projection of its result and one to a pair bias, and how kernels compute them."""
+
+    norm_weight: Tensor  # [C]
+    norm_bias: Tensor  # [C]
+    weight: Tensor | None  # [WIDTH, C]
+    bias: Tensor | None  # [WIDTH]
+    heads: Tensor | None  # [H, C]
+    eps: float
+    dtype: torch.dtype  # of the results
+    ending: bool = False  # the pair bias is that of the transposed pairs
+    present: Tensor | None = None  # [B, N], False for residues that are padding
+
+
+def norm_project(
+    x: Tensor, norm: Norm, normed: bool = False
+) -> tuple[Tensor | None, Tensor | None]:
+    """Project LayerNorm(x), x [..., C] -> y W^T + b and a pair bias [B, H, N, N].
+
+    The former is [..., WIDTH]; without a weight it is y if `normed`, else None. Without heads the
+    latter is None.
+    """
+    out = pair_bias = None
+    options = norm_options("norm_project", x, norm)
+    if options["WIDTH"] or normed:
+        out = x.new_empty(*x.shape[:-1], options["WIDTH"] or x.shape[-1], dtype=norm.dtype)
+    if options["H"]:
+        shape = len(x), options["H"], options["N"], options["N"]
+        pair_bias = x.new_empty(shape, dtype=norm.dtype)
+    launch = wrap_triton(norm_project_kernel)[(triton.cdiv(options["M"], options["BLOCK_M"]),)]
+    launch(x, *norm[:5], norm.present, out, pair_bias, **options)
+    return out, pair_bias
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """Compute LayerNorm(x), x [..., C], in `dtype`."""
+    return norm_project(x, Norm(weight, bias, None, None, None, eps, dtype), normed=True)[0]
+
+
+def norm_project_backward(
+    x: Tensor, norm: Norm, grad: Tensor | None, grad_pair_bias: Tensor | None, residual: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradient of x, and parts [programs, 2 + H, C] of those of the norm and the heads.
+
+    grad is that of the projection or, without a weight, of y; residual is what x has from
+    elsewhere, which is added. Each may be None.
+    """
+    if grad is None:
+        norm = norm._replace(weight=None)
+    if grad_pair_bias is None:
+        norm = norm._replace(heads=None)
+    options = norm_options("norm_project_backward", x, norm)
+    programs = triton.cdiv(options["M"], options["BLOCK_M"])
+    grad_x = torch.empty_like(x)
+    sums = x.new_empty(programs, 2 + options["H"], x.shape[-1], dtype=torch.float32)
+    launch = wrap_triton(norm_project_backward_kernel)[(programs,)]
+    launch(x, *norm[:5], grad, grad_pair_bias, residual, grad_x, sums, **options)
+    return grad_x, sums
+
+
+def norm_options(kernel: str, x: Tensor, norm: Norm) -> dict[str, int | float | bool | str]:
+    """Return what both kernels of a norm and the projections after it are told."""
+    width = 0 if norm.weight is None else len(norm.weight)
+    count = 0 if norm.heads is None else len(norm.heads)
+    length = x.shape[1] if count else 1
+    # A pair bias alone is a product, too, with heads in place of columns.
+    options = projection_options(kernel, x, norm.dtype, width or (16 if count else 0))
+    if not width and options["PRECISION"] == "tf32":  # a pair bias is as exact as V3's
+        options["PRECISION"] = "tf32x3"
+    options |= {"WIDTH": width, "H": count, "BLOCK_H": max(16, triton.next_power_of_2(count))}
+    options |= {"N": length, "ALIGNED": length % 16 == 8, "ENDING": norm.ending}
+    return options | {"eps": norm.eps}
+
+
+def projection_options(
+    kernel: str, x: Tensor, dtype: torch.dtype, width: int
+) -> dict[str, int | bool | str]:
+    """Return what a kernel that holds whole rows of x [..., C] is told.
+
+    Their projection in `dtype` has `width` columns, 0 if there is nothing to multiply.
+    """
+    dim = x.shape[-1]
+    rows = x.numel() // dim
+    chosen = blocks(kernel, dtype)
+    for size in {"BLOCK_N", "BLOCK_K"} & chosen.keys():
+        chosen[size] = min(chosen[size], width or dim)
+    # two tiles of whole rows fit into shared memory
+    chosen["BLOCK_M"] = min(chosen["BLOCK_M"], max(16, 2**16 // (dim * dtype.itemsize)))
+    while chosen["BLOCK_M"] > 32 and rows < 128 * chosen["BLOCK_M"]:  # to occupy the device
+        chosen["BLOCK_M"] //= 2
+    if width:  # whole rows are in registers
+        chosen["num_warps"] = max(chosen["num_warps"], chosen["BLOCK_M"] * dim // 2048)
+    else:  # many small programs keep the memory busy
+        chosen |= {"BLOCK_M": 16, "num_warps": max(2, dim // 128)}
+    chosen |= {"M": rows, "C": dim, "WIDE": 4 * x.numel() >= 2**31}
+    return {**chosen, "PRECISION": dot_precision(dtype)}
+
+
+def multiplies(dtype: torch.dtype, dim: int, most: int = 128) -> bool:
+    """Return whether these kernels multiply rows of this type and width; else the library does.
+
+    The library is faster at wide rows. In TF32 Triton's products are less exact: with all of these
+    the outputs exceeded their limit.
+    """
+    return (INTERPRETED or dtype != torch.float32) and dim <= most
+
+
+class NormProjection(torch.autograd.Function):
+    """Compute y W^T + b with y = LayerNorm(x), and from y a pair bias; return x [..., C], too.
+
+    Who adds an update to x takes the returned one. So the gradient of the sum arrives here with
+    those of the projections, and one kernel adds it to theirs. The parameters are the first five
+    of Norm, the settings the others. Kept for later: x alone; in float32, where the library
+    multiplies, y as well.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, settings: tuple, *parameters: Tensor | None):
+        ctx.set_materialize_grads(False)
+        ctx.settings = settings
+        ctx.parameters = parameters
+        _, dtype, *_ = settings
+        *linear, heads = parameters
+        heads = None if heads is None else cast_of(heads, heads.dtype)
+        norm = Norm(*with_casts(linear, dtype), heads, *settings)
+        rows = x.contiguous()
+        # Many rows keep the library's GEMM busy, too: it and a norm are faster than one kernel.
+        few = multiplies(dtype, x.shape[-1]) and x.numel() <= 2**21
+        if few or norm.weight is None:
+            ctx.save_for_backward(rows, None, *norm[:5])
+            return x.view_as(x), *norm_project(rows, norm)
+        y, pair_bias = norm_project(rows, norm._replace(weight=None), normed=True)
+        ctx.save_for_backward(rows, y if dtype == torch.float32 else None, *norm[:5])
+        bias = None if norm.bias is None else cast_of(parameters[3], dtype)
+        return x.view_as(x), F.linear(y, norm.weight, bias), pair_bias
+
+    @without_second_derivative
+    def backward(ctx, residual: Tensor | None, grad: Tensor | None, grad_pair_bias: Tensor | None):
+        x, normed, *saved = ctx.saved_tensors  # with checkpoints they are read once
+        norm = Norm(*saved, *ctx.settings)
+        grads = (None if g is None else g.contiguous() for g in (grad, grad_pair_bias, residual))
+        grad, grad_pair_bias, residual = grads
+        *of_norm, weight, bias, heads = ctx.parameters
+        groups = [of_norm if grad_pair_bias is None else [*of_norm, heads]]
+        read = [x] if normed is None else [x, normed]
+        if grad is not None:
+            groups.append([weight] if bias is None else [weight, bias])
+            grad_rows = grad.flatten(0, -2)
+            read.append(grad_rows)
+            if not multiplies(norm.dtype, x.shape[-1]):
+                grad = grad_rows @ norm.weight
+                norm = norm._replace(weight=None)
+        grad_x, sums = norm_project_backward(x, norm, grad, grad_pair_bias, residual)
+
+        def compute(grad_norm: Tensor, *grad_linears: Tensor) -> None:
+            sum_parts(sums, grad_norm)
+            for grad_linear in grad_linears:  # none or one
+                again = *norm[:2], norm.eps, norm.dtype
+                y = layer_norm(x, *again) if normed is None else normed
+                linear_gradients_out(grad_rows, y, grad_linear)
+
+        return grad_x, None, *parameter_gradients(ctx, groups, compute, sums, *read)
+
+
+def normed_projection(
+    norm: nn.LayerNorm, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
+    heads: nn.Linear | None = None, ending: bool = False, present: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Return x, its projection after the norm, and a pair bias: use this x, see NormProjection."""
+    parameters = norm.weight, norm.bias, weight, bias, None if heads is None else heads.weight
+    settings = norm.eps, gemm_dtype(x), ending, present
+    return NormProjection.apply(x, settings, *parameters)
+
+
+# --- projection: y = x W^T + bias
+# One kernel adds a residual to it; the gradient of the bias is the sum over all rows.
+@block_sizes({"TILE": 1024, "PROGRAMS": 528, "num_warps": 1})
+@triton.jit
+def column_sums_kernel(
+    X, FACTORS, SUMS, rows, rows_of_factor,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Add up rows: sums_pc = sum of x_rc over the rows r of program p, times FACTORS.
+
+    X is [rows, C], SUMS [PROGRAMS, C]. A program owns every PROGRAMS-th block of ROWS rows.
+    """
+    program = tl.program_id(0)
+    channel = tl.arange(0, BLOCK_C)
+    total = tl.zeros([ROWS, BLOCK_C], tl.float32)
+    for start in range(program * ROWS, rows, PROGRAMS * ROWS):
+        row, at, inside = tile_of_rows(start, rows, C, BLOCK_C, ROWS, True)
+        x = load_tile(X, at, inside)
+        if FACTORS is not None:
+            factor = tl.load(FACTORS + row // rows_of_factor, mask=row < rows, other=0.0)
+            x *= factor[:, None]
+        total += x
+    tl.store(SUMS + program * C + channel, tl.sum(total, 0), mask=channel < C)
+
+
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_K": 64},
+    hip={"BLOCK_K": 32, "num_stages": 1},
+)
+@triton.jit
+def project_residual_kernel(
+    X, WEIGHT, BIAS, FACTORS, RESIDUAL, OUT, M, rows_of_factor,
+    C: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute out = residual + x W^T + b, with FACTORS [samples] times b.
+
+    X is [M, K], WEIGHT [C, K], RESIDUAL and OUT [M, C]. A program owns BLOCK_M rows.
+    """
+    position, at, inside = tile_of_rows(tl.program_id(0) * BLOCK_M, M, C, C, BLOCK_M, WIDE)
+    channel = tl.arange(0, C)
+    out = tl.zeros([BLOCK_M, C], tl.float32)
+    for first in tl.range(0, K, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        x = tl.load(X + position[:, None] * K + k[None, :], mask=inside, other=0.0)
+        weight = tl.load(WEIGHT + channel[None, :] * K + k[:, None])
+        out = tl.dot(x, weight, out, input_precision=PRECISION)  # out += x W^T
+    bias = tl.load(BIAS + channel)[None, :]
+    if FACTORS is not None:
+        factor = tl.load(FACTORS + position // rows_of_factor, mask=position < M, other=0.0)
+        bias *= factor[:, None]
+    out += bias + load_tile(RESIDUAL, at, inside)
+    tl.store(OUT + at, out, mask=inside)
+
+
+def column_sums_out(x: Tensor, out: Tensor, factors: Tensor | None = None) -> None:
+    """Write the sum over all rows of x [..., C] into out [C], times factors [samples]."""
+    rows, programs, options = row_launch("column_sums", x)
+    options |= {"rows": rows, "rows_of_factor": rows if factors is None else rows // len(factors)}
+    sums = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
+    wrap_triton(column_sums_kernel)[(programs,)](x, factors, sums, **options)
+    sum_parts(sums, out)
+
+
+def linear_gradients_out(
+    grad: Tensor, x: Tensor, out: Tensor, factors: Tensor | None = None
+) -> None:
+    """Write the gradients of a weight [N, K] and its bias [N] into `out`, one after the other.
+
+    grad is [..., N], x [..., K]. If `out` has N x K elements only, there is no bias. If given, the
+    bias was added times factors [samples].
+    """
+    grad = grad.flatten(0, -2)
+    x = x.flatten(0, -2)
+    weight, bias = out.tensor_split([grad.shape[1] * x.shape[1]])
+    matmul_out(grad, x, weight.view(grad.shape[1], x.shape[1]), direct=True)
+    if len(bias):
+        column_sums_out(grad, bias, factors)
+
+
+def project_residual(
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, factors: Tensor | None = None
+) -> Tensor:
+    """Compute residual + x W^T + b [samples, ..., C], with factors [samples] times b."""
+    dim, width = weight.shape
+    if not multiplies(x.dtype, dim, 256):
+        if factors is None:
+            return residual + F.linear(x, weight, bias.to(x.dtype))
+        return residual + F.linear(x, weight).add_(factors[:, None, None, None] * bias)
+    options = projection_options("project_residual", residual, x.dtype, width)
+    out = torch.empty_like(residual)
+    launch = wrap_triton(project_residual_kernel)[(triton.cdiv(options["M"], options["BLOCK_M"]),)]
+    options["rows_of_factor"] = options["M"] // (1 if factors is None else len(factors))
+    launch(x, weight, bias, factors, residual, out, K=width, **options)
+    return out
+
+
+class Projection(torch.autograd.Function):
+    """Compute x W^T + b [..., C] from x [..., K], plus a residual [..., C] if there is one."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor) -> Tensor:
+        cast = cast_of(weight, gemm_dtype(x))
+        x = x.contiguous()
+        ctx.save_for_backward(x, cast)
+        ctx.parameters = weight, bias
+        if residual is None:
+            return F.linear(x, cast, cast_of(bias, cast.dtype))
+        return project_residual(x, cast, cast_of(bias, bias.dtype), residual.contiguous())
+
+    @without_second_derivative
+    def backward(ctx, grad: Tensor):
+        x, cast = ctx.saved_tensors
+        residual = grad if ctx.needs_input_grad[1] else None
+        grad = grad.contiguous().to(x.dtype)
+        compute = partial(linear_gradients_out, grad, x)
+        return grad @ cast, residual, *parameter_gradients(ctx, (ctx.parameters,), compute, grad, x)
+
+
+# --- attention: update = linear_o(sigmoid(gate) * softmax(q k^T / sqrt(D) + bias) v)
+# Attention of every row of a batch of rows, with a pair bias B that they share, and a gate:
+#
+#   S = scale * Q K^T + B,   P = softmax(S),   O = P V,   out = sigmoid(gate + gate_bias) * O
+#
+# QKVG [B, R, N, H, 4, D] is what the projection's GEMM wrote. With COLUMNS memory is [B, N, R, ...]
+# there, in the output and in both gradients: columns and ending nodes are read where they lie. The
+# output is kept after the gate: with g = sigmoid(gate + gate_bias) it gives
+# dgate = dout * out * (1 - g), and what the softmax's gradient needs, delta = rowsum(dO * O), as
+# rowsum(dout * out), but for the rounding of out. In the backward pass
+#
+#   dV = P^T dO,   dP = dO V^T,   dS = P * (dP - delta),   dQ = dS K,   dK = dS^T Q,   dB = sum_r dS
+#
+# The log-sum-exp of a row is kept to the base 2. R, H and N are sizes.
+@block_sizes(
+    {"BLOCK_M": 128, "BLOCK_N": 32},
+    hip={"BLOCK_M": 64, "num_stages": 1},
+)
+@triton.jit
+def attention_forward_kernel(
+    QKVG, GATE_BIAS, BIAS, OUT, LOG_SUM_EXP, R, H, N,
+    scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute out = sigmoid(gate + gate_bias) * softmax(scale * Q K^T + B) V without storing S.
+
+    QKVG is [B, R, N, H, 4, D], GATE_BIAS [H x D], BIAS [B, H, N, N] or None, OUT [B, R, N, H x D],
+    LOG_SUM_EXP [B, R, H, N] that of each row of S. A program owns BLOCK_M queries of a head of a
+    row, and goes over their keys BLOCK_N at a time.
+    """
+    N = length_of(N, ALIGNED)
+    tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_M), H, R)
+    first, step = head_of_row(b, r, head, R, H, N, COLUMNS)
+    QKVG += first * 4 * D
+    x_n = step * 4 * D
+    query = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    q = load_rows(QKVG, query, x_n, D, BLOCK_D, N, EVEN)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(0, N, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        k = load_rows(QKVG + D, key, x_n, D, BLOCK_D, N, EVEN)
+        v = load_rows(QKVG + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
+        bias = load_bias(BIAS, b * H + head, query, key, N, EVEN)
+        s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
+        # Online softmax: what was added up so far belongs to the maximum so far.
+        new_row_max = tl.maximum(row_max, tl.max(s, 1) * LOG2E)  # to the base 2
+        p = tl.exp2(s * LOG2E - new_row_max[:, None])
+        rescale = tl.exp2(row_max - new_row_max)
+        row_sum = row_sum * rescale + tl.sum(p, 1)
+        # O += P V
+        out = tl.dot(p.to(v.dtype), v, out * rescale[:, None], input_precision=PRECISION)
+        row_max = new_row_max
+    gate = load_gate(QKVG, GATE_BIAS + head * D, query, x_n, D, BLOCK_D, N, EVEN)
+    out = out / row_sum[:, None] * gate
+    store_rows(OUT + first * D, out, query, step * D, D, BLOCK_D, N, EVEN)
+    at_row = ((b * R + r) * H + head) * N
+    tl.store(LOG_SUM_EXP + at_row + query, row_max + tl.log2(row_sum), mask=query < N)
+
+
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_N": 32},
+    float32={"BLOCK_N": 64},
+    tf32={"BLOCK_N": 64, "num_stages": 2},
+    hip={"num_stages": 1},
+)
+@triton.jit
+def attention_backward_query_kernel(
+    GRAD_OUT, QKVG, GATE_BIAS, BIAS, OUT, LOG_SUM_EXP,
+    GRAD_QKVG, GRAD_ATTENTION, DELTA, GRAD_GATE_BIAS, R, H, N,
+    scale: tl.constexpr, COLUMNS: tl.constexpr, ROUNDED: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute dQ and dgate, and what the other two kernels need: dO and delta.
+
+    dgate = dout * out * (1 - g), dO = dout * g, delta = rowsum(dout * out),
+    dS = P * (dO V^T - delta), dQ = dS K. GRAD_ATTENTION holds dO in the layout of OUT, DELTA lies
+    as LOG_SUM_EXP does; GRAD_GATE_BIAS [B, R, tiles, H x D] is the sum of dgate over the queries of
+    a tile. A program owns BLOCK_M queries of a head of a row.
+
+    Delta makes the gradients of a row's scores add up to 0, without which what all keys have in
+    common would enter the query's gradient. From a ROUNDED output it does so only roughly: what the
+    sum is then, rowsum(dS), is taken off at the end, times P K, the mean of the keys.
+    """
+    N = length_of(N, ALIGNED)
+    tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_M), H, R)
+    first, step = head_of_row(b, r, head, R, H, N, COLUMNS)
+    at_x, x_n = first * 4 * D, step * 4 * D
+    at_out, out_n = first * D, step * D
+    at_row = ((b * R + r) * H + head) * N
+    QKVG += at_x
+    query = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    grad_out = load_rows(GRAD_OUT + at_out, query, out_n, D, BLOCK_D, N, EVEN)
+    gate = load_gate(QKVG, GATE_BIAS + head * D, query, x_n, D, BLOCK_D, N, EVEN)
+    product = grad_out.to(tl.float32)
+    product *= load_rows(OUT + at_out, query, out_n, D, BLOCK_D, N, EVEN).to(tl.float32)
+    delta = tl.sum(product, 1)
+    grad_gate = product * (1 - gate)
+    store_rows(GRAD_QKVG + at_x + 3 * D, grad_gate, query, x_n, D, BLOCK_D, N, EVEN)
+    column = tl.arange(0, BLOCK_D)
+    at = (((b * R + r) * tl.cdiv(N, BLOCK_M) + tile) * H + head) * D + column
+    tl.store(GRAD_GATE_BIAS + at, tl.sum(grad_gate, 0), mask=column < D)
+    q = load_rows(QKVG, query, x_n, D, BLOCK_D, N, EVEN)
+    grad = (grad_out.to(tl.float32) * gate).to(q.dtype)
+    store_rows(GRAD_ATTENTION + at_out, grad, query, out_n, D, BLOCK_D, N, EVEN)
+    log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=query < N, other=0.0)
+    grad_q = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    rest = tl.zeros([BLOCK_M], tl.float32)
+    mean_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(0, N, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        k = load_rows(QKVG + D, key, x_n, D, BLOCK_D, N, EVEN)
+        v = load_rows(QKVG + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
+        bias = load_bias(BIAS, b * H + head, query, key, N, EVEN)
+        s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
+        p, grad_s = score_gradients(s, log_sum_exp[:, None], delta[:, None], grad, v, PRECISION)
+        grad_q = tl.dot(grad_s.to(k.dtype), k, grad_q, input_precision=PRECISION)  # dQ += dS K
+        if ROUNDED:
+            rest += tl.sum(grad_s, 1)
+            mean_k = tl.dot(p.to(k.dtype), k, mean_k, input_precision=PRECISION)  # P K
+    grad_q -= rest[:, None] * mean_k
+    tl.store(DELTA + at_row + query, delta + rest, mask=query < N)
+    store_rows(GRAD_QKVG + at_x, grad_q * scale, query, x_n, D, BLOCK_D, N, EVEN)
+
+
+@block_sizes(
+    {"BLOCK_M": 32, "BLOCK_N": 64},
+    float32={"BLOCK_M": 64},
+    tf32={"BLOCK_N": 128, "num_warps": 8},
+    hip={"BLOCK_N": 32, "num_stages": 1},
+)
+@triton.jit
+def attention_backward_key_kernel(
+    QKVG, BIAS_T, LOG_SUM_EXP, GRAD_ATTENTION, DELTA, GRAD_QKVG, R, H, N,
+    scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute dK = dS^T Q and dV = P^T dO.
+
+    S, P and dS are transposed here, [keys, queries], as both products take them, and so is
+    BIAS_T [B, H, N, N]. A program owns BLOCK_N keys of a head of a row, and goes over the queries
+    BLOCK_M at a time.
+    """
+    N = length_of(N, ALIGNED)
+    tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_N), H, R)
+    first, step = head_of_row(b, r, head, R, H, N, COLUMNS)
+    at_x, x_n, out_n = first * 4 * D, step * 4 * D, step * D
+    at_row = ((b * R + r) * H + head) * N
+    QKVG += at_x
+    GRAD_ATTENTION += first * D
+    key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = load_rows(QKVG + D, key, x_n, D, BLOCK_D, N, EVEN)
+    v = load_rows(QKVG + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
+    grad_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    grad_v = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for start in range(0, N, BLOCK_M):
+        query = start + tl.arange(0, BLOCK_M)
+        q = load_rows(QKVG, query, x_n, D, BLOCK_D, N, EVEN)
+        grad = load_rows(GRAD_ATTENTION, query, out_n, D, BLOCK_D, N, EVEN)
+        log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=query < N, other=0.0)
+        delta = tl.load(DELTA + at_row + query, mask=query < N, other=0.0)
+        bias = load_bias(BIAS_T, b * H + head, key, query, N, EVEN)
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale + bias  # S^T
+        p, grad_s = score_gradients(s, log_sum_exp[None, :], delta[None, :], v, grad, PRECISION)
+        grad_v = tl.dot(p.to(grad.dtype), grad, grad_v, input_precision=PRECISION)  # dV += P^T dO
+        grad_k = tl.dot(grad_s.to(q.dtype), q, grad_k, input_precision=PRECISION)  # dK += dS^T Q
+    store_rows(GRAD_QKVG + at_x + D, grad_k * scale, key, x_n, D, BLOCK_D, N, EVEN)
+    store_rows(GRAD_QKVG + at_x + 2 * D, grad_v, key, x_n, D, BLOCK_D, N, EVEN)
+
+
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_N": 64, "PROGRAMS": 396},
+    hip={"PROGRAMS": 432, "num_stages": 1},
+)
+@triton.jit
+def attention_backward_bias_kernel(
+    QKVG, BIAS, LOG_SUM_EXP, GRAD_ATTENTION, DELTA, GRAD_BIAS, R, H, N, B, group,
+    scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradient of the bias, dB = sum of dS over the rows that share it.
+
+    GRAD_BIAS is [groups, B, H, N, N]. A program owns a tile [BLOCK_M, BLOCK_N] of it and adds up
+    `group` of the rows, so nothing is added atomically.
+    """
+    N = length_of(N, ALIGNED)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles = tl.cdiv(N, BLOCK_M) * tiles_n
+    tile, head, g, b = split_program(tl.program_id(0), tiles, H, tl.cdiv(R, group))
+    query = tile // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
+    key = tile % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    bias = load_bias(BIAS, b * H + head, query, key, N, EVEN)
+    grad_bias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    first_row = (g * group).to(tl.int32)
+    last_row = tl.minimum(g * group + group, R).to(tl.int32)
+    for row in range(first_row, last_row):
+        r = tl.cast(row, tl.int64)
+        first, step = head_of_row(b, r, head, R, H, N, COLUMNS)
+        at, x_n = QKVG + first * 4 * D, step * 4 * D
+        q = load_rows(at, query, x_n, D, BLOCK_D, N, EVEN)
+        k = load_rows(at + D, key, x_n, D, BLOCK_D, N, EVEN)
+        v = load_rows(at + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
+        grad = load_rows(GRAD_ATTENTION + first * D, query, step * D, D, BLOCK_D, N, EVEN)
+        at_row = ((b * R + r) * H + head) * N
+        log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=query < N, other=0.0)
+        delta = tl.load(DELTA + at_row + query, mask=query < N, other=0.0)
+        s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
+        _, grad_s = score_gradients(s, log_sum_exp[:, None], delta[:, None], grad, v, PRECISION)
+        grad_bias += grad_s  # dB += dS
+    at = ((g * B + b) * H + head) * N * N + query.to(tl.int64)[:, None] * N + key[None, :]
+    tl.store(GRAD_BIAS + at, grad_bias, mask=(query < N)[:, None] & (key < N)[None, :])
+
+
+@block_sizes(
+    {"BLOCK_N": 64, "PROGRAMS": 256},
+    float32={"num_stages": 2},
+    hip={"BLOCK_N": 16, "num_stages": 1},
+)
+@triton.jit
+def attention_backward_short_kernel(
+    GRAD_OUT, QKVG, GATE_BIAS, BIAS, OUT, GRAD_QKVG, GRAD_GATE_BIAS, GRAD_BIAS,
+    R, H, N, B, group, scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute all gradients of an attention whose rows are at most BLOCK_N long.
+
+    A row's S is a single tile then, so no sum is left to another kernel: dgate, dV = P^T dO,
+    dS = P * (dP - rowsum(P * dP)), dQ = dS K, dK = dS^T Q. A program owns `group` rows of a head,
+    and the sums of dgate and of dS over them: of GRAD_GATE_BIAS [B, groups, H x D] and of
+    GRAD_BIAS [groups, B, H, N, N].
+    """
+    N = length_of(N, ALIGNED)
+    _, head, g, b = split_program(tl.program_id(0), 1, H, tl.cdiv(R, group))
+    n = tl.arange(0, BLOCK_N)
+    column = tl.arange(0, BLOCK_D)
+    bias = load_bias(BIAS, b * H + head, n, n, N, EVEN)
+    grad_bias = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
+    grad_gate_bias = tl.zeros([BLOCK_D], tl.float32)
+    first_row = (g * group).to(tl.int32)
+    last_row = tl.minimum(g * group + group, R).to(tl.int32)
+    for row in range(first_row, last_row):
+        first, step = head_of_row(b, tl.cast(row, tl.int64), head, R, H, N, COLUMNS)
+        at_x, x_n = first * 4 * D, step * 4 * D
+        at_out, out_n = first * D, step * D
+        q = load_rows(QKVG + at_x, n, x_n, D, BLOCK_D, N, EVEN)
+        k = load_rows(QKVG + at_x + D, n, x_n, D, BLOCK_D, N, EVEN)
+        v = load_rows(QKVG + at_x + 2 * D, n, x_n, D, BLOCK_D, N, EVEN)
+        gate = load_gate(QKVG + at_x, GATE_BIAS + head * D, n, x_n, D, BLOCK_D, N, EVEN)
+        grad_out = load_rows(GRAD_OUT + at_out, n, out_n, D, BLOCK_D, N, EVEN)
+        out = load_rows(OUT + at_out, n, out_n, D, BLOCK_D, N, EVEN)
+        product = grad_out.to(tl.float32) * out.to(tl.float32)
+        grad_gate = product * (1 - gate)
+        grad_gate_bias += tl.sum(grad_gate, 0)
+        store_rows(GRAD_QKVG + at_x + 3 * D, grad_gate, n, x_n, D, BLOCK_D, N, EVEN)
+        grad = (grad_out.to(tl.float32) * gate).to(q.dtype)
+        s = scores(q, k, bias, n, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
+        # A whole row is here: its own sum is more exact than a log-sum-exp that was rounded.
+        p = tl.exp2(s * LOG2E - (tl.max(s, 1) * LOG2E)[:, None])
+        p /= tl.sum(p, 1)[:, None]  # P
+        grad_v = tl.dot(tl.trans(p.to(grad.dtype)), grad, input_precision=PRECISION)  # dV = P^T dO
+        store_rows(GRAD_QKVG + at_x + 2 * D, grad_v, n, x_n, D, BLOCK_D, N, EVEN)
+        grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)  # dP = dO V^T
+        grad_s = p * (grad_p - tl.sum(p * grad_p, 1)[:, None])  # dS
+        grad_bias += grad_s  # dB += dS
+        grad_s = (grad_s * scale).to(q.dtype)
+        grad_q = tl.dot(grad_s, k, input_precision=PRECISION)  # dQ = dS K
+        store_rows(GRAD_QKVG + at_x, grad_q, n, x_n, D, BLOCK_D, N, EVEN)
+        grad_k = tl.dot(tl.trans(grad_s), q, input_precision=PRECISION)  # dK = dS^T Q
+        store_rows(GRAD_QKVG + at_x + D, grad_k, n, x_n, D, BLOCK_D, N, EVEN)
+    tl.store(GRAD_GATE_BIAS + tl.program_id(0) * D + column, grad_gate_bias, mask=column < D)
+    if GRAD_BIAS is not None:
+        at_grad = ((g * B + b) * H + head) * N * N + n[:, None] * N + n[None, :]
+        tl.store(GRAD_BIAS + at_grad, grad_bias, mask=(n < N)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def split_program(program, tiles, H, R):
+    """Split the number of a program into tile, head, row and sample.
+
+    Programs that share a tile of the bias run close to each other.
+    """
+    rest = program // tiles
+    return program % tiles, rest % H, (rest // H % R).to(tl.int64), (rest // H // R).to(tl.int64)
+
+
+@triton.jit
+def head_of_row(b, r, head, R, H, N, COLUMNS: tl.constexpr):
+    """Find this head of a row's first position, and how many heads lie between two positions."""
+    if COLUMNS:
+        return (b * N * R + r) * H + head, R * H
+    return (b * R + r) * N * H + head, H
+
+
+@triton.jit
+def load_rows(X, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: tl.constexpr):
+    """Load rows of a matrix [N, D] that lie `stride` apart, zeros beyond its ends."""
+    column = tl.arange(0, BLOCK_D)
+    at = row.to(tl.int64)[:, None] * stride + column[None, :]
+    if EVEN:
+        return tl.load(X + at)
+    return tl.load(X + at, mask=(row < N)[:, None] & (column < D)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(X, x, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: tl.constexpr):
+    """Store rows of a matrix [N, D] that lie `stride` apart, in its type, none beyond its ends."""
+    column = tl.arange(0, BLOCK_D)
+    at = X + (row.to(tl.int64)[:, None] * stride + column[None, :])
+    if EVEN:
+        tl.store(at, x)
+    else:
+        tl.store(at, x, mask=(row < N)[:, None] & (column < D)[None, :])
+
+
+@triton.jit
+def load_bias(BIAS, head, row, column, N, EVEN: tl.constexpr):
+    """Load a tile of the pair bias [N, N] of a head in float32; 0 without a bias."""
+    bias = 0.0
+    if BIAS is not None:
+        at = BIAS + head * N * N + row.to(tl.int64)[:, None] * N + column[None, :]
+        inside = None if EVEN else (row < N)[:, None] & (column < N)[None, :]
+        bias = tl.load(at, mask=inside, other=None if EVEN else 0.0).to(tl.float32)
+    return bias
+
+
+@triton.jit
+def scores(q, k, bias, key, N, scale, EVEN: tl.constexpr, PRECISION: tl.constexpr):
+    """Compute S = scale * Q K^T + B, [queries, keys]; -inf beyond the last key."""
+    score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale + bias
+    return score if EVEN else tl.where((key < N)[None, :], score, float("-inf"))
+
+
+@triton.jit
+def score_gradients(s, log_sum_exp, delta, grad, v, PRECISION: tl.constexpr):
+    """Compute P = exp(S - log_sum_exp) and dS = P * (dP - delta) with dP = dO V^T -> P, dS.
+
+    With V and dO exchanged all are transposed.
+    """
+    p = tl.exp2(s * LOG2E - log_sum_exp)
+    grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+    return p, p * (grad_p - delta)
+
+
+@triton.jit
+def load_gate(
+    QKVG, GATE_BIAS, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: tl.constexpr
+):  # fmt: skip
+    """Load sigmoid(gate + gate_bias) [queries, D] of one head."""
+    column = tl.arange(0, BLOCK_D)
+    bias = tl.load(GATE_BIAS + column, mask=column < D, other=0.0).to(tl.float32)
+    gate = load_rows(QKVG + 3 * D, row, stride, D, BLOCK_D, N, EVEN).to(tl.float32)
+    return sigmoid(gate + bias[None, :])
+
+
+def attention_sizes(qkvg: Tensor, columns: bool) -> tuple[int, int, int, int, int]:
+    """Return samples, rows, positions of a row, heads and channels of a head."""
+    samples, rows, length, heads, _, dim = qkvg.shape
+    return samples, *((length, rows) if columns else (rows, length)), heads, dim
+
+
+def attention_options(kernel: str, qkvg: Tensor, columns: bool) -> dict[str, int | float | str]:
+    """Return what an attention kernel is told; no block is longer than the rows."""
+    _, rows, length, heads, dim = attention_sizes(qkvg, columns)
+    chosen = blocks(kernel, qkvg.dtype)
+    longest = max(16, triton.next_power_of_2(length))
+    sizes = {name: min(size, longest) for name, size in chosen.items() if "BLOCK" in name}
+    chosen |= {**sizes, "D": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
+    even_rows = all(length % size == 0 for size in sizes.values())
+    chosen["EVEN"] = dim == chosen["BLOCK_D"] and even_rows
+    chosen["ALIGNED"] = length % 16 == 8
+    tile = math.prod(sizes.values()) if len(sizes) == 2 else longest**2
+    chosen["num_warps"] = max(1, min(chosen["num_warps"], tile // 512))
+    chosen |= {"R": rows, "H": heads, "N": length, "scale": 1 / math.sqrt(dim), "COLUMNS": columns}
+    return {**chosen, "PRECISION": dot_precision(qkvg.dtype)}
+
+
+@cache  # a launch asks for it each time
+def rows_per_program(programs: int, tiles: int, rows: int) -> int:
+    """Return how many rows that share a tile go to one program, if `programs` run at a time.
+
+    More groups of rows may fill the last wave of programs better, but each has sums that are
+    written, read and added up: for a tile this takes about as long as four rows.
+    """
+
+    def cost(groups: int) -> float:
+        waves = triton.cdiv(tiles * groups, programs)
+        return waves * triton.cdiv(rows, groups) + 4 * tiles * groups / programs
+
+    return triton.cdiv(rows, min(range(1, min(rows, programs) + 1), key=cost))
+
+
+def attention_forward(
+    qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None, columns: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute gated attention: the output [B, R, N, H x D], and log-sum-exp [B, R, H, N].
+
+    qkvg is [B, R, N, H, 4, D], gate_bias [H x D], bias [B, H, N, N]; with `columns` qkvg and the
+    output are [B, N, R, ...].
+    """
+    samples, rows, length, heads, dim = attention_sizes(qkvg, columns)
+    out = qkvg.new_empty(*qkvg.shape[:3], heads * dim)
+    log_sum_exp = qkvg.new_empty(samples, rows, heads, length, dtype=torch.float32)
+    options = attention_options("attention_forward", qkvg, columns)
+    programs = triton.cdiv(length, options["BLOCK_M"]) * heads * rows * samples
+    launch = wrap_triton(attention_forward_kernel)[(programs,)]
+    launch(qkvg, gate_bias, bias, out, log_sum_exp, **options)
+    return out, log_sum_exp
+
+
+def attention_backward(
+    grad_out: Tensor, qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None, out: Tensor,
+    log_sum_exp: Tensor, columns: bool, needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Compute the gradients of qkvg (in its layout), gate_bias and bias.
+
+    That of gate_bias is in parts, to be added up; that of bias None unless it `needs_bias`.
+    """
+    samples, rows, length, heads, dim = attention_sizes(qkvg, columns)
+    heads_of_all = heads * samples
+    grad_qkvg = torch.empty_like(qkvg)
+    grad_bias = None
+
+    def new_sums(*shape: int) -> Tensor:
+        return qkvg.new_empty(shape, dtype=torch.float32)
+
+    short = attention_options("attention_backward_short", qkvg, columns)
+    if short["BLOCK_N"] >= length:
+        group = rows_per_program(short.pop("PROGRAMS"), heads_of_all, rows)
+        parts = triton.cdiv(rows, group)
+        if needs_bias:
+            grad_bias = new_sums(parts, *bias.shape)
+        grad_gate_bias = new_sums(samples * parts, heads * dim)
+        inputs = grad_out, qkvg, gate_bias, bias, out
+        launch = wrap_triton(attention_backward_short_kernel)[(parts * heads_of_all,)]
+        launch(*inputs, grad_qkvg, grad_gate_bias, grad_bias, B=samples, group=group, **short)
+    else:
+        grad, delta = torch.empty_like(out), torch.empty_like(log_sum_exp)
+        options = attention_options("attention_backward_query", qkvg, columns)
+        options["ROUNDED"] = qkvg.dtype != torch.float32 or options["PRECISION"] == "tf32"
+        tiles = triton.cdiv(length, options["BLOCK_M"])
+        grad_gate_bias = new_sums(samples * rows * tiles, heads * dim)
+        inputs = grad_out, qkvg, gate_bias, bias, out, log_sum_exp
+        launch = wrap_triton(attention_backward_query_kernel)[(tiles * rows * heads_of_all,)]
+        launch(*inputs, grad_qkvg, grad, delta, grad_gate_bias, **options)
+        options = attention_options("attention_backward_key", qkvg, columns)
+        tiles = triton.cdiv(length, options["BLOCK_N"])
+        bias_t = None if bias is None else bias.mT.contiguous()
+        launch = wrap_triton(attention_backward_key_kernel)[(tiles * rows * heads_of_all,)]
+        launch(qkvg, bias_t, log_sum_exp, grad, delta, grad_qkvg, **options)
+        if needs_bias:
+            options = attention_options("attention_backward_bias", qkvg, columns)
+            tiles = math.prod(triton.cdiv(length, options[size]) for size in ("BLOCK_M", "BLOCK_N"))
+            group = rows_per_program(options.pop("PROGRAMS"), tiles * heads_of_all, rows)
+            parts = triton.cdiv(rows, group)
+            grad_bias = new_sums(parts, *bias.shape)
+            options |= {"B": samples, "group": group}
+            launch = wrap_triton(attention_backward_bias_kernel)[(tiles * parts * heads_of_all,)]
+            launch(qkvg, bias, log_sum_exp, grad, delta, grad_bias, **options)
+    grad_bias = sum_parts(grad_bias, dtype=bias.dtype) if needs_bias else None
+    return grad_qkvg, grad_gate_bias, grad_bias
+
+
+class GatedAttentionFunction(torch.autograd.Function):
+    """Compute sigmoid(gate + gate_bias) * softmax(q k^T / sqrt(D) + bias) v.
+
+    qkvg [B, R, N, H, 4, D] holds q, k, v and gate; the result is [B, R, N, H x D]. The bias
+    [B, H, N, N] is the same for all rows R; it may be None. With `columns` qkvg and the result are
+    [B, N, R, ...].
+    """
+
+    @staticmethod
+    def forward(
+        ctx, qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None, columns: bool = False
+    ) -> Tensor:
+        ctx.columns = columns
+        ctx.parameters = (gate_bias,)
+        qkvg = qkvg.contiguous()
+        gate_bias = gate_bias.contiguous()
+        bias = None if bias is None else bias.contiguous()
+        out, log_sum_exp = attention_forward(qkvg, gate_bias, bias, columns)
+        ctx.save_for_backward(qkvg, gate_bias, bias, out, log_sum_exp)
+        return out
+
+    @without_second_derivative
+    def backward(ctx, grad_out: Tensor):
+        inputs = grad_out.contiguous(), *ctx.saved_tensors, ctx.columns
+        grad_qkvg, parts, grad_bias = attention_backward(*inputs, ctx.needs_input_grad[2])
+        grads = parameter_gradients(ctx, (ctx.parameters,), partial(sum_parts, parts), parts)
+        return grad_qkvg, *grads, grad_bias, None
+
+
+class GatedAttention(nn.Module):
+    """Attend along one axis in several heads, with a sigmoid gate: the base of four attentions."""
+
+    def __init__(self, dim: int, heads: int, fusions: Fusions):
+        super().__init__()
+        self.heads, self.head_dim = heads, dim // heads
+        self.fused = fusions.triton_attention
+        if self.fused:
+            parts = ("linear_q", "linear_k", "linear_v", "linear_g")
+            self.linear_qkvg = QKVGLinear(dim)
+            keep_separate_names(self, "linear_qkvg", parts, biased=("linear_g",), heads=heads)
+        else:
+            self.linear_q = nn.Linear(dim, dim, bias=False)
+            self.linear_k = nn.Linear(dim, dim, bias=False)
+            self.linear_v = nn.Linear(dim, dim, bias=False)
+            self.linear_g = nn.Linear(dim, dim)
+        self.linear_o = nn.Linear(dim, dim)
+
+    def attend(
+        self, x: Tensor, bias: Tensor | None = None, present: Tensor | None = None,
+        columns: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Let each of the R rows of x [B, R, N, C] attend to itself.
+
+        bias [B, H, N, N] is the same for all rows, and so is present [B, N], which is False for
+        padding, that nobody attends to. With `columns` each of the N columns attends to itself, and
+        the bias is [B, H, R, R], present [B, R].
+        """
+        if present is not None:
+            bias = x.new_zeros(1) if bias is None else bias
+            # a weight of 0, and no NaN where all keys are padding, nor in float16
+            bias = bias.masked_fill(~present[:, None, None], -1e4)
+        if columns:
+            return self.attend(x.transpose(1, 2), bias).transpose(1, 2)
+        linears = (self.linear_q, self.linear_k, self.linear_v, self.linear_g)
+        q, k, v, gate = (linear(x) for linear in linears)
+        heads = (self.heads, self.head_dim)
+        q, k, v = (t.flatten(0, 1).unflatten(-1, heads).transpose(1, 2) for t in (q, k, v))
+        scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)  # [B x R, H, N, N]
+        if bias is not None:
+            scores = (scores.unflatten(0, x.shape[:2]) + bias[:, None]).flatten(0, 1)
+        out = (scores.softmax(-1) @ v).transpose(1, 2).reshape(x.shape)
+        return self.linear_o(torch.sigmoid(gate) * out)
+
+    def attend_fused(
+        self, norm: nn.LayerNorm, x: Tensor, present: Tensor | None = None,
+        bias: Tensor | None = None, heads: nn.Linear | None = None, columns: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Compute x + the attention of norm(x), norm and residual in the projections' kernels.
+
+        With `heads`, the projection to a pair bias, the bias comes from the same norm. A bias that
+        is given knows which keys are present.
+        """
+        linear = self.linear_qkvg
+        options = {"ending": columns, "present": None if heads is None else present}
+        x, qkvg, own_bias = normed_projection(norm, x, linear.weight, heads=heads, **options)
+        if heads is not None:
+            bias = own_bias
+        elif present is not None:
+            every = present[:, None, None].expand(-1, self.heads, present.shape[1], -1)
+            bias = torch.where(every, 0.0, -1e4)
+        qkvg = qkvg.unflatten(-1, (self.heads, 4, -1))
+        out = GatedAttentionFunction.apply(qkvg, linear.bias, bias, columns)
+        return Projection.apply(out, x, *parameters_of(self.linear_o))
+
+
+class QKVGLinear(nn.Module):
+    """Query, key, value and gate projection as one GEMM; only the gate has a bias."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4 * dim, dim))
+        self.bias = nn.Parameter(torch.empty(dim))
+
+
+class MSARowAttentionWithPairBias(GatedAttention):
+    """Let residues attend to each other, biased by their pair (AF2 SI, algorithm 7)."""
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__(config.msa_dim, config.num_heads_msa, fusions)
+        self.layer_norm_m = nn.LayerNorm(config.msa_dim)
+        self.layer_norm_z = nn.LayerNorm(config.pair_dim)
+        self.linear_z = nn.Linear(config.pair_dim, config.num_heads_msa, bias=False)
+
+    def forward(
+        self, msa: Tensor, pair: Tensor, residues: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Update msa [B, S, N, c_m] from it, pair [B, N, N, c_z], residues [B, N]; return both."""
+        if self.fused:
+            norm = self.layer_norm_z
+            pair, _, bias = normed_projection(norm, pair, heads=self.linear_z, present=residues)
+            return self.attend_fused(self.layer_norm_m, msa, bias=bias), pair
+        bias = self.linear_z(self.layer_norm_z(pair)).permute(0, 3, 1, 2)
+        return msa + self.attend(self.layer_norm_m(msa), bias, residues), pair
+
+
+class MSAColumnAttention(GatedAttention):
+    """Let sequences attend to each other at one residue (AF2 SI, algorithm 8)."""
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__(config.msa_dim, config.num_heads_msa, fusions)
+        self.layer_norm_m = nn.LayerNorm(config.msa_dim)
+
+    def forward(self, msa: Tensor, sequences: Tensor | None = None) -> Tensor:
+        """Update msa [B, S, N, c_m]; sequences [B, S] are False for padding."""
+        if self.fused:
+            return self.attend_fused(self.layer_norm_m, msa, sequences, columns=True)
+        return msa + self.attend(self.layer_norm_m(msa), present=sequences, columns=True)
+
+
+class TriangleAttentionStartingNode(GatedAttention):
+    """Let edges ij and ik attend to each other, biased by edge jk (AF2 SI, algorithm 13)."""
+
+    ending = False
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__(config.pair_dim, config.num_heads_pair, fusions)
+        self.layer_norm = nn.LayerNorm(config.pair_dim)
+        self.linear = nn.Linear(config.pair_dim, config.num_heads_pair, bias=False)
+
+    def forward(self, pair: Tensor, residues: Tensor | None = None) -> Tensor:
+        """Update pair [B, N, N, c_z]; residues [B, N] are False for padding."""
+        if self.fused:
+            options = {"heads": self.linear, "columns": self.ending}
+            return self.attend_fused(self.layer_norm, pair, residues, **options)
+        normed = self.layer_norm(pair)
+        bias = self.linear(normed).permute(0, 3, *((2, 1) if self.ending else (1, 2)))
+        return pair + self.attend(normed, bias, residues, self.ending)
+
+
+class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
+    """Let edges ij and kj attend to each other, biased by edge ki (AF2 SI, algorithm 14)."""
+
+    ending = True
+
+
+# --- triangle multiplication: update = sigmoid(g) * linear_z(norm(sum_k a_ik * b_jk))
+# Triangle multiplication of x [B, N, N, C]:
+#
+#   y = LayerNorm(x),   a = sigmoid(y W_ag) * (y W_ap),   b = sigmoid(y W_bg) * (y W_bp)
+#   X_ij = sum_k a_ik * b_jk (outgoing) or sum_k a_ki * b_kj (incoming), for each channel
+#   out = sigmoid(y W_g) * (LayerNorm(X) W_z)
+#
+# Positions are one dimension m = (b, i, j) of length M; "channel first" is [C, M], which torch.bmm
+# takes as C x B matrices [N, N]. Norm, projections and gates are one kernel on each side of the
+# product, and the statistics of both norms are kept. C must be a power of two.
+# Which C rows of the packed WEIGHT [6 C, C] and BIAS [6 C] a projection has, and which columns of
+# GRAD_LINEAR [M, 5 C] its gradient (that of z lies apart).
+A_P, B_P, A_G, B_G, G, Z = (tl.constexpr(part) for part in range(6))
+
+
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
+    tf32={"BLOCK_M": 128, "num_warps": 8},
+    hip_float32={"num_warps": 8},
+)
+@triton.jit
+def triangle_project_kernel(
+    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, STATISTICS, PRESENT, AB, M,
+    eps: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute a = sigmoid(y W_ag) * (y W_ap), and b likewise, from y = LayerNorm(x).
+
+    X is [M, C]; AB [2 C, M] are a and b, channel first; STATISTICS [2, M] mean and rstd of the
+    norm. Where PRESENT [M] is False a is 0, and nowhere if it is None. A program owns BLOCK_M
+    positions, and goes over the channels of a and b BLOCK_C at a time.
+    """
+    position, at, inside = tile_of_rows(tl.program_id(0) * BLOCK_M, M, C, C, BLOCK_M, WIDE)
+    channel = tl.arange(0, C)
+    x = normalise_and_keep(load_tile(X, at, inside), position, STATISTICS, M, eps, C)
+    y = tl.trans(scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(WEIGHT.dtype.element_ty))
+    if PRESENT is not None:  # in float32, as a mask of many rows takes AMD's scalar registers
+        present = tl.load(PRESENT + position, mask=position < M, other=0).to(tl.float32)[None, :]
+    for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
+        row = first + tl.arange(0, BLOCK_C)
+        weight = WEIGHT + row[:, None] * C + channel[None, :]
+        gate = tl.dot(tl.load(weight + A_G * C * C), y, input_precision=PRECISION)  # W_ag y^T
+        gate = gate + tl.load(BIAS + A_G * C + row)[:, None]
+        value = tl.dot(tl.load(weight), y, input_precision=PRECISION)  # W_ap y^T
+        value = value + tl.load(BIAS + row)[:, None]
+        value *= sigmoid(gate)
+        if PRESENT is not None:
+            value *= tl.where(first < B_P * C, present, 1.0)
+        at_ab = index(row, WIDE)[:, None] * M + position[None, :]
+        tl.store(AB + at_ab, value, mask=(position < M)[None, :])
+
+
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
+    hip={"num_warps": 8},
+    hip_float32={"BLOCK_C": 32},
+)
+@triton.jit
+def triangle_output_kernel(
+    X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, OUT_STATISTICS,
+    PRODUCT, OUT, M, eps: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute out = x + sigmoid(y W_g) * (LayerNorm(X) W_z); y = LayerNorm(x).
+
+    X and OUT are [M, C], PRODUCT [C, M] is channel first. STATISTICS [2, M] are mean and rstd of
+    the norm of x, OUT_STATISTICS those of the norm of X. A program owns BLOCK_M positions, and goes
+    over their channels BLOCK_C at a time.
+    """
+    position, at, inside = tile_of_rows(tl.program_id(0) * BLOCK_M, M, C, C, BLOCK_M, WIDE)
+    channel = tl.arange(0, C)
+    dtype = WEIGHT.dtype.element_ty
+    x, _ = normalise_again(load_tile(X, at, inside), position, STATISTICS, M)
+    y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(dtype)
+    product = load_tile(PRODUCT, index(channel, WIDE)[None, :] * M + position[:, None], inside)
+    product = normalise_and_keep(product, position, OUT_STATISTICS, M, eps, C)
+    normed = scale_and_shift(product, OUT_WEIGHT, OUT_BIAS, C).to(dtype)
+    for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
+        row = first + tl.arange(0, BLOCK_C)
+        weight = WEIGHT + (row + G * C)[None, :] * C + channel[:, None]
+        gate = tl.dot(y, tl.load(weight), input_precision=PRECISION)  # y W_g
+        gate = gate + tl.load(BIAS + G * C + row)[None, :]
+        out = tl.dot(normed, tl.load(weight + C * C), input_precision=PRECISION)  # LayerNorm(X) W_z
+        out = out + tl.load(BIAS + Z * C + row)[None, :]
+        out *= sigmoid(gate)
+        at_out = position[:, None] * C + row[None, :]
+        out += load_tile(X, at_out, inside)
+        tl.store(OUT + at_out, out, mask=inside)
+
+
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
+    float32={"BLOCK_M": 32},
+    tf32={"BLOCK_C": 32},
+    hip={"BLOCK_C": 32, "num_warps": 8},
+    hip_float32={"BLOCK_C": 32},
+)
+@triton.jit
+def triangle_output_backward_kernel(
+    X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, OUT_STATISTICS,
+    WEIGHT_T, NORMED, GRAD_LINEAR, GRAD_OUT, GRAD_NORM, PRODUCT, GRAD_PRODUCT, OUT_NORMED, GRAD_Z,
+    M, TRANSPOSED: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients after the product, which X = PRODUCT [C, M] is.
+
+    With g = sigmoid(y W_g) and z = LayerNorm(X) W_z:  dz = dout * g,  dg = dout * z * g * (1 - g),
+    dLayerNorm(X) = dz W_z^T,  dX through the norm. Written are dX (GRAD_PRODUCT [C, M]), dz
+    (GRAD_Z [M, C]), dg (in GRAD_LINEAR [M, 5 C]), y and LayerNorm(X) for the weights' gradients
+    (NORMED and OUT_NORMED [M, C + ONES]) and sums over the program's positions for the norm's
+    parameters (GRAD_NORM [programs, 2, C]). A program owns BLOCK_M positions. WEIGHT_T: see
+    load_transposed.
+    """
+    position, at, inside = tile_of_rows(tl.program_id(0) * BLOCK_M, M, C, C, BLOCK_M, WIDE)
+    channel = tl.arange(0, C)
+    m = position[:, None]
+    at_product = index(channel, WIDE)[None, :] * M + m
+    dtype = WEIGHT.dtype.element_ty
+    x, _ = normalise_again(load_tile(X, at, inside), position, STATISTICS, M)
+    y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(dtype)
+    store_with_ones(NORMED, y, position, M, C, BLOCK_M)
+    product = load_tile(PRODUCT, at_product, inside)
+    product, _ = normalise_again(product, position, OUT_STATISTICS, M)
+    normed = scale_and_shift(product, OUT_WEIGHT, OUT_BIAS, C).to(dtype)
+    store_with_ones(OUT_NORMED, normed, position, M, C, BLOCK_M)
+    grad_normed = tl.zeros([BLOCK_M, C], tl.float32)
+    for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
+        row = first + tl.arange(0, BLOCK_C)
+        weight = WEIGHT + (row + G * C)[None, :] * C + channel[:, None]
+        gate = tl.dot(y, tl.load(weight), input_precision=PRECISION)  # y W_g
+        gate = sigmoid(gate + tl.load(BIAS + G * C + row)[None, :])
+        z = tl.dot(normed, tl.load(weight + C * C), input_precision=PRECISION)  # LayerNorm(X) W_z
+        z = z + tl.load(BIAS + Z * C + row)[None, :]
+        grad_z = load_tile(GRAD_OUT, m * C + row[None, :], inside) * gate
+        grad_g = grad_z * (1 - gate) * z
+        tl.store(GRAD_Z + m * C + row[None, :], grad_z, mask=inside)
+        tl.store(GRAD_LINEAR + m * (5 * C) + (row + G * C)[None, :], grad_g, mask=inside)
+        weight_z = load_transposed(WEIGHT_T, row + Z * C, channel, 6 * C, C, TRANSPOSED)
+        # dLayerNorm(X) += dz W_z^T
+        grad_normed = tl.dot(grad_z.to(dtype), weight_z, grad_normed, input_precision=PRECISION)
+    # Loaded and normalised once more: that is cheaper than keeping it in registers over the loop.
+    product = load_tile(PRODUCT, at_product, inside)
+    product, rstd = normalise_again(product, position, OUT_STATISTICS, M)
+    store_norm_gradients(GRAD_NORM, grad_normed, product, C)
+    grad = grad_normed * tl.load(OUT_WEIGHT + channel)[None, :]
+    grad = norm_backward(grad, product, rstd, C)
+    tl.store(GRAD_PRODUCT + at_product, grad, mask=inside)
+
+
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
+    float32={"BLOCK_M": 128, "BLOCK_C": 32, "num_warps": 8},
+    tf32={"BLOCK_M": 128, "num_warps": 8},
+    hip={"BLOCK_C": 32, "num_warps": 8},
+)
+@triton.jit
+def triangle_project_backward_kernel(
+    X, NORM_WEIGHT, WEIGHT, BIAS, STATISTICS, WEIGHT_T, NORMED, GRAD_LINEAR, GRAD_OUT, PRESENT,
+    GRAD_AB, GRAD_X, GRAD_NORM, M, TRANSPOSED: tl.constexpr, C: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients before the product, from those of a and b (GRAD_AB [2 C, M]).
+
+    With s = sigmoid(y W_ag) and p = y W_ap:  dp = da * s,  ds = da * p * s * (1 - s), for b
+    likewise;  dy = dg W_g^T + sum of dp W_p^T and ds W_s^T,  dx through the norm, plus GRAD_OUT.
+    Read are y (NORMED [M, C + ONES]) and dg (in GRAD_LINEAR [M, 5 C]); written are dx
+    (GRAD_X [M, C]), dp and ds (in GRAD_LINEAR, too) and sums over the program's positions for the
+    norm's parameters (GRAD_NORM [programs, 2, C]). A program owns BLOCK_M positions.
+    """
+    position, at, inside = tile_of_rows(tl.program_id(0) * BLOCK_M, M, C, C, BLOCK_M, WIDE)
+    channel = tl.arange(0, C)
+    m = position[:, None]
+    dtype = WEIGHT.dtype.element_ty
+    y = tl.load(NORMED + m * (C + ONES) + channel[None, :], mask=inside, other=0.0)
+    at_g = GRAD_LINEAR + m * (5 * C) + (channel + G * C)[None, :]
+    grad_g = tl.load(at_g, mask=inside, other=0.0)
+    weight_g = load_transposed(WEIGHT_T, channel + G * C, channel, 6 * C, C, TRANSPOSED)
+    grad_y = tl.dot(grad_g, weight_g, input_precision=PRECISION)  # dy = dg W_g^T
+    if PRESENT is not None:
+        present = tl.load(PRESENT + m, mask=inside, other=0).to(tl.float32)
+    for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
+        row = first + tl.arange(0, BLOCK_C)
+        weight = WEIGHT + row[None, :] * C + channel[:, None]
+        gate = tl.dot(y, tl.load(weight + A_G * C * C), input_precision=PRECISION)  # y W_ag
+        gate = gate + tl.load(BIAS + A_G * C + row)[None, :]
+        value = tl.dot(y, tl.load(weight), input_precision=PRECISION)  # y W_ap
+        value = value + tl.load(BIAS + row)[None, :]
+        gate = sigmoid(gate)
+        grad_p = load_tile(GRAD_AB, index(row, WIDE)[None, :] * M + m, inside) * gate
+        if PRESENT is not None:
+            grad_p *= tl.where(first < B_P * C, present, 1.0)
+        grad_s = (grad_p * (1 - gate) * value).to(dtype)
+        grad_p = grad_p.to(dtype)
+        at_p = GRAD_LINEAR + m * (5 * C) + row[None, :]
+        tl.store(at_p, grad_p, mask=inside)
+        tl.store(at_p + A_G * C, grad_s, mask=inside)
+        weight_p = load_transposed(WEIGHT_T, row, channel, 6 * C, C, TRANSPOSED)
+        grad_y = tl.dot(grad_p, weight_p, grad_y, input_precision=PRECISION)  # dy += dp W_ap^T
+        weight_s = load_transposed(WEIGHT_T, row + A_G * C, channel, 6 * C, C, TRANSPOSED)
+        grad_y = tl.dot(grad_s, weight_s, grad_y, input_precision=PRECISION)  # dy += ds W_ag^T
+    x, rstd = normalise_again(load_tile(X, at, inside), position, STATISTICS, M)
+    store_norm_gradients(GRAD_NORM, grad_y, x, C)
+    grad_x = norm_backward(grad_y * tl.load(NORM_WEIGHT + channel)[None, :], x, rstd, C)
+    grad_x += load_tile(GRAD_OUT, at, inside)
+    tl.store(GRAD_X + at, grad_x, mask=inside)
+
+
+@block_sizes({"num_warps": 2})
+@triton.jit
+def triangle_weights_kernel(
+    PRODUCTS, GRAD_WEIGHT, GRAD_BIAS, K, FIRST, C: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """Add up the parts of K rows of a weight's gradient and its bias's, those from FIRST on.
+
+    PRODUCTS is [parts, K, C + ONES]; its last columns are all the bias's gradient. A program owns a
+    row of the weight.
+    """
+    row, channel = tl.program_id(0), tl.arange(0, C)
+    at = PRODUCTS + (tl.arange(0, PARTS) * K + row) * (C + ONES)
+    grad = tl.load(at[:, None] + channel[None, :]).to(tl.float32)
+    tl.store(GRAD_WEIGHT + (FIRST + row) * C + channel, tl.sum(grad, 0))
+    tl.store(GRAD_BIAS + FIRST + row, tl.sum(tl.load(at + C).to(tl.float32), 0))
+
+
+@triton.jit
+def normalise_and_keep(x, position, STATISTICS, M, eps, C: tl.constexpr):
+    """Compute x_hat = (x - mean(x)) * rstd [positions, C], and store mean and rstd for later.
+
+    STATISTICS is [2, M].
+    """
+    mean = tl.sum(x, 1) / C
+    x = x - mean[:, None]
+    rstd = 1 / tl.sqrt(tl.sum(x * x, 1) / C + eps)
+    tl.store(STATISTICS + position, mean, mask=position < M)
+    tl.store(STATISTICS + M + position, rstd, mask=position < M)
+    return x * rstd[:, None]
+
+
+@triton.jit
+def normalise_again(x, position, STATISTICS, M):
+    """Compute x_hat = (x - mean(x)) * rstd [positions, C], and rstd, from what was stored."""
+    inside = position < M
+    mean = tl.load(STATISTICS + position, mask=inside, other=0.0)
+    rstd = tl.load(STATISTICS + M + position, mask=inside, other=0.0)
+    return (x - mean[:, None]) * rstd[:, None], rstd
+
+
+@triton.jit
+def load_transposed(
+    WEIGHT_T, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr
+):  # fmt: skip
+    """Load a tile of a weight [ROWS, COLUMNS] for a product with a gradient [positions, rows].
+
+    With TRANSPOSED, in float32, WEIGHT_T is [COLUMNS, ROWS], as tensor cores of an H100 read TF32
+    in one direction only; else it is the weight itself.
+    """
+    if TRANSPOSED:
+        return tl.load(WEIGHT_T + column[None, :] * ROWS + row[:, None])
+    return tl.load(WEIGHT_T + row[:, None] * COLUMNS + column[None, :])
+
+
+ONES = tl.constexpr(8)  # columns: rows of 16-bit numbers still begin at multiples of 16 bytes
+
+
+@triton.jit
+def store_with_ones(OUT, x, position, M, C: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Store rows of x and ONES ones beside them.
+
+    The GEMM with a gradient that makes a weight's then makes the sums for the bias, too.
+    """
+    at = OUT + position[:, None] * (C + ONES)
+    inside = (position < M)[:, None]
+    tl.store(at + tl.arange(0, C)[None, :], x, mask=inside)
+    ones = tl.full([BLOCK_M, ONES], 1.0, x.dtype)
+    tl.store(at + C + tl.arange(0, ONES)[None, :], ones, mask=inside)
+
+
+@triton.jit
+def store_norm_gradients(GRAD_NORM, grad, x, C: tl.constexpr):
+    """Store dweight = sum dy * x_hat and dbias = sum dy of a norm over this program's rows."""
+    at = GRAD_NORM + tl.program_id(0) * 2 * C + tl.arange(0, C)
+    tl.store(at, tl.sum(grad * x, 0))
+    tl.store(at + C, tl.sum(grad, 0))
+
+
+def triangle_forward(
+    x: Tensor, present: Tensor | None, in_weight: Tensor, in_bias: Tensor, out_weight: Tensor,
+    out_bias: Tensor, weight: Tensor, bias: Tensor, incoming: bool, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Multiply triangles: x [B, N, N, C] + update, a and b [2 C, M], their product [C, M].
+
+    Then mean and rstd of the norm before the product [2, M], and of that after it. present
+    [B, N, N] is False for padding, where a becomes 0.
+    """
+    positions, dim = x.numel() // x.shape[-1], x.shape[-1]
+    out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
+    ab = weight.new_empty(2 * dim, positions)
+    in_statistics = x.new_empty(2, positions, dtype=torch.float32)
+    out_statistics = torch.empty_like(in_statistics)
+    programs, options = triangle_options("triangle_project", x, weight)
+    launch = wrap_triton(triangle_project_kernel)[(programs,)]
+    launch(x, in_weight, in_bias, weight, bias, in_statistics, present, ab, eps=eps, **options)
+    a, b = (half.view(dim * len(x), *x.shape[1:3]) for half in ab.chunk(2))
+    product = torch.bmm(a.mT, b) if incoming else torch.bmm(a, b.mT)
+    product = product.view(dim, positions)
+    programs, options = triangle_options("triangle_output", x, weight)
+    launch = wrap_triton(triangle_output_kernel)[(programs,)]
+    inputs = x, in_weight, in_bias, out_weight, out_bias, weight, bias
+    statistics = in_statistics, out_statistics
+    launch(*inputs, *statistics, product, out, eps=eps, **options)
+    return out, ab, product, *statistics
+
+
+def triangle_backward(
+    grad_out: Tensor, x: Tensor, present: Tensor | None, in_weight: Tensor, in_bias: Tensor,
+    out_weight: Tensor, out_bias: Tensor, weight: Tensor, bias: Tensor, ab: Tensor, product: Tensor,
+    in_statistics: Tensor, out_statistics: Tensor, incoming: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute the gradient of x, and what those of the parameters are made of.
+
+    That is, for the projections before the product the gradient of their results [M, 5 C] and their
+    input with ones beside it [M, C + ONES], and for that after it likewise. Then the gradients of
+    the norms' parameters in parts [programs, 2, C], to be added up.
+    """
+    positions, dim = x.numel() // x.shape[-1], x.shape[-1]
+    normed = weight.new_empty(positions, dim + ONES.value)
+    out_normed = torch.empty_like(normed)
+    grad_z = weight.new_empty(positions, dim)
+    grad_linear = weight.new_empty(positions, 5 * dim)
+    transposed = weight.dtype == torch.float32
+    weight_t = weight.t().contiguous() if transposed else weight
+    gradients = weight_t, normed, grad_linear, grad_out
+
+    programs, options = triangle_options("triangle_output_backward", x, weight)
+    options["TRANSPOSED"] = transposed
+    sums_out = x.new_empty(programs, 2, dim, dtype=torch.float32)
+    grad_product = torch.empty_like(product)
+    launch = wrap_triton(triangle_output_backward_kernel)[(programs,)]
+    inputs = x, in_weight, in_bias, out_weight, out_bias, weight, bias
+    inputs = *inputs, in_statistics, out_statistics, *gradients
+    launch(*inputs, sums_out, product, grad_product, out_normed, grad_z, **options)
+
+    grad_ab = torch.empty_like(ab)
+    matrices = (dim * len(x), *x.shape[1:3])
+    a, b, grad_a, grad_b = (half.view(matrices) for both in (ab, grad_ab) for half in both.chunk(2))
+    grad_product = grad_product.view(matrices)
+    if incoming:  # X = a^T b
+        torch.bmm(b, grad_product.mT, out=grad_a)
+        torch.bmm(a, grad_product, out=grad_b)
+    else:  # X = a b^T
+        torch.bmm(grad_product, b, out=grad_a)
+        torch.bmm(grad_product.mT, a, out=grad_b)
+
+    programs, options = triangle_options("triangle_project_backward", x, weight)
+    options["TRANSPOSED"] = transposed
+    sums_in = x.new_empty(programs, 2, dim, dtype=torch.float32)
+    grad_x = torch.empty_like(x)
+    launch = wrap_triton(triangle_project_backward_kernel)[(programs,)]
+    inputs = x, in_weight, weight, bias, in_statistics, *gradients, present
+    launch(*inputs, grad_ab, grad_x, sums_in, **options)
+    return grad_x, grad_linear, normed, grad_z, out_normed, sums_in, sums_out
+
+
+def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> tuple[int, dict[str, int | str]]:
+    """Return how many programs a kernel of the triangle multiplication has, and its settings."""
+    dim = x.shape[-1]
+    rows = x.numel() // dim
+    chosen = blocks(kernel, weight.dtype)
+    chosen["BLOCK_C"] = min(chosen["BLOCK_C"], dim)
+    # Where channels are few more warps leave too little for each: one kernel spills on an MI300.
+    chosen["num_warps"] = min(chosen["num_warps"], max(4, chosen["BLOCK_M"] * dim // 512))
+    chosen |= {"M": rows, "C": dim, "WIDE": 5 * x.numel() >= 2**31}
+    chosen["PRECISION"] = dot_precision(weight.dtype)
+    return triton.cdiv(rows, chosen["BLOCK_M"]), chosen
+
+
+def triangle_weight_gradients(
+    grad_linear: Tensor, normed: Tensor, grad_z: Tensor, out_normed: Tensor, out: Tensor
+) -> None:
+    """Write the gradients of the packed weight [6 C, C] and bias [6 C] into `out`.
+
+    grad_linear [M, 5 C] is the gradient of the projections of normed [M, C + ONES], grad_z [M, C]
+    that of the projection of out_normed [M, C + ONES].
+    """
+    first = 0
+    dim = grad_z.shape[1]
+    grad_weight, grad_bias = out.tensor_split([6 * dim * dim])
+    for grad, rows in ((grad_linear, normed), (grad_z, out_normed)):
+        positions, width = grad.shape
+        # One GEMM over all positions has too few tiles to occupy the device; parts of them are
+        # added up. In 16 bits few parts are as fast where there is much to read, and less is to
+        # add up.
+        wide = width > dim and grad.element_size() == 2 and positions >= 2**15
+        parts = 8 if wide else 32
+        while parts > 1 and (positions % parts or positions < 512 * parts):
+            parts //= 2
+        products = torch.bmm(grad.view(parts, -1, width).mT, rows.view(parts, -1, rows.shape[1]))
+        launch = wrap_triton(triangle_weights_kernel)[(width,)]
+        sizes = {"K": width, "FIRST": first, "C": dim, "PARTS": parts}
+        launch(products, grad_weight, grad_bias, **sizes, **blocks("triangle_weights"))
+        first += width
+
+
+class TriangleMultiplicationFunction(torch.autograd.Function):
+    """Multiply the triangles of x [B, N, N, C] -> x + update.
+
+    present [B, N, N] is False for padding, where a becomes 0. The parameters: weight and bias of
+    the norm before the product and of that after it, then the weights of a_p, b_p, a_g, b_g, g and
+    z in one piece, and their biases.
+
+    Kept for later: x, a, b and their product, and mean and rstd of both norms.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, present: Tensor | None, incoming: bool, eps: float, *parameters: Tensor
+    ) -> Tensor:
+        inputs = x.contiguous(), present, *with_casts(parameters, gemm_dtype(x))
+        out, *saved = triangle_forward(*inputs, incoming, eps)
+        ctx.save_for_backward(*inputs, *saved)
+        ctx.incoming = incoming
+        ctx.parameters = parameters
+        return out
+
+    @without_second_derivative
+    def backward(ctx, grad_out: Tensor):
+        inputs = grad_out.contiguous(), *ctx.saved_tensors, ctx.incoming
+        grad_x, *linears, norm_in, norm_out = triangle_backward(*inputs)
+
+        def compute(grad_norm_in: Tensor, grad_norm_out: Tensor, grad_linears: Tensor) -> None:
+            triangle_weight_gradients(*linears, grad_linears)
+            sum_parts(norm_in, grad_norm_in)
+            sum_parts(norm_out, grad_norm_out)
+
+        groups = ctx.parameters[:2], ctx.parameters[2:4], ctx.parameters[4:]
+        grads = parameter_gradients(ctx, groups, compute, *linears, norm_in, norm_out)
+        return grad_x, None, None, None, *grads
+
+
+class TriangleMultiplication(nn.Module):
+    """Update each edge from the two others of its triangles, multiplied by `equation`."""
+
+    equation: str
+    incoming: bool
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__()
+        dim = config.pair_dim
+        self.fused = fusions.triton_triangle
+        self.layer_norm_in = nn.LayerNorm(dim)
+        parts = ("linear_a_p", "linear_b_p", "linear_a_g", "linear_b_g", "linear_g", "linear_z")
+        if self.fused:
+            self.linears = nn.Linear(dim, 6 * dim)
+            keep_separate_names(self, "linears", parts, biased=parts)
+        else:
+            for part in parts:
+                setattr(self, part, nn.Linear(dim, dim))
+        self.layer_norm_out = nn.LayerNorm(dim)
+
+    def forward(self, pair: Tensor, residues: Tensor | None = None) -> Tensor:
+        """Update pair [B, N, N, c_z]; residues [B, N] are False for padding."""
+        present = None if residues is None else residues[:, :, None] & residues[:, None]
+        if self.fused:
+            norms = parameters_of(self.layer_norm_in, self.layer_norm_out)
+            settings = self.incoming, self.layer_norm_in.eps
+            parameters = *norms, *parameters_of(self.linears)
+            return TriangleMultiplicationFunction.apply(pair, present, *settings, *parameters)
+        x = self.layer_norm_in(pair)
+        a = torch.sigmoid(self.linear_a_g(x)) * self.linear_a_p(x)
+        b = torch.sigmoid(self.linear_b_g(x)) * self.linear_b_p(x)
+        if residues is not None:
+            a = a * present[..., None]
+        product = self.layer_norm_out(torch.einsum(self.equation, a, b))
+        return pair + torch.sigmoid(self.linear_g(x)) * self.linear_z(product)
+
+
+class TriangleMultiplicationOutgoing(TriangleMultiplication):
+    """Update edge ij from the edges ik and jk (AF2 SI, algorithm 11)."""
+
+    equation = "bikc,bjkc->bijc"
+    incoming = False
+
+
+class TriangleMultiplicationIncoming(TriangleMultiplication):
+    """Update edge ij from the edges ki and kj (AF2 SI, algorithm 12)."""
+
+    equation = "bkic,bkjc->bijc"
+    incoming = True
+
+
+# --- outer product mean: update_ij = linear_out(sum_s a_si (x) b_sj) / number of sequences
+# Outer product mean: out_ij = factor * sum_s a_si (x) b_sj. Of matrices [S, N x H] the products of
+# all channels are one GEMM, but its result [N, H, N, H] is not what the projection takes: this
+# kernel writes it as [N, N, H, H]. The backward pass makes it again. The gradient of the product is
+# written as the GEMM's result would be, so that those of a and b are two GEMMs of the library.
+# FACTORS [samples] are 1 / (number of sequences + 1e-3).
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_S": 32},
+    float32={"BLOCK_M": 128, "num_warps": 8, "num_stages": 2},
+    hip={"BLOCK_M": 128, "num_warps": 8, "num_stages": 2},
+)
+@triton.jit
+def outer_product_forward_kernel(
+    A, B, FACTORS, OUT, S, N, H: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute OUT_ijcd = factor * sum_s A_sic * B_sjd for each sample, with its factor.
+
+    A and B are [samples, S, N, H], OUT is [samples, N, N, H x H]. A program owns BLOCK_M of the
+    N x H pairs (i, c) and BLOCK_N of (j, d), and goes over the sequences BLOCK_S at a time.
+    """
+    width = N * H
+    left = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # (i, c)
+    right = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)  # (j, d)
+    sample = tl.program_id(2).to(tl.int64)
+    factor = tl.load(FACTORS + tl.program_id(2))
+    product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, S, BLOCK_S):
+        s = start + tl.arange(0, BLOCK_S)
+        row = ((sample * S + s) * width)[:, None]
+        inside_a = (s < S)[:, None] & (left < width)[None, :]
+        a = tl.load(A + row + left[None, :], mask=inside_a, other=0.0)
+        inside_b = (s < S)[:, None] & (right < width)[None, :]
+        b = tl.load(B + row + right[None, :], mask=inside_b, other=0.0)
+        product = tl.dot(tl.trans(a), b, product, input_precision=PRECISION)  # A^T B
+    pair = (sample * N + left // H)[:, None] * N + (right // H)[None, :]
+    at = pair * (H * H) + (left % H * H)[:, None] + (right % H)[None, :]
+    inside = (left < width)[:, None] & (right < width)[None, :]
+    tl.store(OUT + at, product * factor, mask=inside)
+
+
+@block_sizes(
+    {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8},
+    float32={"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4},
+    hip={"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1},
+)
+@triton.jit
+def outer_product_gradient_kernel(
+    GRAD, WEIGHT_T, FACTORS, GRAD_WIDE, N, C: tl.constexpr, H: tl.constexpr,
+    TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradient of the product of a and b, factor * sum_z G_ijz W_zcd, from that of out.
+
+    GRAD is [samples, N, N, C], W [C, H x H] (WEIGHT_T: see load_transposed), GRAD_WIDE
+    [samples, N, H, N, H]: as a matrix [N x H, N x H] it multiplies a and b. A program owns BLOCK_M
+    residues j of a residue i, and goes over the pairs (c, d) BLOCK_N at a time.
+    """
+    row = tl.program_id(2).to(tl.int64) * N + tl.program_id(0)  # of sample and i
+    j = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    channel = tl.arange(0, C)
+    inside = (j < N)[:, None]
+    grad = tl.load(GRAD + (row * N + j)[:, None] * C + channel[None, :], mask=inside, other=0.0)
+    factor = tl.load(FACTORS + tl.program_id(2))
+    for first in tl.range(0, H * H, BLOCK_N):
+        cd = first + tl.arange(0, BLOCK_N)
+        weight = load_transposed(WEIGHT_T, channel, cd, C, H * H, TRANSPOSED)
+        wide = tl.dot(grad, weight, input_precision=PRECISION) * factor  # G W
+        at = GRAD_WIDE + (row * H + cd // H)[None, :] * (N * H) + j[:, None] * H + (cd % H)[None, :]
+        tl.store(at, wide.to(GRAD_WIDE.dtype.element_ty), mask=inside)
+
+
+def outer_product_options(kernel: str, a: Tensor) -> dict[str, int | str]:
+    """Return what a kernel of the outer product is told."""
+    _, depth, length, dim = a.shape
+    chosen = blocks(kernel, a.dtype)
+    chosen["BLOCK_S"] = min(chosen["BLOCK_S"], max(16, triton.next_power_of_2(depth)))
+    return {**chosen, "S": depth, "N": length, "H": dim, "PRECISION": dot_precision(a.dtype)}
+
+
+def outer_product_forward(a: Tensor, b: Tensor, factors: Tensor) -> Tensor:
+    """Multiply a and b [B, S, N, H] -> factor * sum over S of outer products [B, N, N, H x H]."""
+    samples, _, length, dim = a.shape
+    options = outer_product_options("outer_product_forward", a)
+    out = a.new_empty(samples, length, length, dim * dim)
+    left, right = (triton.cdiv(length * dim, options[size]) for size in ("BLOCK_M", "BLOCK_N"))
+    launch = wrap_triton(outer_product_forward_kernel)[(left, right, samples)]
+    launch(a, b, factors, out, **options)
+    return out
+
+
+class OuterProductWithResidual(torch.autograd.Function):
+    """Compute pair + factor * (sum over S of a (x) b, as [B, N, N, H x H], times W^T, plus bias).
+
+    ab is [2, B, S, N, H], pair [B, N, N, C]. sequences [B, S] are False for padding, whose a and b
+    become 0; factor is 1 / (number of others + 1e-3).
+    """
+
+    @staticmethod
+    def forward(
+        ctx, ab: Tensor, pair: Tensor, sequences: Tensor | None, weight: Tensor, bias: Tensor
+    ) -> Tensor:
+        ab, pair = ab.contiguous(), pair.contiguous()
+        ctx.parameters = weight, bias
+        cast, bias = with_casts(ctx.parameters, ab.dtype)
+        if sequences is None:
+            factors = ab.new_full(ab.shape[1:2], 1 / (ab.shape[2] + 1e-3), dtype=torch.float32)
+        else:
+            ab = ab * sequences[..., None, None]
+            factors = sequences.sum(1, dtype=torch.float32).add_(1e-3).reciprocal_()
+        ctx.save_for_backward(ab, cast, factors)
+        return project_residual(outer_product_forward(*ab, factors), cast, bias, pair, factors)
+
+    @without_second_derivative
+    def backward(ctx, grad: Tensor):
+        ab, cast, factors = ctx.saved_tensors
+        residual = grad
+        grad = grad.contiguous().to(ab.dtype)
+
+        def compute(out: Tensor) -> None:
+            linear_gradients_out(grad, outer_product_forward(*ab, factors), out, factors)
+
+        _, samples, _, length, dim = ab.shape
+        chosen = blocks("outer_product_gradient", ab.dtype)
+        chosen["BLOCK_M"] = min(chosen["BLOCK_M"], max(16, triton.next_power_of_2(length)))
+        chosen |= {"N": length, "C": len(cast), "H": dim, "PRECISION": dot_precision(ab.dtype)}
+        chosen["TRANSPOSED"] = ab.dtype == torch.float32
+        weight_t = cast.t().contiguous() if chosen["TRANSPOSED"] else cast
+        grad_ab = torch.empty_like(ab)
+        wide = ab.new_empty(samples, length * dim, length * dim)
+        grid = (length, triton.cdiv(length, chosen["BLOCK_M"]), samples)
+        launch = wrap_triton(outer_product_gradient_kernel)[grid]
+        launch(grad, weight_t, factors, wide, **chosen)
+        (a, b), (grad_a, grad_b) = ab.flatten(3), grad_ab.flatten(3)
+        torch.bmm(b, wide.mT, out=grad_a)
+        torch.bmm(a, wide, out=grad_b)
+        grads = parameter_gradients(ctx, (ctx.parameters,), compute, grad, ab, factors)
+        return grad_ab, residual, None, *grads
+
+
+class OuterProductMean(nn.Module):
+    """Update the pair representation from pairs of MSA columns (AF2 SI, algorithm 10)."""
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__()
+        hidden = config.outer_product_dim
+        self.fused = fusions.triton_outer_product
+        self.layer_norm = nn.LayerNorm(config.msa_dim)
+        if self.fused:
+            parts = ("linear_1", "linear_2")
+            self.linears = nn.Linear(config.msa_dim, 2 * hidden)
+            keep_separate_names(self, "linears", parts, biased=parts)
+        else:
+            self.linear_1 = nn.Linear(config.msa_dim, hidden)
+            self.linear_2 = nn.Linear(config.msa_dim, hidden)
+        self.linear_out = nn.Linear(hidden * hidden, config.pair_dim)
+
+    def forward(
+        self, msa: Tensor, pair: Tensor, sequences: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Update pair [B, N, N, c_z] from msa [B, S, N, c_m], sequences [B, S]; return both."""
+        if self.fused:
+            msa, ab, _ = normed_projection(self.layer_norm, msa, *parameters_of(self.linears))
+            inputs = ab.unflatten(-1, (2, -1)).movedim(-2, 0), pair, sequences
+            return msa, OuterProductWithResidual.apply(*inputs, *parameters_of(self.linear_out))
+        depth = msa.shape[1]
+        normed = self.layer_norm(msa)
+        a, b = self.linear_1(normed), self.linear_2(normed)
+        if sequences is not None:
+            a = a * sequences[:, :, None, None]
+            dtype = torch.promote_types(msa.dtype, torch.float32)
+            depth = sequences.sum(1, dtype=dtype)[:, None, None, None]
+        outer = torch.einsum("bsic,bsjd->bijcd", a, b).flatten(3)
+        # The bias is divided, too, as AlphaFold's code does.
+        return msa, pair + self.linear_out(outer) / (depth + 1e-3)
+
+
+# --- transition: update = linear_2(relu(linear_1(norm(x))))
+# A whole transition as one kernel, x + W2 relu(W1 y + b1) + b2 with y = LayerNorm(x). The hidden
+# layer h = W1 y + b1, four times as wide as x, is never in memory: the backward pass makes it
+# again, in two kernels, because the gradient of x is a sum over hidden channels and those of the
+# weights are sums over rows. C must be a power of two.
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_N": 64},
+    float32={"BLOCK_N": 32, "num_warps": 8, "num_stages": 1},
+    hip={"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1},
+)
+@triton.jit
+def transition_forward_kernel(
+    X, NORM_WEIGHT, NORM_BIAS, WEIGHT_1, BIAS_1, WEIGHT_2, BIAS_2, OUT, M,
+    eps: tl.constexpr, C: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute out = x + relu(y W1^T + b1) W2^T + b2; y = LayerNorm(x).
+
+    X and OUT are [M, C], WEIGHT_1 is [HIDDEN, C], WEIGHT_2 [C, HIDDEN]. A program owns BLOCK_M
+    rows, and goes over the hidden channels BLOCK_N at a time.
+    """
+    _, at, inside = tile_of_rows(tl.program_id(0) * BLOCK_M, M, C, C, BLOCK_M, WIDE)
+    channel = tl.arange(0, C)
+    dtype = WEIGHT_1.dtype.element_ty
+    y = load_norm(X, at, inside, NORM_WEIGHT, NORM_BIAS, dtype, eps, C)
+    out = tl.zeros([BLOCK_M, C], tl.float32)
+    for first in tl.range(0, HIDDEN, BLOCK_N):
+        hidden = first + tl.arange(0, BLOCK_N)
+        weight = tl.load(WEIGHT_1 + hidden[None, :] * C + channel[:, None])
+        h = tl.dot(y, weight, input_precision=PRECISION) + tl.load(BIAS_1 + hidden)[None, :]
+        h = tl.maximum(h, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dtype)  # relu(y W1^T + b1)
+        weight = tl.load(WEIGHT_2 + channel[None, :] * HIDDEN + hidden[:, None])
+        out = tl.dot(h, weight, out, input_precision=PRECISION)  # out += h W2^T
+    out += tl.load(BIAS_2 + channel)[None, :]
+    # Loaded once more: that is cheaper than keeping it in registers over the loop.
+    out += load_tile(X, at, inside)
+    tl.store(OUT + at, out, mask=inside)
+
+
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 2},
+    float32={"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1},
+    hip={"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1},
+    hip_float32={"BLOCK_M": 32, "BLOCK_N": 16, "num_warps": 8, "num_stages": 1},
+)
+@triton.jit
+def transition_backward_input_kernel(
+    X, NORM_WEIGHT, NORM_BIAS, WEIGHT_1, BIAS_1, WEIGHT_2, BIAS_2, GRAD_OUT, GRAD_X, SUMS, M,
+    eps: tl.constexpr, C: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute dx from dout: dh = dout W2 where h > 0, dy = dh W1, then through the norm, plus dout.
+
+    GRAD_OUT, X and GRAD_X are [M, C]; SUMS [programs, 3, C] are those over the program's rows for
+    b2 and for the norm's weight and bias. A program owns BLOCK_M rows.
+    """
+    _, at, inside = tile_of_rows(tl.program_id(0) * BLOCK_M, M, C, C, BLOCK_M, WIDE)
+    channel = tl.arange(0, C)
+    dtype = WEIGHT_1.dtype.element_ty
+    y = load_norm(X, at, inside, NORM_WEIGHT, NORM_BIAS, dtype, eps, C)
+    grad_out = tl.load(GRAD_OUT + at, mask=inside, other=0.0).to(dtype)
+    grad_y = tl.zeros([BLOCK_M, C], tl.float32)
+    for first in tl.range(0, HIDDEN, BLOCK_N):
+        hidden = first + tl.arange(0, BLOCK_N)
+        weight_1 = tl.load(WEIGHT_1 + hidden[:, None] * C + channel[None, :])
+        h = tl.dot(y, tl.trans(weight_1), input_precision=PRECISION)
+        h = h + tl.load(BIAS_1 + hidden)[None, :]
+        weight_2 = tl.load(WEIGHT_2 + channel[:, None] * HIDDEN + hidden[None, :])
+        grad_h = tl.dot(grad_out, weight_2, input_precision=PRECISION)  # dout W2
+        grad_h = tl.where(h > 0, grad_h, 0.0).to(dtype)
+        grad_y = tl.dot(grad_h, weight_1, grad_y, input_precision=PRECISION)  # dy += dh W1
+    x, rstd = normalise(load_tile(X, at, inside), True, eps, C)
+    grad_out = load_tile(GRAD_OUT, at, inside)
+    tl.store(SUMS + tl.program_id(0) * 3 * C + channel, tl.sum(grad_out, 0))
+    store_norm_gradients(SUMS + (tl.program_id(0) + 1) * C, grad_y, x, C)
+    grad_x = norm_backward(grad_y * tl.load(NORM_WEIGHT + channel)[None, :], x, rstd, C) + grad_out
+    tl.store(GRAD_X + at, grad_x, mask=inside)
+
+
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_N": 128, "PROGRAMS": 132, "num_warps": 8},
+    float32={"BLOCK_M": 32, "BLOCK_N": 32, "PROGRAMS": 528},
+    hip={"BLOCK_M": 32, "BLOCK_N": 32, "PROGRAMS": 528, "num_warps": 4},
+    hip_float32={"BLOCK_M": 32, "BLOCK_N": 16, "PROGRAMS": 528},
+)
+@triton.jit
+def transition_backward_weights_kernel(
+    X, NORM_WEIGHT, NORM_BIAS, WEIGHT_1, BIAS_1, WEIGHT_2, BIAS_2, GRAD_OUT, SUMS, M,
+    eps: tl.constexpr, C: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PROGRAMS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute dW1 = dh^T y, db1 = sum dh and dW2 = dout^T relu(h), with dh = dout W2 where h > 0.
+
+    SUMS [PROGRAMS, HIDDEN x C + HIDDEN + C x HIDDEN] are dW1, db1 and dW2. A program owns BLOCK_N
+    hidden channels of one of these rows, the sums over every PROGRAMS-th block of BLOCK_M rows.
+    """
+    hidden = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    channel = tl.arange(0, C)
+    dtype = WEIGHT_1.dtype.element_ty
+    # [BLOCK_N, C] both, and [BLOCK_N, BLOCK_M] what they make: so products of these, which take
+    # rows of hidden channels, read them from registers.
+    weight_1 = tl.load(WEIGHT_1 + hidden[:, None] * C + channel[None, :])
+    weight_2 = tl.load(WEIGHT_2 + channel[None, :] * HIDDEN + hidden[:, None])
+    bias = tl.load(BIAS_1 + hidden)[:, None]
+    grad_weight_1 = tl.zeros([BLOCK_N, C], tl.float32)
+    grad_bias_1 = tl.zeros([BLOCK_N], tl.float32)
+    grad_weight_2 = tl.zeros([BLOCK_N, C], tl.float32)
+    for start in range(tl.program_id(1) * BLOCK_M, M, PROGRAMS * BLOCK_M):
+        _, at, inside = tile_of_rows(start, M, C, C, BLOCK_M, WIDE)
+        y = load_norm(X, at, inside, NORM_WEIGHT, NORM_BIAS, dtype, eps, C)
+        grad_out = tl.load(GRAD_OUT + at, mask=inside, other=0.0).to(dtype)
+        h = tl.dot(weight_1, tl.trans(y), input_precision=PRECISION) + bias
+        grad_h = tl.dot(weight_2, tl.trans(grad_out), input_precision=PRECISION)  # (dout W2)^T
+        grad_h = tl.where(h > 0, grad_h, 0.0)
+        grad_bias_1 += tl.sum(grad_h, 1)
+        # dW1 += dh^T y
+        grad_weight_1 = tl.dot(grad_h.to(dtype), y, grad_weight_1, input_precision=PRECISION)
+        h = tl.maximum(h, 0.0).to(dtype)
+        # dW2^T += relu(h)^T dout
+        grad_weight_2 = tl.dot(h, grad_out, grad_weight_2, input_precision=PRECISION)
+    SUMS += tl.program_id(1) * (2 * HIDDEN * C + HIDDEN)
+    tl.store(SUMS + hidden[:, None] * C + channel[None, :], grad_weight_1)
+    SUMS += HIDDEN * C
+    tl.store(SUMS + hidden, grad_bias_1)
+    SUMS += HIDDEN
+    tl.store(SUMS + channel[None, :] * HIDDEN + hidden[:, None], grad_weight_2)
+
+
+def transition_options(kernel: str, x: Tensor, weight_1: Tensor) -> dict[str, int | bool | str]:
+    """Return what a kernel of the transition of x [..., C] is told."""
+    hidden, dim = weight_1.shape
+    chosen = blocks(kernel, weight_1.dtype)
+    chosen["BLOCK_N"] = min(chosen["BLOCK_N"], hidden)
+    chosen |= {"M": x.numel() // dim, "C": dim, "HIDDEN": hidden}
+    return {**chosen, "WIDE": x.numel() >= 2**31, "PRECISION": dot_precision(weight_1.dtype)}
+
+
+class TransitionFunction(torch.autograd.Function):
+    """Compute x + transition(x), x [..., C].
+
+    The parameters are weight and bias of the norm, of the first and of the second projection. Kept
+    for later: x alone.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, eps: float, *parameters: Tensor) -> Tensor:
+        dtype = gemm_dtype(x)
+        x = x.contiguous()
+        inputs = x, *with_casts(parameters, dtype)
+        ctx.save_for_backward(*inputs)
+        ctx.eps = eps
+        ctx.parameters = parameters
+        out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, dtype))
+        options = transition_options("transition_forward", x, inputs[3])
+        grid = (triton.cdiv(options["M"], options["BLOCK_M"]),)
+        wrap_triton(transition_forward_kernel)[grid](*inputs, out, eps=eps, **options)
+        return out
+
+    @without_second_derivative
+    def backward(ctx, grad_out: Tensor):
+        inputs = ctx.saved_tensors
+        x, _, _, weight_1, *_ = inputs
+        grad_out = grad_out.contiguous()
+        grad_x = torch.empty_like(x)
+        options = transition_options("transition_backward_input", x, weight_1)
+        programs = triton.cdiv(options["M"], options["BLOCK_M"])
+        sums = x.new_empty(programs, 3, x.shape[-1], dtype=torch.float32)
+        launch = wrap_triton(transition_backward_input_kernel)[(programs,)]
+        launch(*inputs, grad_out, grad_x, sums, eps=ctx.eps, **options)
+
+        def compute(grad_linears: Tensor, grad_bias_and_norm: Tensor) -> None:
+            options = transition_options("transition_backward_weights", x, weight_1)
+            slices = triton.cdiv(options["HIDDEN"], options["BLOCK_N"])
+            programs = triton.cdiv(options["PROGRAMS"], slices)
+            programs = min(programs, triton.cdiv(options["M"], options["BLOCK_M"]))
+            options["PROGRAMS"] = programs
+            parts = x.new_empty(programs, len(grad_linears), dtype=torch.float32)
+            launch = wrap_triton(transition_backward_weights_kernel)[(slices, programs)]
+            launch(*inputs, grad_out, parts, eps=ctx.eps, **options)
+            sum_parts(parts, grad_linears)
+            sum_parts(sums, grad_bias_and_norm)
+
+        groups = ctx.parameters[2:5], (ctx.parameters[5], *ctx.parameters[:2])
+        return grad_x, None, *parameter_gradients(ctx, groups, compute, grad_out, sums, *inputs)
+
+
+# A transition of rows too wide for that. The hidden layer is kept; its bias and its ReLU are in the
+# product that makes it.
+class WideTransitionFunction(torch.autograd.Function):
+    """Compute x + transition(x) as TransitionFunction does.
+
+    Kept for later: x and the hidden layer after its ReLU; in float32 y as well.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, eps: float, *parameters: Tensor) -> Tensor:
+        dtype = gemm_dtype(x)
+        x = x.contiguous()
+        norm = with_casts(parameters[:2], dtype)
+        weight_1, bias_1, weight_2, bias_2 = (cast_of(p, dtype) for p in parameters[2:])
+        y = layer_norm(x, *norm, eps, dtype)
+        # The library's product adds the bias, and ends with the ReLU.
+        relu = torch._addmm_activation(bias_1, y.flatten(0, -2), weight_1.t())
+        relu = relu.view(*y.shape[:-1], -1)
+        normed = y if dtype == torch.float32 else None
+        ctx.save_for_backward(x, relu, weight_1, weight_2, normed, *norm)
+        ctx.eps = eps
+        ctx.parameters = parameters
+        return x + F.linear(relu, weight_2, bias_2)
+
+    @without_second_derivative
+    def backward(ctx, grad_out: Tensor):
+        x, relu, weight_1, weight_2, normed, *norm = ctx.saved_tensors
+        dtype = relu.dtype
+        grad_out = grad_out.contiguous()
+        grad = grad_out.to(dtype)
+        grad_h = grad @ weight_2
+        torch.ops.aten.threshold_backward.grad_input(grad_h, relu, 0, grad_input=grad_h)
+        grad_y = grad_h @ weight_1
+        inputs = x, Norm(*norm, None, None, None, ctx.eps, dtype)
+        grad_x, sums = norm_project_backward(*inputs, grad_y, None, grad_out)
+
+        def compute(grad_norm: Tensor, grad_linear_1: Tensor, grad_linear_2: Tensor) -> None:
+            sum_parts(sums, grad_norm)
+            y = layer_norm(x, *norm, ctx.eps, dtype) if normed is None else normed
+            linear_gradients_out(grad_h, y, grad_linear_1)
+            linear_gradients_out(grad, relu, grad_linear_2)
+
+        groups = ctx.parameters[:2], ctx.parameters[2:4], ctx.parameters[4:]
+        read = [grad, relu, grad_h, x, sums]
+        read += [] if normed is None else [normed]
+        return grad_x, None, *parameter_gradients(ctx, groups, compute, *read)
+
+
+class Transition(nn.Module):
+    """Two-layer perceptron on each position."""
+
+    def __init__(self, dim: int, factor: int, fusions: Fusions):
+        super().__init__()
+        self.fused = fusions.transition_fusion
+        self.linear_1 = nn.Linear(dim, factor * dim)
+        self.linear_2 = nn.Linear(factor * dim, dim)
+        self.layer_norm = nn.LayerNorm(dim)  # one launch adds its gradients and the last bias's up
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Update x [..., C]."""
+        if self.fused:
+            # Narrow rows fit into the registers whole.
+            narrow = x.shape[-1] <= 256 // gemm_dtype(x).itemsize
+            function = TransitionFunction if narrow else WideTransitionFunction
+            parameters = parameters_of(self.layer_norm, self.linear_1, self.linear_2)
+            return function.apply(x, self.layer_norm.eps, *parameters)
+        return x + self.linear_2(F.relu(self.linear_1(self.layer_norm(x))))
+
+
+class MSATransition(Transition):
+    """AF2 SI, algorithm 9."""
+
+
+class PairTransition(Transition):
+    """AF2 SI, algorithm 15."""
+
+
+# --- input embedding: projections of one-hot tokens and of relative positions
+AMINO_ACIDS = "ARNDCQEGHILKMFPSTWYV"
+UNKNOWN, GAP, MASK = 20, 21, 22
+NUM_TOKENS = 23  # the 20 amino acids, unknown, gap, masked
+MAX_OFFSET = 32  # relative positions are clipped at +-32 residues
+
+
+def one_hot(tokens: Tensor, classes: int) -> Tensor:
+    """Turn tokens [...] into float32 [..., classes], 1 at the token and 0 elsewhere."""
+    return (tokens[..., None] == torch.arange(classes, device=tokens.device)).float()
+
+
+class InputEmbedder(nn.Module):
+    """Embed an alignment as MSA and pair representation (AF2 SI, algorithms 3 to 5)."""
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__()
+        self.linear_tf_z_i = nn.Linear(NUM_TOKENS, config.pair_dim)
+        self.linear_tf_z_j = nn.Linear(NUM_TOKENS, config.pair_dim)
+        self.linear_tf_m = nn.Linear(NUM_TOKENS, config.msa_dim)
+        self.linear_msa_m = nn.Linear(NUM_TOKENS, config.msa_dim)
+        self.linear_relpos = nn.Linear(2 * MAX_OFFSET + 1, config.pair_dim)
+        self.fused = fusions.embedding_fusion
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Embed tokens [B, S, N] -> msa [B, S, N, c_m], pair [B, N, N, c_z]."""
+        position = torch.arange(tokens.shape[-1], device=tokens.device)
+        offset = (position[:, None] - position).clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
+        if self.fused:
+            query = tokens[:, 0]
+            pair = (
+                (self.linear_tf_z_i, query[:, :, None]),
+                (self.linear_tf_z_j, query[:, None]),
+                (self.linear_relpos, offset),
+            )
+            msa = (self.linear_tf_m, query[:, None]), (self.linear_msa_m, tokens)
+            return embed(msa), embed(pair)
+        alignment = one_hot(tokens, NUM_TOKENS)
+        query = alignment[:, 0]
+        pair = self.linear_tf_z_i(query)[:, :, None] + self.linear_tf_z_j(query)[:, None]
+        pair = pair + self.linear_relpos(one_hot(offset, 2 * MAX_OFFSET + 1))
+        return self.linear_msa_m(alignment) + self.linear_tf_m(query)[:, None], pair
+
+
+class EmbeddingFunction(torch.autograd.Function):
+    """Add up projections of one-hot vectors -> [..., C].
+
+    ones [..., columns] are the vectors side by side and, in the next column, a one for the biases,
+    padded with zeros. The parameters are weight and bias of each projection in turn. One product
+    replaces a product, and a sum, for each of them.
+    """
+
+    @staticmethod
+    def forward(ctx, ones: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(ones)
+        ctx.parameters = parameters
+        bias = torch.stack(parameters[1::2], 1).sum(1, keepdim=True)
+        weight = torch.cat([*parameters[::2], bias], 1).to(ones.dtype)
+        return F.linear(ones, F.pad(weight, (0, ones.shape[-1] - weight.shape[1])))
+
+    @without_second_derivative
+    def backward(ctx, grad: Tensor):
+        (ones,) = ctx.saved_tensors
+        grad = grad.flatten(0, -2)
+        widths = [weight.shape[1] for weight in ctx.parameters[::2]]
+
+        def compute(*outs: Tensor) -> None:
+            columns = torch.empty(grad.shape[1], ones.shape[-1], device=grad.device)
+            matmul_out(grad, ones.flatten(0, -2), columns, direct=True)
+            *parts, rest = columns.split([*widths, columns.shape[1] - sum(widths)], 1)
+            for part, weight, bias in zip(parts, outs[::2], outs[1::2], strict=True):
+                weight.view_as(part).copy_(part)
+                bias.copy_(rest[:, 0])
+
+        groups = [[parameter] for parameter in ctx.parameters]
+        return None, *parameter_gradients(ctx, groups, compute, grad, ones)
+
+
+def embed(parts: Sequence[tuple[nn.Linear, Tensor]]) -> Tensor:
+    """Embed by several projections, given where the vector of each has its one [...]."""
+    linears, places = zip(*parts, strict=True)
+    parameters = parameters_of(*linears)
+    ends = [*itertools.accumulate(linear.in_features for linear in linears)]
+    places = [place.long() + first for place, first in zip(places, (0, *ends), strict=False)]
+    places = torch.broadcast_tensors(*places, torch.full_like(places[0], ends[-1]))
+    width = triton.cdiv(ends[-1] + 1, 8) * 8  # a GEMM reads 16 bytes at a time
+    kind = {"device": places[0].device, "dtype": gemm_dtype(parameters[0])}
+    ones = torch.zeros(*places[0].shape, width, **kind)
+    return EmbeddingFunction.apply(ones.scatter_(-1, torch.stack(places, -1), 1.0), *parameters)
+
+
+# --- heads and their losses
+# The loss of a head: cross-entropies of its logits, where a position counts. The distogram's logits
+# are the sum of those of a pair and of its mirror image. The backward pass reads them again.
+NUM_BINS, FIRST_EDGE, LAST_EDGE = 64, 2.0, 22.0  # distogram, in Angstrom
+BIN_WIDTH = (LAST_EDGE - FIRST_EDGE) / NUM_BINS
+
+
+@block_sizes({"BLOCK_M": 64})
+@triton.jit
+def head_loss_kernel(
+    LOGITS, TARGETS, COUNTED, COUNTS, LOSSES, N, ROWS, factor: tl.constexpr,
+    PAIRS: tl.constexpr, BINS: tl.constexpr, BLOCK_BINS: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Add up factor / max(count, 1) * cross-entropy over the rows that count: LOSSES [B, tiles].
+
+    LOGITS is [B, rows, BINS], TARGETS and COUNTED are [B, rows], COUNTS [B] the number of rows that
+    count. A program owns BLOCK_M rows of a sample.
+    """
+    tile = tl.program_id(0)
+    b = tl.program_id(1).to(tl.int64)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    logits, is_target, counted = load_head(
+        LOGITS, TARGETS, COUNTED, b, row, N, ROWS, PAIRS, BINS, BLOCK_BINS
+    )  # fmt: skip
+    highest = tl.max(logits, 1)
+    error = tl.log(tl.sum(tl.exp(logits - highest[:, None]), 1)) + highest
+    error -= tl.sum(tl.where(is_target, logits, 0.0), 1)
+    loss = tl.sum(tl.where(counted, error, 0.0), 0)
+    loss *= factor / tl.maximum(tl.load(COUNTS + b), 1)
+    tl.store(LOSSES + b * tl.num_programs(0) + tile, loss)
+
+
+@block_sizes({"BLOCK_M": 64})
+@triton.jit
+def head_loss_backward_kernel(
+    LOGITS, TARGETS, COUNTED, COUNTS, GRAD, GRAD_LOGITS, N, ROWS, factor: tl.constexpr,
+    PAIRS: tl.constexpr, BINS: tl.constexpr, BLOCK_BINS: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Compute dlogits = factor / max(count, 1) * dloss * (softmax(logits) - onehot).
+
+    It is 0 in rows that do not count. GRAD [] is dloss, GRAD_LOGITS is [B, rows, BINS]. With PAIRS
+    it is twice as much: the logits of a pair are those of its mirror image, too. A program owns
+    BLOCK_M rows of a sample.
+    """
+    b = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    logits, is_target, counted = load_head(
+        LOGITS, TARGETS, COUNTED, b, row, N, ROWS, PAIRS, BINS, BLOCK_BINS
+    )  # fmt: skip
+    grad = tl.exp(logits - tl.max(logits, 1)[:, None])
+    grad /= tl.sum(grad, 1)[:, None]
+    grad -= is_target.to(tl.float32)
+    grad *= tl.load(GRAD).to(tl.float32) * (factor / tl.maximum(tl.load(COUNTS + b), 1))
+    if PAIRS:
+        grad *= 2
+    grad = tl.where(counted[:, None], grad, 0.0)
+    label = tl.arange(0, BLOCK_BINS)
+    at = GRAD_LOGITS + (b * ROWS + row)[:, None] * BINS + label[None, :]
+    tl.store(at, grad, mask=(row < ROWS)[:, None] & (label < BINS)[None, :])
+
+
+@triton.jit
+def load_head(
+    LOGITS, TARGETS, COUNTED, b, row, N, ROWS, PAIRS: tl.constexpr, BINS: tl.constexpr,
+    BLOCK_BINS: tl.constexpr,
+):  # fmt: skip
+    """Load rows of sample b: logits [rows, BINS], is it the target, does a row count.
+
+    Logits are [B, ROWS, BINS] in memory, with PAIRS plus those of the mirrored pairs. Beyond BINS
+    they are -inf.
+    """
+    label = tl.arange(0, BLOCK_BINS)
+    inside = (row < ROWS)[:, None] & (label < BINS)[None, :]
+    LOGITS += b * ROWS * BINS
+    logits = load_tile(LOGITS, row.to(tl.int64)[:, None] * BINS + label[None, :], inside)
+    if PAIRS:
+        mirrored = (row % N * N + row // N).to(tl.int64)[:, None]
+        logits += load_tile(LOGITS, mirrored * BINS + label[None, :], inside)
+    logits = tl.where((label < BINS)[None, :], logits, float("-inf"))
+    target = tl.load(TARGETS + b * ROWS + row, mask=row < ROWS, other=0)
+    counted = tl.load(COUNTED + b * ROWS + row, mask=row < ROWS, other=0) != 0
+    return logits, label[None, :] == target[:, None], counted
+
+
+class HeadLoss(torch.autograd.Function):
+    """Average cross-entropies over what counts of each protein, then over the batch -> scalar.
+
+    The result is `weight` times as much. logits [B, S, N, bins], targets and counted [B, S, N];
+    with `pairs` S is N, and the logits are those of a pair plus those of its mirror image.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, logits: Tensor, targets: Tensor, counted: Tensor, pairs: bool, weight: float
+    ) -> Tensor:
+        logits, targets, counted = (t.contiguous() for t in (logits, targets, counted))
+        samples, depth, length, bins = logits.shape
+        counts = counted.flatten(1).sum(1)
+        options = {"N": length, "ROWS": depth * length, "PAIRS": pairs, "BINS": bins}
+        options |= {"BLOCK_BINS": triton.next_power_of_2(bins), "factor": weight / samples}
+        options |= blocks("head_loss")
+        grid = triton.cdiv(depth * length, options["BLOCK_M"]), samples
+        losses = logits.new_empty(math.prod(grid), 1, dtype=torch.float32)
+        launch = wrap_triton(head_loss_kernel)[grid]
+        launch(logits, targets, counted, counts, losses, **options)
+        ctx.save_for_backward(logits, targets, counted, counts)
+        ctx.grid, ctx.options = grid, options
+        return sum_parts(losses)[0]
+
+    @without_second_derivative
+    def backward(ctx, grad: Tensor):
+        grad_logits = torch.empty_like(ctx.saved_tensors[0])
+        launch = wrap_triton(head_loss_backward_kernel)[ctx.grid]
+        launch(*ctx.saved_tensors, grad, grad_logits, **ctx.options)
+        return grad_logits, None, None, None, None
+
+
+def head_loss(logits: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
+    """Average cross-entropies over what counts of each protein, then over the batch -> scalar.
+
+    logits are [B, S, N, bins], targets and counted [B, S, N].
+    """
+    logits = logits.flatten(0, 2).float()
+    error = F.cross_entropy(logits, targets.flatten(), reduction="none").view(counted.shape)
+    error, counted = (error * counted).flatten(1), counted.flatten(1)
+    return (error.sum(1) / counted.sum(1).clamp(min=1)).mean()
+
+
+class DistogramHead(nn.Module):
+    """Predict distances between residues as logits over bins (AF2 SI, section 1.9.8)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.linear = nn.Linear(config.pair_dim, NUM_BINS)
+
+    def forward(self, pair: Tensor) -> Tensor:
+        """Predict logits [B, N, N, 64], symmetric in the residues, from pair [B, N, N, c_z]."""
+        logits = self.linear(pair)
+        return logits + logits.transpose(1, 2)
+
+    @staticmethod
+    def targets(coords: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:
+        """Find the bin of each distance, and whether it is known -> [B, N, N] both.
+
+        coords are [B, N, 3], in Angstrom; observed is [B, N].
+        """
+        distance = (coords[:, :, None] - coords[:, None]).norm(dim=-1)
+        first, last = FIRST_EDGE + BIN_WIDTH, LAST_EDGE - BIN_WIDTH
+        edges = torch.linspace(first, last, NUM_BINS - 1, device=coords.device)
+        return torch.bucketize(distance, edges), observed[:, :, None] & observed[:, None]
+
+
+class MaskedMSAHead(nn.Module):
+    """Predict the tokens at the masked positions of the alignment (AF2 SI, section 1.9.9)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.linear = nn.Linear(config.msa_dim, NUM_TOKENS)
+
+    def forward(self, msa: Tensor) -> Tensor:
+        """Predict logits [B, S, N, 23] from msa [B, S, N, c_m]."""
+        return self.linear(msa)
+
+
+# --- what all kernels share
+@triton.jit
+def index(i, WIDE: tl.constexpr):
+    """Widen what elements are counted with to 64 bits, where a tensor has 2^31 or more of them.
+
+    Elsewhere 64 bits would take registers for nothing.
+    """
+    return tl.cast(i, tl.int64) if WIDE else i
+
+
+@triton.jit
+def tile_of_rows(
+    first, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """Find ROWS rows of a matrix [rows, C], where their elements are, and which of them exist."""
+    row = index(first, WIDE) + tl.arange(0, ROWS)
+    channel = tl.arange(0, BLOCK_C)
+    inside = (row < rows)[:, None]
+    if BLOCK_C > C:
+        inside &= (channel < C)[None, :]
+    return row, row[:, None] * C + channel[None, :], inside
+
+
+@triton.jit
+def load_tile(X, at, inside):
+    """Load a tile in float32, zeros where it is not inside."""
+    return tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
+
+
+LOG2E = tl.constexpr(math.log2(math.e))  # exp2 is what the hardware computes
+
+
+@triton.jit
+def sigmoid(x):
+    """Compute 1 / (1 + exp(-x)) in float32.
+
+    1 / a is the square of 1 / sqrt(a), an instruction; a division is six of them.
+    """
+    root = tl.rsqrt(1 + tl.exp2(-x * LOG2E))
+    return root * root
+
+
+@triton.jit
+def normalise(x, inside, eps, C: tl.constexpr):
+    """Compute x_hat = (x - mean(x)) * rstd and rstd = 1 / sqrt(var(x) + eps) for rows [rows, C].
+
+    Where not `inside` x_hat is 0.
+    """
+    x = tl.where(inside, x - tl.sum(x, 1)[:, None] / C, 0.0)
+    rstd = 1 / tl.sqrt(tl.sum(x * x, 1) / C + eps)
+    return x * rstd[:, None], rstd
+
+
+@triton.jit
+def norm_backward(grad, x, rstd, C: tl.constexpr):
+    """Compute dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) from g = dx_hat and x_hat."""
+    mean_grad = tl.sum(grad, 1)[:, None] / C
+    return (grad - mean_grad - x * (tl.sum(grad * x, 1)[:, None] / C)) * rstd[:, None]
+
+
+@triton.jit
+def scale_and_shift(x, WEIGHT, BIAS, C: tl.constexpr):
+    """Compute x_hat * weight + bias."""
+    channel = tl.arange(0, C)
+    return x * tl.load(WEIGHT + channel)[None, :] + tl.load(BIAS + channel)[None, :]
+
+
+@triton.jit
+def pair_bias_offset(row, head, N, H: tl.constexpr, ENDING: tl.constexpr, ALIGNED: tl.constexpr):
+    """Find the place in a bias [B, H, N, N] of what pair `row` = (b, i, j) gives.
+
+    It is bias[b, head, i, j], and with ENDING bias[b, head, j, i].
+    """
+    N = length_of(N, ALIGNED)
+    b, pair = row // (N * N), row % (N * N)
+    if ENDING:
+        pair = pair % N * N + pair // N
+    return (b * H + head) * N * N + pair
+
+
+@triton.jit
+def length_of(N, ALIGNED: tl.constexpr):
+    """Return N; if ALIGNED, a multiple of 8 that is none of 16, the compiler knows it now.
+
+    It then takes 16 bytes at a time. A multiple of 16 it sees itself.
+    """
+    return N // 8 * 8 if ALIGNED else N
 
 
 @block_sizes({"TILE": 4096, "ROWS": 512, "num_warps": 8})
@@ -236,6 +2512,542 @@ def sum_parts(
     launch = wrap_triton(sum_parts_kernel)[(triton.cdiv(out.numel(), block),)]
     launch(parts, out, parts=len(parts), width=out.numel(), ROWS=rows, BLOCK=block, **chosen)
     return out
+
+
+def wrap_triton(kernel: Callable) -> Callable:
+    """Return what launches a kernel by `[grid](TENSOR, ..., NAME=value, ...)`: on a GPU itself."""
+    return Interpreted(kernel) if INTERPRETED else kernel
+
+
+def gemm_dtype(x: Tensor) -> torch.dtype:
+    """Return the type in which a matrix product takes x here."""
+    kind = x.device.type
+    cast = not x.is_meta and torch.is_autocast_enabled(kind)  # on "meta" FLOPs are counted
+    return torch.get_autocast_dtype(kind) if cast else x.dtype
+
+
+def with_casts(parameters: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
+    """Return the parameters as kernels take them: weights of projections in this type."""
+    return [p if p is None else cast_of(p, dtype if p.ndim == 2 else p.dtype) for p in parameters]
+
+
+def parameters_of(*modules: nn.Module) -> list[nn.Parameter]:
+    """Return weight and bias of each module in turn."""
+    return [parameter for module in modules for parameter in (module.weight, module.bias)]
+
+
+def parameter_gradients(
+    ctx, groups: Sequence[Sequence[Tensor]], compute: Callable[..., None], *inputs: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of ctx.parameters, in their order; None for those in no group.
+
+    `compute` writes them from these inputs, see gradients_of. What one launch writes side by side
+    is a group.
+    """
+    grads = {}
+    parameters = [parameter for group in groups for parameter in group]
+    if any(parameter.requires_grad for parameter in parameters):
+        written = gradients_of(groups, compute, *inputs)
+        grads = dict(zip(parameters, written, strict=True))
+    return tuple(grads.get(parameter) for parameter in ctx.parameters)
+
+
+# --- model
+class EvoformerBlock(nn.Module):
+    """One block of the Evoformer stack, without dropout (AF2 SI, algorithm 6)."""
+
+    def __init__(self, config: ModelConfig, fusions: Fusions, side: SideStreams | None = None):
+        super().__init__()
+        self.dims, self.side = (config.msa_dim, config.pair_dim), side or SideStreams()
+        self.msa_att_row = MSARowAttentionWithPairBias(config, fusions)
+        self.msa_att_col = MSAColumnAttention(config, fusions)
+        self.msa_transition = MSATransition(config.msa_dim, config.transition_factor, fusions)
+        self.outer_product_mean = OuterProductMean(config, fusions)
+        self.tri_mul_out = TriangleMultiplicationOutgoing(config, fusions)
+        self.tri_mul_in = TriangleMultiplicationIncoming(config, fusions)
+        self.tri_att_start = TriangleAttentionStartingNode(config, fusions)
+        self.tri_att_end = TriangleAttentionEndingNode(config, fusions)
+        self.pair_transition = PairTransition(config.pair_dim, config.transition_factor, fusions)
+
+    def forward(
+        self,
+        msa: Tensor,
+        pair: Tensor,
+        sequences: Tensor | None = None,
+        residues: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Update msa [B, S, N, c_m] and pair [B, N, N, c_z].
+
+        sequences [B, S] and residues [B, N] are False for padding, which changes nothing elsewhere.
+        Each part adds its update: a kernel that has the representation at hand does so. What does
+        not fit is refused here, as a kernel goes by the sizes of one input.
+        """
+        (samples, depth, length, _), (msa_dim, pair_dim) = msa.shape, self.dims
+        check_shape("msa", msa, samples, depth, length, msa_dim)
+        check_shape("pair", pair, samples, length, length, pair_dim)
+        check_shape("sequences", sequences, samples, depth)
+        check_shape("residues", residues, samples, length)
+        masks = (m if m is None else m.bool().contiguous() for m in (sequences, residues))
+        sequences, residues = masks
+        parts = [part for part in self.children() if part.fused]
+        parameters = itertools.chain(*(part.parameters() for part in parts))
+        with cast_weights(parameters, gemm_dtype(msa), self.side):
+            msa, pair = self.msa_att_row(msa, pair, residues)
+            msa = self.msa_att_col(msa, sequences)
+            msa = self.msa_transition(msa)
+            msa, pair = self.outer_product_mean(msa, pair, sequences)
+            pair = self.tri_mul_out(pair, residues)
+            pair = self.tri_mul_in(pair, residues)
+            pair = self.tri_att_start(pair, residues)
+            pair = self.tri_att_end(pair, residues)
+            pair = self.pair_transition(pair)
+        return msa, pair
+
+
+def check_shape(name: str, tensor: Tensor | None, *shape: int) -> None:
+    """Raise ValueError for another shape, or an empty one."""
+    if tensor is not None and (tensor.shape != shape or not tensor.numel()):
+        raise ValueError(f"{name} must be {[*shape]} and not empty, not {[*tensor.shape]}")
+
+
+class TinyOpenFold(nn.Module):
+    """Chain input embedding, Evoformer stack, distogram and masked-MSA heads."""
+
+    TARGETS = ("true_tokens", "masked", "coords", "observed")
+
+    def __init__(self, config: ModelConfig, fusions: Fusions):
+        super().__init__()
+        self.config, self.fusions, self.side = config, fusions, SideStreams()
+        self.input_embedder = InputEmbedder(config, fusions)
+        blocks = (EvoformerBlock(config, fusions, self.side) for _ in range(config.num_blocks))
+        self.blocks = nn.ModuleList(blocks)
+        self.distogram = DistogramHead(config)
+        self.masked_msa = MaskedMSAHead(config)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        true_tokens: Tensor | None = None,
+        masked: Tensor | None = None,
+        coords: Tensor | None = None,
+        observed: Tensor | None = None,
+        sequences: Tensor | None = None,
+        residues: Tensor | None = None,
+    ) -> Tensor | dict[str, Tensor]:
+        """Predict {"masked_msa": [B, S, N, 23], "distogram": [B, N, N, 64]} from tokens [B, S, N].
+
+        Where tokens are padded, sequences [B, S] and residues [B, N] are False.
+        With the targets return the loss, 0.3 x distogram + 2.0 x masked MSA (AF2 SI, section 1.9).
+        """
+        overlap = self.fusions.overlap and self.fusions.fused_optimizer and torch.is_grad_enabled()
+        trains = all(parameter.requires_grad for parameter in self.input_embedder.parameters())
+        self.side.begin_step(overlap and trains)  # before any product of the library
+        samples, depth, length = tokens.shape
+        # A row of pairs then begins at a multiple of 16 bytes, which kernels and GEMMs load at a
+        # time: 173 residues took longer than 176.
+        kernels = self.fusions.triton_attention or self.fusions.triton_triangle
+        padding = (0, -length % 8) if kernels else (0, 0)
+        if any(padding):
+            if residues is None:
+                residues = tokens.new_ones(samples, length, dtype=torch.bool)
+            tokens, residues = F.pad(tokens, padding, value=GAP), F.pad(residues, padding)
+        msa, pair = self.input_embedder(tokens)
+        if self.side.active:  # the embedding's gradients, the last ones, are on the main stream
+            msa.register_hook(self.side.join)
+            pair.register_hook(self.side.join)
+        for block in self.blocks:
+            inputs = (msa, pair, sequences, residues)
+            if self.config.checkpoint_blocks:  # without random numbers: a block draws none
+                options = {"use_reentrant": False, "preserve_rng_state": False}
+                msa, pair = checkpoint(block, *inputs, **options)
+            else:
+                msa, pair = block(*inputs)
+        if true_tokens is None:
+            masked_msa, distogram = self.masked_msa(msa), self.distogram(pair)
+            distogram = distogram[:, :length, :length]
+            return {"masked_msa": masked_msa[:, :, :length], "distogram": distogram}
+        check_shape("true_tokens", true_tokens, samples, depth, length)
+        check_shape("masked", masked, samples, depth, length)
+        check_shape("coords", coords, samples, length, 3)
+        check_shape("observed", observed, samples, length)
+        masked, observed = masked.bool(), observed.bool()  # 0 and 255, for example
+        if any(padding):  # where nothing counts
+            true_tokens, masked = F.pad(true_tokens, padding), F.pad(masked, padding)
+            coords, observed = F.pad(coords, (0, 0, *padding)), F.pad(observed, padding)
+        bins, known = self.distogram.targets(coords, observed)
+        if self.fusions.loss_fusion:
+            of_pair = parameters_of(self.distogram.linear)
+            of_msa = parameters_of(self.masked_msa.linear)
+            with cast_weights([*of_pair, *of_msa], gemm_dtype(msa), self.side):
+                distogram = Projection.apply(pair, None, *of_pair)
+                masked_msa = Projection.apply(msa, None, *of_msa)
+            self.side.return_workspaces()  # the backward pass, in another thread, has its own
+            distogram = HeadLoss.apply(distogram, bins, known, True, 0.3)
+            return distogram + HeadLoss.apply(masked_msa, true_tokens, masked, False, 2.0)
+        distogram = head_loss(self.distogram(pair), bins, known)
+        return 0.3 * distogram + 2.0 * head_loss(self.masked_msa(msa), true_tokens, masked)
+
+
+def keep_separate_names(
+    parent: nn.Module, fused: str, parts: tuple[str, ...], biased: tuple[str, ...], heads: int = 1
+) -> None:
+    """Have state_dict list the rows of `parent.<fused>` under the names of its parts.
+
+    They are loaded from these, too. The parts are equally wide. Their rows run head by head and,
+    within a head, part by part; `biased` are the parts that have a bias.
+    """
+
+    def names(prefix: str) -> dict[str, list[str]]:
+        owners = {"weight": parts, "bias": biased}
+        return {
+            f"{prefix}{fused}.{kind}": [f"{prefix}{part}.{kind}" for part in with_kind]
+            for kind, with_kind in owners.items()
+        }
+
+    def split(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: dict) -> None:
+        for merged, separate in names(prefix).items():
+            rows = state.pop(merged).unflatten(0, (heads, len(separate), -1))
+            state.update({name: rows[:, i].flatten(0, 1) for i, name in enumerate(separate)})
+
+    def merge(module: nn.Module, state: dict[str, Tensor], prefix: str, *unused) -> None:
+        for merged, separate in names(prefix).items():
+            # Otherwise load_state_dict reports what is missing.
+            if all(name in state for name in separate):
+                rows = [state.pop(name).unflatten(0, (heads, -1)) for name in separate]
+                state[merged] = torch.stack(rows, dim=1).flatten(0, 2)
+
+    parent.register_state_dict_post_hook(split)
+    parent.register_load_state_dict_pre_hook(merge)
+
+
+def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
+    """Build the model: a seed gives the same weights in every version and fusion setting."""
+    sizes = {n: v for n, v in vars(args).items() if n in ModelConfig.__dataclass_fields__}
+    fusions = Fusions(**{attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS})
+    with device:
+        model = TinyOpenFold(ModelConfig(**sizes), fusions)
+    if device.type != "meta":
+        generator = torch.Generator().manual_seed(args.seed)
+        # Canonical names, so the order of the draws does not depend on what is fused.
+        state = model.state_dict()
+        for name in sorted(state):
+            if name.endswith("bias"):
+                state[name] = torch.zeros(state[name].shape)
+            elif "layer_norm" not in name:
+                head = name.startswith(("distogram", "masked_msa"))  # near-uniform predictions
+                std = state[name].shape[1] ** -0.5 * (0.1 if head else 1)
+                state[name] = torch.empty(state[name].shape).normal_(std=std, generator=generator)
+        model.load_state_dict(state)
+    return model
+
+
+def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
+    """Build AdamW over all parameters: one kernel, or a few launches of PyTorch's own."""
+    if args.fused_optimizer:
+        return FusedAdamW([list(model.parameters())], args.learning_rate, model.side)
+    rate = args.learning_rate
+    if args.device == "cuda":  # a tensor, so that a captured step follows a scheduler
+        rate = torch.tensor(rate, device=next(model.parameters()).device)
+    return torch.optim.AdamW(model.parameters(), rate, fused=True, capturable=args.cuda_graph)
+
+
+# --- arguments of the model
+VERSION = 4
+FUSIONS = tuple(  # flag, attribute, help
+    (name.replace("_", "-"), name, hint.__metadata__[0])
+    for name, hint in get_type_hints(Fusions, include_extras=True).items()
+)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that only this model has."""
+    sizes, add = ModelConfig(), parser.add_argument_group("model").add_argument
+    for flag, low, default, letter, text in (
+        ("msa-dim", 1, sizes.msa_dim, "C", "channels of the MSA representation"),
+        ("pair-dim", 1, sizes.pair_dim, "C", "channels of the pair representation"),
+        ("num-blocks", 1, sizes.num_blocks, "L", "Evoformer blocks"),
+        ("num-heads-msa", 1, sizes.num_heads_msa, "H", "heads of MSA attention"),
+        ("num-heads-pair", 1, sizes.num_heads_pair, "H", "heads of pair attention"),
+        ("num-seqs", 1, sizes.num_seqs, "S", "sequences per alignment"),
+        ("seq-len", 2, sizes.seq_len, "N", "residues per sample"),
+        ("batch-size", 1, 4, "B", "samples per step"),
+    ):
+        text += " (default: %(default)s)"
+        add(f"--{flag}", type=at_least(low), default=default, metavar=letter, help=text)
+    add("--checkpoint-blocks", action="store_true", help="keep a block's input, compute it again")
+    add = parser.add_argument_group("data").add_argument
+    text = "real alignments, query first (with --structure), or prepared .npz; or folders of them"
+    add("--msa", type=Path, action="append", metavar="FILE.a3m", help=text)
+    add("--structure", type=Path, action="append", metavar="FILE", help="the PDB or mmCIF of each")
+    add = parser.add_argument_group("kernels").add_argument
+    text = "other block sizes or warps, powers of two; a wrong name lists all; can be repeated"
+    form = "KERNEL:NAME=NUMBER,..."
+    add("--blocks", type=read_blocks, action="append", metavar=form, help=text)
+
+
+def without_effect(args: argparse.Namespace) -> dict[str, str]:
+    """Return the fusions without effect under these arguments, on or off, and why."""
+    if not args.cuda_graph:
+        return {"overlap": "it needs a graph, and this run has none"}
+    if not args.fused_optimizer:
+        return {"overlap": "it needs fused-optimizer, which knows where gradients are written"}
+    return {}
+
+
+def missing_kernels(args: argparse.Namespace) -> dict[str, str]:
+    """Return the fusions that have no kernel for these widths on this GPU, and why.
+
+    Wider rows need more shared memory. `needed` bounds what tools/compile_for_amd.py finds for an
+    H100 (sm_90) and an MI300 (gfx942).
+    """
+    missing = {}
+    dim = args.pair_dim
+    hip = BACKEND == "hip"
+    most = shared_memory()
+    wide = f"{{}} needs {{}} KiB of shared memory, this GPU has {most // 1024}"
+    dtype = getattr(torch, args.amp_dtype or "bfloat16") if args.use_amp else torch.float32
+    channels = max(args.msa_dim // args.num_heads_msa, dim // args.num_heads_pair)
+    needed = 0 if hip else triton.next_power_of_2(channels) * (1024 + 516 * dtype.itemsize)
+    if channels > 64:
+        missing["triton_attention"] = f"its kernels take up to 64 channels per head, not {channels}"
+    elif needed > most:
+        missing["triton_attention"] = wide.format(f"a head of {channels} channels", needed // 1024)
+    needed = (max(dim, 128) if hip else 384) * dim * dtype.itemsize
+    if dim < 16 or dim.bit_count() != 1:
+        missing["triton_triangle"] = f"--pair-dim {dim} is no power of two from 16"
+    elif needed > most:
+        missing["triton_triangle"] = wide.format(f"--pair-dim {dim}", needed // 1024)
+    held = 512 // dtype.itemsize  # channels of a row that a program holds whole
+    for name, rows, widest in (
+        ("triton_attention", "msa pair", 1024),
+        ("triton_outer_product", "msa", 1024),
+        ("triton_outer_product", "pair", held),
+        ("transition_fusion", "msa pair", 1024),
+    ):
+        for row in rows.split():
+            width = getattr(args, f"{row}_dim")
+            if not 16 <= width <= widest or width.bit_count() != 1:
+                missing[name] = f"--{row}-dim {width} is no power of two from 16 to {widest}"
+    return missing
+
+
+def shared_memory() -> int:
+    """Return the bytes of shared memory, AMD's LDS, that a program can have on this GPU."""
+    if INTERPRETED or not torch.cuda.device_count():
+        return 2**31
+    utils = triton.runtime.driver.active.utils  # which Triton asks at a launch
+    return utils.get_device_properties(torch.cuda.current_device())["max_shared_mem"]
+
+
+@cache
+def note_interpreter() -> None:
+    """Say it once, however many runs a study has."""
+    text = "the kernels run on the CPU in Triton's interpreter, right but slow: use small sizes"
+    say("note", text)
+
+
+def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuse sizes and inputs that do not fit together; lower what a real protein has less of."""
+    if args.torch_compile:
+        why = "a compiler does not see what V4 launches"
+        parser.error(f"--enable-torch-compile: {why}; tiny_openfold_v3.py can be compiled")
+    for name in ("msa", "pair"):
+        dim, heads = getattr(args, f"{name}_dim"), getattr(args, f"num_heads_{name}")
+        if dim % heads:
+            parser.error(f"--{name}-dim {dim} must be divisible by --num-heads-{name} {heads}")
+    if args.structure and not args.msa:
+        parser.error("--structure FILE needs its alignment: --msa FILE.a3m")
+    if args.msa:
+        proteins = read_proteins(args)
+        for note in filter(None, (protein.note for protein in proteins)):
+            say("note", note)
+        sizes = zip(*(protein.tokens.shape for protein in proteins), strict=True)
+        for name, most in zip(("num_seqs", "seq_len"), map(max, sizes), strict=True):
+            if (size := getattr(args, name)) > most:
+                flag = f"--{name.replace('_', '-')}"
+                say("note", f"{flag} {size} lowered to {most}: no protein of --msa has more")
+                setattr(args, name, most)
+    leave_to_pytorch(args, missing_kernels(args))
+    args.blocks = " ".join(args.blocks or ()) or ModelConfig.blocks
+    if any(getattr(args, name) for _, name, _ in FUSIONS if name != "overlap"):
+        if INTERPRETED:
+            note_interpreter()
+        elif args.device == "cpu" or not torch.cuda.is_available():
+            way_out = "set TRITON_INTERPRET=1, or --disable-all-fusion"
+            fail(f"on a CPU the kernels need Triton's interpreter: {way_out}", status=4)
+
+
+# --- data
+# Copied from common/data_openfold.py by tools/sync_common.py: edit it there.
+
+
+@dataclass(frozen=True)
+class Protein:
+    """An alignment with the query in its first row, and the query's structure."""
+
+    tokens: np.ndarray  # [depth, length], uint8
+    coords: np.ndarray  # [length, 3], Angstrom: C-beta, or C-alpha of glycine
+    observed: np.ndarray  # [length], bool: does the structure have this residue?
+    note: str = ""  # what of the files did not match
+
+
+class ProteinBatches:
+    """Crop proteins at random, from host memory, and mask 15 % of the alignment.
+
+    A batch has tokens, true_tokens and masked [B, S, N], coords [B, N, 3] and observed [B, N]. If
+    any protein is smaller than a crop, it is padded, and batches have sequences [B, S] and residues
+    [B, N], which are False for padding.
+    """
+
+    def __init__(
+        self, proteins: list[Protein], args: argparse.Namespace, device: torch.device, seed: int
+    ):  # fmt: skip
+        self.proteins, self.batch_size, self.device = proteins, args.batch_size, device
+        self.num_seqs, self.seq_len = crop = args.num_seqs, args.seq_len
+        self.padded = any((np.array(p.tokens.shape) < crop).any() for p in proteins)
+        self.rng = np.random.default_rng(seed)
+        observed = np.concatenate([protein.observed for protein in proteins])
+        residues = {"residues": len(observed), "observed": int(observed.sum())}
+        self.source = residues if args.msa else {}
+
+    def next_batch(self) -> dict[str, Tensor]:
+        chosen = self.rng.integers(len(self.proteins), size=self.batch_size)
+        crops = [self._crop(self.proteins[i]) for i in chosen]
+        stacked = (torch.from_numpy(np.stack(part)) for part in zip(*crops, strict=True))
+        true_tokens, coords, observed, sequences, residues = stacked
+        masked = torch.from_numpy(self.rng.random(true_tokens.shape, dtype=np.float32) < 0.15)
+        masked &= sequences[:, :, None] & residues[:, None]
+        masked[:, 0, 0] = True  # so that there is always something to predict
+        batch = {"tokens": torch.where(masked, MASK, true_tokens), "true_tokens": true_tokens}
+        batch |= {"masked": masked, "coords": coords, "observed": observed}
+        if self.padded:
+            batch |= {"sequences": sequences, "residues": residues}
+        return {name: value.to(self.device) for name, value in batch.items()}
+
+    def _crop(self, protein: Protein) -> tuple[np.ndarray, ...]:
+        depth, length = protein.tokens.shape
+        others = 1 + self.rng.permutation(depth - 1)[: self.num_seqs - 1]
+        start = self.rng.integers(max(0, length - self.seq_len) + 1)
+        window = slice(start, start + self.seq_len)
+        tokens = protein.tokens[np.concatenate(([0], others)), window].astype(np.int64)
+        depth, length = tokens.shape
+        right = (0, self.seq_len - length)
+        return (
+            np.pad(tokens, ((0, self.num_seqs - depth), right), constant_values=GAP),
+            np.pad(protein.coords[window], (right, (0, 0))),
+            np.pad(protein.observed[window], right),
+            np.arange(self.num_seqs) < depth,
+            np.arange(self.seq_len) < length,
+        )
+
+
+# Synthetic proteins: what kind of local structure a residue is in, helix, strand or loop, decides
+# its geometry and its possible amino acids. Of each: virtual bond angle and torsion between
+# successive residues in degrees, each with its spread.
+GEOMETRY = ((91, 4, 52, 6), (123, 8, -170, 15), (110, 20, 0, 180))
+KINDS = ("ALEMQK", "VIYFWT", "GPNDSR")
+RESIDUES = [[AMINO_ACIDS.index(letter) for letter in kind] for kind in KINDS]
+STEP_LENGTH = 3.8  # Angstrom between the C-alpha atoms of successive residues
+
+
+def synthetic_chains(kinds: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Place residues of these kinds [P, N], each after the last three -> coordinates [P, N, 3]."""
+    geometry = np.deg2rad(np.array(GEOMETRY)[kinds]).transpose(2, 0, 1)
+    mean, spread = geometry[::2], geometry[1::2]
+    angle, torsion = mean + spread * rng.uniform(-1, 1, mean.shape)
+    coords = np.zeros((*kinds.shape, 3))
+    # The last two steps, of unit length.
+    before, last = np.array([[0.0, 1, 0], [1, 0, 0]])[:, None].repeat(len(kinds), 1)
+    for i in range(1, kinds.shape[1]):
+        normal = np.cross(before, last)
+        normal /= np.linalg.norm(normal, axis=-1, keepdims=True)
+        bend, turn = angle[:, i, None], torsion[:, i, None]
+        sideways = np.cos(turn) * np.cross(normal, last) + np.sin(turn) * normal
+        before, last = last, -np.cos(bend) * last + np.sin(bend) * sideways
+        coords[:, i] = coords[:, i - 1] + STEP_LENGTH * last
+    return coords
+
+
+def contact_partners(coords: np.ndarray) -> np.ndarray:
+    """Find for each residue [N] its nearest one, if that is mutual and < 8 Angstrom, or itself."""
+    index = np.arange(len(coords))
+    distance = np.linalg.norm(coords[:, None] - coords, axis=-1)
+    distance[np.abs(index[:, None] - index) < 3] = np.inf  # neighbours in the chain
+    nearest = distance.argmin(1)
+    return np.where((nearest[nearest] == index) & (distance.min(1) < 8), nearest, index)
+
+
+def synthetic_proteins(count: int, depth: int, length: int, seed: int) -> list[Protein]:
+    """Make proteins with helices, strands and loops; residues that touch mutate together."""
+    rng = np.random.default_rng(seed)
+    kinds = rng.integers(3, size=(count, length))
+    stays = rng.random((count, length)) < 0.9  # a stretch has 15 residues on average
+    for i in range(1, length):
+        kinds[:, i] = np.where(stays[:, i], kinds[:, i - 1], kinds[:, i])
+    proteins = []
+    for kind, coords in zip(kinds, synthetic_chains(kinds, rng), strict=True):
+        shape, choices = (depth, length), len(RESIDUES[0])
+        mutation = rng.integers(1, choices, shape) * (rng.random(shape) < 0.3)
+        mutation[0] = 0  # a residue that stays what it is
+        partner = np.minimum(np.arange(length), contact_partners(coords))
+        mutation = mutation[:, partner]  # partners share theirs
+        tokens = np.array(RESIDUES)[kind, (rng.integers(choices, size=length) + mutation) % choices]
+        tokens[1:][rng.random((depth - 1, length)) < 0.03] = GAP
+        observed = np.ones(length, dtype=bool)
+        proteins.append(Protein(tokens.astype(np.uint8), coords.astype(np.float32), observed))
+    return proteins
+
+
+def prepared_protein(path: Path) -> Protein:
+    """Read a protein that examples/proteins.py has prepared."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            tokens, coords, observed = (file[name] for name in ("tokens", "coords", "observed"))
+            depth, length = tokens.shape
+    except Exception as error:  # damage has many names
+        hint = "an alignment needs --structure with it"
+        fail(f"--msa {path}: not a .npz that examples/proteins.py prepared ({error}); {hint}")
+    whole = tokens.dtype.kind in "iu" and depth and length > 1
+    if not whole or tokens.min() < 0 or tokens.max() > GAP or GAP in tokens[0]:
+        must = f"whole numbers [depth, length], 0 to {GAP}, and below in the query"
+        fail(f"--msa {path}: tokens must be {must}")
+    if observed.dtype != bool or observed.shape != (length,) or not observed.any():
+        fail(f"--msa {path}: observed must be bool [{length}], not all False")
+    if coords.shape != (length, 3) or not np.isfinite(coords[observed]).all():
+        fail(f"--msa {path}: coords must be floats [{length}, 3], finite where observed")
+    missing = length - int(observed.sum())
+    note = f"{path}: {missing} of {length} residues have no coordinates" if missing else ""
+    coords = np.where(observed[:, None], coords, 0).astype(np.float32)
+    return Protein(tokens.astype(np.uint8), coords, observed, note)
+
+
+def read_proteins(args: argparse.Namespace) -> list[Protein]:
+    """Read the proteins of --msa and --structure, or prepared ones of --msa alone."""
+    if not args.structure:
+        return [prepared_protein(p) for msa in args.msa for p in sorted(msa.glob("*.npz")) or [msa]]
+    try:
+        from examples import proteins as reader
+
+        found = reader.read_proteins(args.msa, args.structure)
+    except ImportError as error:
+        gemmi = "the package gemmi: pip install gemmi"
+        needed = gemmi if error.name == "gemmi" else "examples/proteins.py beside this script"
+        fail(f"--structure needs {needed}", 4)
+    except reader.InputError as error:
+        fail(str(error))
+    return [Protein(**arrays, note=note) for arrays, note in found]
+
+
+def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> ProteinBatches:
+    """Make the source of training batches: proteins of --msa, or 64 synthetic ones."""
+    if args.msa:
+        proteins = read_proteins(args)
+    else:
+        proteins = synthetic_proteins(64, args.num_seqs, args.seq_len, seed)
+    return ProteinBatches(proteins, args, device, seed)
+
+
+# --- end of data
 
 
 # --- streams
@@ -640,2860 +3452,6 @@ class FusedAdamW(torch.optim.Optimizer):
 # --- end of optimizer
 
 
-def parameter_gradients(
-    ctx, groups: Sequence[Sequence[Tensor]], compute: Callable[..., None], *inputs: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of ctx.parameters, in their order; None for those in no group.
-
-    `compute` writes them from these inputs, see gradients_of. What one launch writes side by side
-    is a group.
-    """
-    parameters, grads = [parameter for group in groups for parameter in group], {}
-    if any(parameter.requires_grad for parameter in parameters):
-        written = gradients_of(groups, compute, *inputs)
-        grads = dict(zip(parameters, written, strict=True))
-    return tuple(grads.get(parameter) for parameter in ctx.parameters)
-
-
-def with_casts(parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return the parameters as kernels take them: weights of projections in this type."""
-    return [cast_of(p, dtype if p.ndim == 2 else p.dtype) for p in parameters]
-
-
-LOG2E = tl.constexpr(math.log2(math.e))  # exp2 is what the hardware computes
-
-
-@triton.jit
-def sigmoid(x):
-    """Compute 1 / (1 + exp(-x)) in float32.
-
-    1 / a is the square of 1 / sqrt(a), an instruction; a division is six of them.
-    """
-    root = tl.rsqrt(1 + tl.exp2(-x * LOG2E))
-    return root * root
-
-
-@triton.jit
-def normalise(x, inside, eps, C: tl.constexpr):
-    """Compute x_hat = (x - mean(x)) * rstd and rstd = 1 / sqrt(var(x) + eps) for rows [rows, C].
-
-    Where not `inside` x_hat is 0.
-    """
-    x = tl.where(inside, x - tl.sum(x, 1)[:, None] / C, 0.0)
-    rstd = 1 / tl.sqrt(tl.sum(x * x, 1) / C + eps)
-    return x * rstd[:, None], rstd
-
-
-@triton.jit
-def norm_backward(grad, x, rstd, C: tl.constexpr):
-    """Compute dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) from g = dx_hat and x_hat."""
-    mean_grad = tl.sum(grad, 1)[:, None] / C
-    return (grad - mean_grad - x * (tl.sum(grad * x, 1)[:, None] / C)) * rstd[:, None]
-
-
-@triton.jit
-def length_of(N, ALIGNED: tl.constexpr):
-    """Return N; if ALIGNED, a multiple of 8 that is none of 16, the compiler knows it now.
-
-    It then takes 16 bytes at a time. A multiple of 16 it sees itself.
-    """
-    return N // 8 * 8 if ALIGNED else N
-
-
-@triton.jit
-def pair_bias_offset(row, head, N, H: tl.constexpr, ENDING: tl.constexpr, ALIGNED: tl.constexpr):
-    """Find the place in a bias [B, H, N, N] of what pair `row` = (b, i, j) gives.
-
-    It is bias[b, head, i, j], and with ENDING bias[b, head, j, i].
-    """
-    N = length_of(N, ALIGNED)
-    b, pair = row // (N * N), row % (N * N)
-    if ENDING:
-        pair = pair % N * N + pair // N
-    return (b * H + head) * N * N + pair
-
-
-@block_sizes({"TILE": 1024, "PROGRAMS": 528, "num_warps": 1})
-@triton.jit
-def column_sums_kernel(
-    X, FACTORS, SUMS, rows, rows_of_factor,
-    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
-    """Add up rows: sums_pc = sum of x_rc over the rows r of program p, times FACTORS.
-
-    X is [rows, C], SUMS [PROGRAMS, C]. A program owns every PROGRAMS-th block of ROWS rows.
-    """
-    program = tl.program_id(0)
-    channel = tl.arange(0, BLOCK_C)
-    total = tl.zeros([ROWS, BLOCK_C], tl.float32)
-    for start in range(program * ROWS, rows, PROGRAMS * ROWS):
-        row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (channel < C)[None, :]
-        at = X + row[:, None] * C + channel[None, :]
-        x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        if FACTORS is not None:
-            factor = tl.load(FACTORS + row // rows_of_factor, mask=row < rows, other=0.0)
-            x *= factor[:, None]
-        total += x
-    tl.store(SUMS + program * C + channel, tl.sum(total, 0), mask=channel < C)
-
-
-def column_sums_out(x: Tensor, out: Tensor, factors: Tensor | None = None) -> None:
-    """Write the sum over all rows of x [..., C] into out [C], times factors [samples]."""
-    rows, programs, options = row_launch("column_sums", x)
-    options |= {"rows": rows, "rows_of_factor": rows if factors is None else rows // len(factors)}
-    sums = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
-    wrap_triton(column_sums_kernel)[(programs,)](x, factors, sums, **options)
-    sum_parts(sums, out)
-
-
-def linear_gradients_out(
-    grad: Tensor, x: Tensor, out: Tensor, factors: Tensor | None = None
-) -> None:
-    """Write the gradients of a weight [N, K] and its bias [N] into `out`, one after the other.
-
-    grad is [..., N], x [..., K]. If `out` has N x K elements only, there is no bias. If given, the
-    bias was added times factors [samples].
-    """
-    grad, x = grad.flatten(0, -2), x.flatten(0, -2)
-    weight, bias = out.tensor_split([grad.shape[1] * x.shape[1]])
-    matmul_out(grad, x, weight.view(grad.shape[1], x.shape[1]), direct=True)
-    if len(bias):
-        column_sums_out(grad, bias, factors)
-
-
-# Attention of every row of a batch of rows, with a pair bias B that they share, and a gate:
-#
-#   S = scale * Q K^T + B,   P = softmax(S),   O = P V,   out = sigmoid(gate + gate_bias) * O
-#
-# QKVG [B, R, N, H, 4, D] is what the projection's GEMM wrote. With COLUMNS memory is [B, N, R, ...]
-# there, in the output and in both gradients: columns and ending nodes are read where they lie. The
-# output is kept after the gate: with g = sigmoid(gate + gate_bias) it gives
-# dgate = dout * out * (1 - g), and what the softmax's gradient needs, delta = rowsum(dO * O), as
-# rowsum(dout * out), but for the rounding of out. In the backward pass
-#
-#   dV = P^T dO,   dP = dO V^T,   dS = P * (dP - delta),   dQ = dS K,   dK = dS^T Q,   dB = sum_r dS
-#
-# The log-sum-exp of a row is kept to the base 2. R, H and N are sizes.
-
-
-@triton.jit
-def split_program(program, tiles, H, R):
-    """Split the number of a program into tile, head, row and sample.
-
-    Programs that share a tile of the bias run close to each other.
-    """
-    rest = program // tiles
-    return program % tiles, rest % H, (rest // H % R).to(tl.int64), (rest // H // R).to(tl.int64)
-
-
-@triton.jit
-def head_of_row(b, r, head, R, H, N, COLUMNS: tl.constexpr):
-    """Find this head of a row's first position, and how many heads lie between two positions."""
-    if COLUMNS:
-        return (b * N * R + r) * H + head, R * H
-    return (b * R + r) * N * H + head, H
-
-
-@triton.jit
-def load_rows(X, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: tl.constexpr):
-    """Load rows of a matrix [N, D] that lie `stride` apart, zeros beyond its ends."""
-    column = tl.arange(0, BLOCK_D)
-    at = row.to(tl.int64)[:, None] * stride + column[None, :]
-    if EVEN:
-        return tl.load(X + at)
-    return tl.load(X + at, mask=(row < N)[:, None] & (column < D)[None, :], other=0.0)
-
-
-@triton.jit
-def store_rows(
-    X, value, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: tl.constexpr
-):  # fmt: skip
-    """Store rows of a matrix [N, D] that lie `stride` apart, in its type, none beyond its ends."""
-    column = tl.arange(0, BLOCK_D)
-    at = X + (row.to(tl.int64)[:, None] * stride + column[None, :])
-    value = value.to(X.dtype.element_ty)
-    if EVEN:
-        tl.store(at, value)
-    else:
-        tl.store(at, value, mask=(row < N)[:, None] & (column < D)[None, :])
-
-
-@triton.jit
-def load_bias(BIAS, row, column, N, EVEN: tl.constexpr):
-    """Load a tile of a pair bias [N, N] in float32."""
-    at = row.to(tl.int64)[:, None] * N + column[None, :]
-    if EVEN:
-        bias = tl.load(BIAS + at)
-    else:
-        inside = (row < N)[:, None] & (column < N)[None, :]
-        bias = tl.load(BIAS + at, mask=inside, other=0.0)
-    return bias.to(tl.float32)
-
-
-@triton.jit
-def scores(q, k, bias, key, N, scale, EVEN: tl.constexpr, PRECISION: tl.constexpr):
-    """Compute S = scale * Q K^T + B, [queries, keys]; -inf beyond the last key."""
-    score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale + bias
-    return score if EVEN else tl.where((key < N)[None, :], score, float("-inf"))
-
-
-@triton.jit
-def load_gate(
-    QKVG, GATE_BIAS, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: tl.constexpr
-):  # fmt: skip
-    """Load sigmoid(gate + gate_bias) [queries, D] of one head."""
-    column = tl.arange(0, BLOCK_D)
-    bias = tl.load(GATE_BIAS + column, mask=column < D, other=0.0).to(tl.float32)
-    gate = load_rows(QKVG + 3 * D, row, stride, D, BLOCK_D, N, EVEN).to(tl.float32)
-    return sigmoid(gate + bias[None, :])
-
-
-@block_sizes(
-    {"BLOCK_M": 128, "BLOCK_N": 32},
-    hip={"BLOCK_M": 64, "num_stages": 1},
-)
-@triton.jit
-def attention_forward_kernel(
-    QKVG, GATE_BIAS, BIAS, OUT, LOG_SUM_EXP, R, H, N,
-    scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute out = sigmoid(gate + gate_bias) * softmax(scale * Q K^T + B) V without storing S.
-
-    QKVG is [B, R, N, H, 4, D], GATE_BIAS [H x D], BIAS [B, H, N, N] or None, OUT [B, R, N, H x D],
-    LOG_SUM_EXP [B, R, H, N] that of each row of S. A program owns BLOCK_M queries of a head of a
-    row, and goes over their keys BLOCK_N at a time.
-    """
-    N = length_of(N, ALIGNED)
-    tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_M), H, R)
-    first, step = head_of_row(b, r, head, R, H, N, COLUMNS)
-    QKVG += first * 4 * D
-    x_n = step * 4 * D
-    query = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    q = load_rows(QKVG, query, x_n, D, BLOCK_D, N, EVEN)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in range(0, N, BLOCK_N):
-        key = start + tl.arange(0, BLOCK_N)
-        k = load_rows(QKVG + D, key, x_n, D, BLOCK_D, N, EVEN)
-        v = load_rows(QKVG + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
-        at_bias = (b * H + head) * N * N
-        bias = 0.0 if BIAS is None else load_bias(BIAS + at_bias, query, key, N, EVEN)
-        s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
-        # Online softmax: what was added up so far belongs to the maximum so far.
-        new_row_max = tl.maximum(row_max, tl.max(s, 1) * LOG2E)  # to the base 2
-        p = tl.exp2(s * LOG2E - new_row_max[:, None])
-        rescale = tl.exp2(row_max - new_row_max)
-        row_sum = row_sum * rescale + tl.sum(p, 1)
-        # O += P V
-        out = tl.dot(p.to(v.dtype), v, out * rescale[:, None], input_precision=PRECISION)
-        row_max = new_row_max
-    gate = load_gate(QKVG, GATE_BIAS + head * D, query, x_n, D, BLOCK_D, N, EVEN)
-    out = out / row_sum[:, None] * gate
-    store_rows(OUT + first * D, out, query, step * D, D, BLOCK_D, N, EVEN)
-    tl.store(
-        LOG_SUM_EXP + ((b * R + r) * H + head) * N + query,
-        row_max + tl.log2(row_sum),
-        mask=query < N,
-    )
-
-
-@block_sizes(
-    {"BLOCK_M": 64, "BLOCK_N": 32},
-    float32={"BLOCK_N": 64},
-    tf32={"BLOCK_N": 64, "num_stages": 2},
-    hip={"num_stages": 1},
-)
-@triton.jit
-def attention_backward_query_kernel(
-    GRAD_OUT, QKVG, GATE_BIAS, BIAS, OUT, LOG_SUM_EXP,
-    GRAD_QKVG, GRAD_ATTENTION, DELTA, GRAD_GATE_BIAS, R, H, N,
-    scale: tl.constexpr, COLUMNS: tl.constexpr, ROUNDED: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    EVEN: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute dQ and dgate, and what the other two kernels need: dO and delta.
-
-    dgate = dout * out * (1 - g), dO = dout * g, delta = rowsum(dout * out),
-    dS = P * (dO V^T - delta), dQ = dS K. GRAD_ATTENTION holds dO in the layout of OUT, DELTA lies
-    as LOG_SUM_EXP does; GRAD_GATE_BIAS [B, R, tiles, H x D] is the sum of dgate over the queries of
-    a tile. A program owns BLOCK_M queries of a head of a row.
-
-    Delta makes the gradients of a row's scores add up to 0, without which what all keys have in
-    common would enter the query's gradient. From a ROUNDED output it does so only roughly: what the
-    sum is then, rowsum(dS), is taken off at the end, times P K, the mean of the keys.
-    """
-    N = length_of(N, ALIGNED)
-    tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_M), H, R)
-    first, step = head_of_row(b, r, head, R, H, N, COLUMNS)
-    at_x, x_n = first * 4 * D, step * 4 * D
-    at_out, out_n = first * D, step * D
-    at_row = ((b * R + r) * H + head) * N
-    QKVG += at_x
-    query = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    grad_out = load_rows(GRAD_OUT + at_out, query, out_n, D, BLOCK_D, N, EVEN)
-    gate = load_gate(QKVG, GATE_BIAS + head * D, query, x_n, D, BLOCK_D, N, EVEN)
-    product = grad_out.to(tl.float32)
-    product *= load_rows(OUT + at_out, query, out_n, D, BLOCK_D, N, EVEN).to(tl.float32)
-    delta = tl.sum(product, 1)
-    grad_gate = product * (1 - gate)
-    store_rows(GRAD_QKVG + at_x + 3 * D, grad_gate, query, x_n, D, BLOCK_D, N, EVEN)
-    column = tl.arange(0, BLOCK_D)
-    at = (((b * R + r) * tl.cdiv(N, BLOCK_M) + tile) * H + head) * D + column
-    tl.store(GRAD_GATE_BIAS + at, tl.sum(grad_gate, 0), mask=column < D)
-    q = load_rows(QKVG, query, x_n, D, BLOCK_D, N, EVEN)
-    grad = (grad_out.to(tl.float32) * gate).to(q.dtype)
-    store_rows(GRAD_ATTENTION + at_out, grad, query, out_n, D, BLOCK_D, N, EVEN)
-    log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=query < N, other=0.0)
-    grad_q = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    rest = tl.zeros([BLOCK_M], tl.float32)
-    mean_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in range(0, N, BLOCK_N):
-        key = start + tl.arange(0, BLOCK_N)
-        k = load_rows(QKVG + D, key, x_n, D, BLOCK_D, N, EVEN)
-        v = load_rows(QKVG + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
-        at_bias = (b * H + head) * N * N
-        bias = 0.0 if BIAS is None else load_bias(BIAS + at_bias, query, key, N, EVEN)
-        s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
-        p = tl.exp2(s * LOG2E - log_sum_exp[:, None])  # P
-        grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)  # dP = dO V^T
-        grad_s = p * (grad_p - delta[:, None])  # dS
-        grad_q = tl.dot(grad_s.to(k.dtype), k, grad_q, input_precision=PRECISION)  # dQ += dS K
-        if ROUNDED:
-            rest += tl.sum(grad_s, 1)
-            mean_k = tl.dot(p.to(k.dtype), k, mean_k, input_precision=PRECISION)  # P K
-    grad_q -= rest[:, None] * mean_k
-    tl.store(DELTA + at_row + query, delta + rest, mask=query < N)
-    store_rows(GRAD_QKVG + at_x, grad_q * scale, query, x_n, D, BLOCK_D, N, EVEN)
-
-
-@block_sizes(
-    {"BLOCK_M": 32, "BLOCK_N": 64},
-    float32={"BLOCK_M": 64},
-    tf32={"BLOCK_N": 128, "num_warps": 8},
-    hip={"BLOCK_N": 32, "num_stages": 1},
-)
-@triton.jit
-def attention_backward_key_kernel(
-    QKVG, BIAS_T, LOG_SUM_EXP, GRAD_ATTENTION, DELTA, GRAD_QKVG, R, H, N,
-    scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute dK = dS^T Q and dV = P^T dO.
-
-    S, P and dS are transposed here, [keys, queries], as both products take them, and so is
-    BIAS_T [B, H, N, N]. A program owns BLOCK_N keys of a head of a row, and goes over the queries
-    BLOCK_M at a time.
-    """
-    N = length_of(N, ALIGNED)
-    tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_N), H, R)
-    first, step = head_of_row(b, r, head, R, H, N, COLUMNS)
-    at_x, x_n, out_n = first * 4 * D, step * 4 * D, step * D
-    at_row = ((b * R + r) * H + head) * N
-    QKVG += at_x
-    GRAD_ATTENTION += first * D
-    key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = load_rows(QKVG + D, key, x_n, D, BLOCK_D, N, EVEN)
-    v = load_rows(QKVG + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
-    grad_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    grad_v = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for start in range(0, N, BLOCK_M):
-        query = start + tl.arange(0, BLOCK_M)
-        q = load_rows(QKVG, query, x_n, D, BLOCK_D, N, EVEN)
-        grad = load_rows(GRAD_ATTENTION, query, out_n, D, BLOCK_D, N, EVEN)
-        log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=query < N, other=0.0)
-        delta = tl.load(DELTA + at_row + query, mask=query < N, other=0.0)
-        at_bias = (b * H + head) * N * N
-        bias = 0.0 if BIAS_T is None else load_bias(BIAS_T + at_bias, key, query, N, EVEN)
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale + bias  # S^T
-        p = tl.exp2(s * LOG2E - log_sum_exp[None, :])  # P^T
-        grad_v = tl.dot(p.to(grad.dtype), grad, grad_v, input_precision=PRECISION)  # dV += P^T dO
-        grad_p = tl.dot(v, tl.trans(grad), input_precision=PRECISION)  # dP^T = V dO^T
-        grad_s = p * (grad_p - delta[None, :])  # dS^T
-        grad_k = tl.dot(grad_s.to(q.dtype), q, grad_k, input_precision=PRECISION)  # dK += dS^T Q
-    store_rows(GRAD_QKVG + at_x + D, grad_k * scale, key, x_n, D, BLOCK_D, N, EVEN)
-    store_rows(GRAD_QKVG + at_x + 2 * D, grad_v, key, x_n, D, BLOCK_D, N, EVEN)
-
-
-@block_sizes(
-    {"BLOCK_M": 64, "BLOCK_N": 64, "PROGRAMS": 396},
-    hip={"PROGRAMS": 432, "num_stages": 1},
-)
-@triton.jit
-def attention_backward_bias_kernel(
-    QKVG, BIAS, LOG_SUM_EXP, GRAD_ATTENTION, DELTA, GRAD_BIAS, R, H, N, B, group,
-    scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute the gradient of the bias, dB = sum of dS over the rows that share it.
-
-    GRAD_BIAS is [groups, B, H, N, N]. A program owns a tile [BLOCK_M, BLOCK_N] of it and adds up
-    `group` of the rows, so nothing is added atomically.
-    """
-    N = length_of(N, ALIGNED)
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    tile, head, g, b = split_program(
-        tl.program_id(0), tl.cdiv(N, BLOCK_M) * tiles_n, H, tl.cdiv(R, group)
-    )  # fmt: skip
-    query = tile // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
-    key = tile % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    bias = load_bias(BIAS + (b * H + head) * N * N, query, key, N, EVEN)
-    grad_bias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    first_row = (g * group).to(tl.int32)
-    last_row = tl.minimum(g * group + group, R).to(tl.int32)
-    for row in range(first_row, last_row):
-        r = tl.cast(row, tl.int64)
-        first, step = head_of_row(b, r, head, R, H, N, COLUMNS)
-        at, x_n = QKVG + first * 4 * D, step * 4 * D
-        q = load_rows(at, query, x_n, D, BLOCK_D, N, EVEN)
-        k = load_rows(at + D, key, x_n, D, BLOCK_D, N, EVEN)
-        v = load_rows(at + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
-        grad = load_rows(GRAD_ATTENTION + first * D, query, step * D, D, BLOCK_D, N, EVEN)
-        at_row = ((b * R + r) * H + head) * N
-        log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=query < N, other=0.0)
-        delta = tl.load(DELTA + at_row + query, mask=query < N, other=0.0)
-        s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
-        p = tl.exp2(s * LOG2E - log_sum_exp[:, None])  # P
-        grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)  # dP = dO V^T
-        grad_bias += p * (grad_p - delta[:, None])  # dB += dS
-    at = ((g * B + b) * H + head) * N * N + query.to(tl.int64)[:, None] * N + key[None, :]
-    tl.store(GRAD_BIAS + at, grad_bias, mask=(query < N)[:, None] & (key < N)[None, :])
-
-
-@block_sizes(
-    {"BLOCK_N": 64, "PROGRAMS": 256},
-    float32={"num_stages": 2},
-    hip={"BLOCK_N": 16, "num_stages": 1},
-)
-@triton.jit
-def attention_backward_short_kernel(
-    GRAD_OUT, QKVG, GATE_BIAS, BIAS, OUT, GRAD_QKVG, GRAD_GATE_BIAS, GRAD_BIAS,
-    R, H, N, B, group, scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute all gradients of an attention whose rows are at most BLOCK_N long.
-
-    A row's S is a single tile then, so no sum is left to another kernel: dgate, dV = P^T dO,
-    dS = P * (dP - rowsum(P * dP)), dQ = dS K, dK = dS^T Q. A program owns `group` rows of a head,
-    and the sums of dgate and of dS over them: of GRAD_GATE_BIAS [B, groups, H x D] and of
-    GRAD_BIAS [groups, B, H, N, N].
-    """
-    N = length_of(N, ALIGNED)
-    _, head, g, b = split_program(tl.program_id(0), 1, H, tl.cdiv(R, group))
-    n = tl.arange(0, BLOCK_N)
-    column = tl.arange(0, BLOCK_D)
-    at_bias = (b * H + head) * N * N
-    bias = 0.0 if BIAS is None else load_bias(BIAS + at_bias, n, n, N, EVEN)
-    grad_bias = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
-    grad_gate_bias = tl.zeros([BLOCK_D], tl.float32)
-    first_row = (g * group).to(tl.int32)
-    last_row = tl.minimum(g * group + group, R).to(tl.int32)
-    for row in range(first_row, last_row):
-        first, step = head_of_row(b, tl.cast(row, tl.int64), head, R, H, N, COLUMNS)
-        at_x, x_n = first * 4 * D, step * 4 * D
-        at_out, out_n = first * D, step * D
-        q = load_rows(QKVG + at_x, n, x_n, D, BLOCK_D, N, EVEN)
-        k = load_rows(QKVG + at_x + D, n, x_n, D, BLOCK_D, N, EVEN)
-        v = load_rows(QKVG + at_x + 2 * D, n, x_n, D, BLOCK_D, N, EVEN)
-        gate = load_gate(QKVG + at_x, GATE_BIAS + head * D, n, x_n, D, BLOCK_D, N, EVEN)
-        grad_out = load_rows(GRAD_OUT + at_out, n, out_n, D, BLOCK_D, N, EVEN)
-        out = load_rows(OUT + at_out, n, out_n, D, BLOCK_D, N, EVEN)
-        product = grad_out.to(tl.float32) * out.to(tl.float32)
-        grad_gate = product * (1 - gate)
-        grad_gate_bias += tl.sum(grad_gate, 0)
-        store_rows(GRAD_QKVG + at_x + 3 * D, grad_gate, n, x_n, D, BLOCK_D, N, EVEN)
-        grad = (grad_out.to(tl.float32) * gate).to(q.dtype)
-        s = scores(q, k, bias, n, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
-        # A whole row is here: its own sum is more exact than a log-sum-exp that was rounded.
-        p = tl.exp2(s * LOG2E - (tl.max(s, 1) * LOG2E)[:, None])
-        p /= tl.sum(p, 1)[:, None]  # P
-        grad_v = tl.dot(tl.trans(p.to(grad.dtype)), grad, input_precision=PRECISION)  # dV = P^T dO
-        store_rows(GRAD_QKVG + at_x + 2 * D, grad_v, n, x_n, D, BLOCK_D, N, EVEN)
-        grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)  # dP = dO V^T
-        grad_s = p * (grad_p - tl.sum(p * grad_p, 1)[:, None])  # dS
-        grad_bias += grad_s  # dB += dS
-        grad_s = (grad_s * scale).to(q.dtype)
-        grad_q = tl.dot(grad_s, k, input_precision=PRECISION)  # dQ = dS K
-        store_rows(GRAD_QKVG + at_x, grad_q, n, x_n, D, BLOCK_D, N, EVEN)
-        grad_k = tl.dot(tl.trans(grad_s), q, input_precision=PRECISION)  # dK = dS^T Q
-        store_rows(GRAD_QKVG + at_x + D, grad_k, n, x_n, D, BLOCK_D, N, EVEN)
-    tl.store(GRAD_GATE_BIAS + tl.program_id(0) * D + column, grad_gate_bias, mask=column < D)
-    if GRAD_BIAS is not None:
-        at_grad = ((g * B + b) * H + head) * N * N + n[:, None] * N + n[None, :]
-        tl.store(GRAD_BIAS + at_grad, grad_bias, mask=(n < N)[:, None] & (n < N)[None, :])
-
-
-def attention_sizes(qkvg: Tensor, columns: bool) -> tuple[int, int, int, int, int]:
-    """Return samples, rows, positions of a row, heads and channels of a head."""
-    samples, rows, length, heads, _, dim = qkvg.shape
-    return samples, *((length, rows) if columns else (rows, length)), heads, dim
-
-
-def attention_options(kernel: str, qkvg: Tensor, columns: bool) -> dict[str, int | float | str]:
-    """Return what an attention kernel is told; no block is longer than the rows."""
-    _, rows, length, heads, dim = attention_sizes(qkvg, columns)
-    chosen, longest = blocks(kernel, qkvg.dtype), max(16, triton.next_power_of_2(length))
-    sizes = {
-        name: min(size, longest) for name, size in chosen.items() if name.startswith("BLOCK")
-    }  # fmt: skip
-    chosen |= {**sizes, "D": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
-    even_rows = all(length % size == 0 for size in sizes.values())
-    chosen["EVEN"] = dim == chosen["BLOCK_D"] and even_rows
-    chosen["ALIGNED"] = length % 16 == 8
-    tile = math.prod(sizes.values()) if len(sizes) == 2 else longest**2
-    chosen["num_warps"] = max(1, min(chosen["num_warps"], tile // 512))
-    chosen |= {"R": rows, "H": heads, "N": length, "scale": 1 / math.sqrt(dim), "COLUMNS": columns}
-    return {**chosen, "PRECISION": dot_precision(qkvg.dtype)}
-
-
-@cache  # a launch asks for it each time
-def rows_per_program(programs: int, tiles: int, rows: int) -> int:
-    """Return how many rows that share a tile go to one program, if `programs` run at a time.
-
-    More groups of rows may fill the last wave of programs better, but each has sums that are
-    written, read and added up: for a tile this takes about as long as four rows.
-    """
-
-    def cost(groups: int) -> float:
-        waves = triton.cdiv(tiles * groups, programs)
-        return waves * triton.cdiv(rows, groups) + 4 * tiles * groups / programs
-
-    return triton.cdiv(rows, min(range(1, min(rows, programs) + 1), key=cost))
-
-
-class GatedAttentionFunction(torch.autograd.Function):
-    """Compute sigmoid(gate + gate_bias) * softmax(q k^T / sqrt(D) + bias) v.
-
-    qkvg [B, R, N, H, 4, D] holds q, k, v and gate; the result is [B, R, N, H x D]. The bias
-    [B, H, N, N] is the same for all rows R; it may be None. With `columns` qkvg and the result are
-    [B, N, R, ...].
-    """
-
-    @staticmethod
-    def forward(
-        ctx, qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None, columns: bool = False
-    ) -> Tensor:
-        samples, rows, length, heads, dim = attention_sizes(qkvg, columns)
-        qkvg, bias = qkvg.contiguous(), None if bias is None else bias.contiguous()
-        ctx.columns, ctx.parameters = columns, (gate_bias,)
-        gate_bias = gate_bias.contiguous()
-        out = qkvg.new_empty(*qkvg.shape[:3], heads * dim)
-        log_sum_exp = qkvg.new_empty(samples, rows, heads, length, dtype=torch.float32)
-        options = attention_options("attention_forward", qkvg, columns)
-        programs = triton.cdiv(length, options["BLOCK_M"]) * heads * rows * samples
-        launch = wrap_triton(attention_forward_kernel)[(programs,)]
-        launch(qkvg, gate_bias, bias, out, log_sum_exp, **options)
-        ctx.save_for_backward(qkvg, gate_bias, bias, out, log_sum_exp)
-        return out
-
-    @without_second_derivative
-    def backward(ctx, grad_out: Tensor):
-        saved, columns = ctx.saved_tensors, ctx.columns  # with checkpoints they are read once
-        qkvg, _, bias, out, log_sum_exp = saved
-        samples, rows, length, heads, dim = attention_sizes(qkvg, columns)
-        heads_of_all, grad_bias, grad_qkvg = heads * samples, None, torch.empty_like(qkvg)
-        inputs, needs_bias = (grad_out.contiguous(), *saved), ctx.needs_input_grad[2]
-
-        def new_sums(*shape: int) -> Tensor:
-            return qkvg.new_empty(shape, dtype=torch.float32)
-
-        short = attention_options("attention_backward_short", qkvg, columns)
-        if short["BLOCK_N"] >= length:
-            group = rows_per_program(short.pop("PROGRAMS"), heads_of_all, rows)
-            parts = triton.cdiv(rows, group)
-            if needs_bias:
-                grad_bias = new_sums(parts, *bias.shape)
-            grad_gate_bias = new_sums(samples * parts, heads * dim)
-            results = grad_qkvg, grad_gate_bias, grad_bias
-            launch = wrap_triton(attention_backward_short_kernel)[(parts * heads_of_all,)]
-            launch(*inputs[:-1], *results, B=samples, group=group, **short)
-        else:
-            grad, delta = torch.empty_like(out), torch.empty_like(log_sum_exp)
-            options = attention_options("attention_backward_query", qkvg, columns)
-            options["ROUNDED"] = qkvg.dtype != torch.float32 or options["PRECISION"] == "tf32"
-            tiles = triton.cdiv(length, options["BLOCK_M"])
-            grad_gate_bias = new_sums(samples * rows * tiles, heads * dim)
-            launch = wrap_triton(attention_backward_query_kernel)[(tiles * rows * heads_of_all,)]
-            launch(*inputs, grad_qkvg, grad, delta, grad_gate_bias, **options)
-            options = attention_options("attention_backward_key", qkvg, columns)
-            tiles = triton.cdiv(length, options["BLOCK_N"])
-            bias_t = None if bias is None else bias.mT.contiguous()
-            launch = wrap_triton(attention_backward_key_kernel)[(tiles * rows * heads_of_all,)]
-            launch(qkvg, bias_t, log_sum_exp, grad, delta, grad_qkvg, **options)
-            if needs_bias:
-                options = attention_options("attention_backward_bias", qkvg, columns)
-                tiles = [triton.cdiv(length, options[size]) for size in ("BLOCK_M", "BLOCK_N")]
-                programs = math.prod(tiles) * heads_of_all
-                group = rows_per_program(options.pop("PROGRAMS"), programs, rows)
-                parts = triton.cdiv(rows, group)
-                grad_bias, options = new_sums(parts, *bias.shape), options | {"group": group}
-                launch = wrap_triton(attention_backward_bias_kernel)[(parts * programs,)]
-                launch(qkvg, bias, log_sum_exp, grad, delta, grad_bias, B=samples, **options)
-        grad_bias = sum_parts(grad_bias, dtype=bias.dtype) if needs_bias else None
-        compute = partial(sum_parts, grad_gate_bias)
-        grads = parameter_gradients(ctx, (ctx.parameters,), compute, grad_gate_bias)
-        return grad_qkvg, *grads, grad_bias, None
-
-
-# Triangle multiplication of x [B, N, N, C]:
-#
-#   y = LayerNorm(x),   a = sigmoid(y W_ag) * (y W_ap),   b = sigmoid(y W_bg) * (y W_bp)
-#   X_ij = sum_k a_ik * b_jk (outgoing) or sum_k a_ki * b_kj (incoming), for each channel
-#   out = sigmoid(y W_g) * (LayerNorm(X) W_z)
-#
-# Positions are one dimension m = (b, i, j) of length M; "channel first" is [C, M], which torch.bmm
-# takes as C x B matrices [N, N]. Norm, projections and gates are one kernel on each side of the
-# product, and the statistics of both norms are kept. C must be a power of two.
-
-# Which C rows of the packed WEIGHT [6 C, C] and BIAS [6 C] a projection has, and which columns of
-# GRAD_LINEAR [M, 5 C] its gradient (that of z lies apart).
-A_P, B_P, A_G, B_G, G, Z = (tl.constexpr(part) for part in range(6))
-
-
-@triton.jit
-def index(i, WIDE: tl.constexpr):
-    """Widen what elements are counted with to 64 bits, where a tensor has 2^31 or more of them.
-
-    Elsewhere 64 bits would take registers for nothing.
-    """
-    return i.to(tl.int64) if WIDE else i
-
-
-@triton.jit
-def load_positions(X, position, stride_m, channel, stride_c, M):
-    """Load a tile [positions, C] in float32, zeros beyond the last position."""
-    at = position[:, None] * stride_m + channel[None, :] * stride_c
-    return tl.load(X + at, mask=(position < M)[:, None], other=0.0).to(tl.float32)
-
-
-@triton.jit
-def scale_and_shift(x, WEIGHT, BIAS, C: tl.constexpr):
-    """Compute x_hat * weight + bias."""
-    channel = tl.arange(0, C)
-    return x * tl.load(WEIGHT + channel)[None, :] + tl.load(BIAS + channel)[None, :]
-
-
-@triton.jit
-def normalise_and_keep(x, position, STATISTICS, M, eps, C: tl.constexpr):
-    """Compute x_hat = (x - mean(x)) * rstd [positions, C], and store mean and rstd for later.
-
-    STATISTICS is [2, M].
-    """
-    mean = tl.sum(x, 1) / C
-    x = x - mean[:, None]
-    rstd = 1 / tl.sqrt(tl.sum(x * x, 1) / C + eps)
-    tl.store(STATISTICS + position, mean, mask=position < M)
-    tl.store(STATISTICS + M + position, rstd, mask=position < M)
-    return x * rstd[:, None]
-
-
-@triton.jit
-def normalise_again(x, position, STATISTICS, M):
-    """Compute x_hat = (x - mean(x)) * rstd [positions, C], and rstd, from what was stored."""
-    inside = position < M
-    mean = tl.load(STATISTICS + position, mask=inside, other=0.0)
-    rstd = tl.load(STATISTICS + M + position, mask=inside, other=0.0)
-    return (x - mean[:, None]) * rstd[:, None], rstd
-
-
-@block_sizes(
-    {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
-    tf32={"BLOCK_M": 128, "num_warps": 8},
-    hip_float32={"num_warps": 8},
-)
-@triton.jit
-def triangle_project_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, PRESENT, AB, M,
-    eps: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute a = sigmoid(y W_ag) * (y W_ap), and b likewise, from y = LayerNorm(x).
-
-    X is [M, C]; AB [2 C, M] are a and b, channel first; STATISTICS [2, M] mean and rstd of the
-    norm. Where PRESENT [M] is False a is 0, and nowhere if it is None. A program owns BLOCK_M
-    positions, and goes over the channels of a and b BLOCK_C at a time.
-    """
-    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
-    channel = tl.arange(0, C)
-    x = load_positions(X, position, C, channel, 1, M)
-    x = normalise_and_keep(x, position, STATISTICS, M, eps, C)
-    y = tl.trans(scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(WEIGHT.dtype.element_ty))
-    inside = (position < M)[None, :]
-    if PRESENT is not None:  # in float32, as a mask of many rows takes AMD's scalar registers
-        present = tl.load(PRESENT + position, mask=position < M, other=0).to(tl.float32)[None, :]
-    for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
-        row = first + tl.arange(0, BLOCK_C)
-        at = WEIGHT + row[:, None] * C + channel[None, :]
-        gate = tl.dot(tl.load(at + A_G * C * C), y, input_precision=PRECISION)  # W_ag y^T
-        gate = gate + tl.load(BIAS + A_G * C + row)[:, None]
-        value = tl.dot(tl.load(at), y, input_precision=PRECISION)  # W_ap y^T
-        value = value + tl.load(BIAS + row)[:, None]
-        value *= sigmoid(gate)
-        if PRESENT is not None:
-            value *= tl.where(first < B_P * C, present, 1.0)
-        at = AB + index(row, WIDE)[:, None] * M + position[None, :]
-        tl.store(at, value.to(AB.dtype.element_ty), mask=inside)
-
-
-@block_sizes(
-    {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
-    hip={"num_warps": 8},
-    hip_float32={"BLOCK_C": 32},
-)
-@triton.jit
-def triangle_output_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, OUT_STATISTICS,
-    PRODUCT, OUT, M, eps: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute out = x + sigmoid(y W_g) * (LayerNorm(X) W_z); y = LayerNorm(x).
-
-    X and OUT are [M, C], PRODUCT [C, M] is channel first. STATISTICS [2, M] are mean and rstd of
-    the norm of x, OUT_STATISTICS those of the norm of X. A program owns BLOCK_M positions, and goes
-    over their channels BLOCK_C at a time.
-    """
-    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
-    channel = tl.arange(0, C)
-    dtype = WEIGHT.dtype.element_ty
-    x = load_positions(X, position, C, channel, 1, M)
-    x, _ = normalise_again(x, position, STATISTICS, M)
-    y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(dtype)
-    product = load_positions(PRODUCT, position, 1, index(channel, WIDE), M, M)
-    product = normalise_and_keep(product, position, OUT_STATISTICS, M, eps, C)
-    normed = scale_and_shift(product, OUT_WEIGHT, OUT_BIAS, C).to(dtype)
-    for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
-        row = first + tl.arange(0, BLOCK_C)
-        at = WEIGHT + (row + G * C)[None, :] * C + channel[:, None]
-        gate = tl.dot(y, tl.load(at), input_precision=PRECISION)  # y W_g
-        gate = gate + tl.load(BIAS + G * C + row)[None, :]
-        out = tl.dot(normed, tl.load(at + C * C), input_precision=PRECISION)  # LayerNorm(X) W_z
-        out = out + tl.load(BIAS + Z * C + row)[None, :]
-        out = out * sigmoid(gate) + load_positions(X, position, C, row, 1, M)
-        at = OUT + position[:, None] * C + row[None, :]
-        tl.store(at, out.to(OUT.dtype.element_ty), mask=(position < M)[:, None])
-
-
-@triton.jit
-def load_transposed(
-    WEIGHT_T, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr
-):  # fmt: skip
-    """Load a tile of a weight [ROWS, COLUMNS] for a product with a gradient [positions, rows].
-
-    With TRANSPOSED, in float32, WEIGHT_T is [COLUMNS, ROWS], as tensor cores of an H100 read TF32
-    in one direction only; else it is the weight itself.
-    """
-    if TRANSPOSED:
-        return tl.load(WEIGHT_T + column[None, :] * ROWS + row[:, None])
-    return tl.load(WEIGHT_T + row[:, None] * COLUMNS + column[None, :])
-
-
-ONES = tl.constexpr(8)  # columns: rows of 16-bit numbers still begin at multiples of 16 bytes
-
-
-@triton.jit
-def store_with_ones(OUT, x, position, M, C: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Store rows of x and ONES ones beside them.
-
-    The GEMM with a gradient that makes a weight's then makes the sums for the bias, too.
-    """
-    at = OUT + position[:, None] * (C + ONES)
-    inside = (position < M)[:, None]
-    tl.store(at + tl.arange(0, C)[None, :], x, mask=inside)
-    ones = tl.full([BLOCK_M, ONES], 1.0, x.dtype)
-    tl.store(at + C + tl.arange(0, ONES)[None, :], ones, mask=inside)
-
-
-@triton.jit
-def store_norm_gradients(GRAD_NORM, grad, x, C: tl.constexpr):
-    """Store dweight = sum dy * x_hat and dbias = sum dy of a norm over this program's rows."""
-    at = GRAD_NORM + tl.program_id(0) * 2 * C + tl.arange(0, C)
-    tl.store(at, tl.sum(grad * x, 0))
-    tl.store(at + C, tl.sum(grad, 0))
-
-
-@block_sizes(
-    {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
-    float32={"BLOCK_M": 32},
-    tf32={"BLOCK_C": 32},
-    hip={"BLOCK_C": 32, "num_warps": 8},
-    hip_float32={"BLOCK_C": 32},
-)
-@triton.jit
-def triangle_output_backward_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, OUT_STATISTICS,
-    WEIGHT_T, NORMED, GRAD_LINEAR, GRAD_OUT, GRAD_NORM, PRODUCT, GRAD_PRODUCT, OUT_NORMED, GRAD_Z,
-    M, TRANSPOSED: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute the gradients after the product, which X = PRODUCT [C, M] is.
-
-    With g = sigmoid(y W_g) and z = LayerNorm(X) W_z:  dz = dout * g,  dg = dout * z * g * (1 - g),
-    dLayerNorm(X) = dz W_z^T,  dX through the norm. Written are dX (GRAD_PRODUCT [C, M]), dz
-    (GRAD_Z [M, C]), dg (in GRAD_LINEAR [M, 5 C]), y and LayerNorm(X) for the weights' gradients
-    (NORMED and OUT_NORMED [M, C + ONES]) and sums over the program's positions for the norm's
-    parameters (GRAD_NORM [programs, 2, C]). A program owns BLOCK_M positions. WEIGHT_T: see
-    load_transposed.
-    """
-    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
-    channel = tl.arange(0, C)
-    inside = (position < M)[:, None]
-    m = position[:, None]
-    dtype = WEIGHT.dtype.element_ty
-    x = load_positions(X, position, C, channel, 1, M)
-    x, _ = normalise_again(x, position, STATISTICS, M)
-    y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(dtype)
-    store_with_ones(NORMED, y, position, M, C, BLOCK_M)
-    product = load_positions(PRODUCT, position, 1, index(channel, WIDE), M, M)
-    product, _ = normalise_again(product, position, OUT_STATISTICS, M)
-    normed = scale_and_shift(product, OUT_WEIGHT, OUT_BIAS, C).to(dtype)
-    store_with_ones(OUT_NORMED, normed, position, M, C, BLOCK_M)
-    grad_normed = tl.zeros([BLOCK_M, C], tl.float32)
-    for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
-        row = first + tl.arange(0, BLOCK_C)
-        at = WEIGHT + (row + G * C)[None, :] * C + channel[:, None]
-        gate = tl.dot(y, tl.load(at), input_precision=PRECISION)  # y W_g
-        gate = sigmoid(gate + tl.load(BIAS + G * C + row)[None, :])
-        z = tl.dot(normed, tl.load(at + C * C), input_precision=PRECISION)  # LayerNorm(X) W_z
-        z = z + tl.load(BIAS + Z * C + row)[None, :]
-        grad_out = tl.load(GRAD_OUT + m * C + row[None, :], mask=inside, other=0.0)
-        grad_z = grad_out.to(tl.float32) * gate
-        grad_g = grad_z * (1 - gate) * z
-        tl.store(GRAD_Z + m * C + row[None, :], grad_z.to(dtype), mask=inside)
-        at = GRAD_LINEAR + m * (5 * C) + (row + G * C)[None, :]
-        tl.store(at, grad_g.to(dtype), mask=inside)
-        weight = load_transposed(WEIGHT_T, row + Z * C, channel, 6 * C, C, TRANSPOSED)
-        # dLayerNorm(X) += dz W_z^T
-        grad_normed = tl.dot(grad_z.to(dtype), weight, grad_normed, input_precision=PRECISION)
-    # Loaded and normalised once more: that is cheaper than keeping it in registers over the loop.
-    product = load_positions(PRODUCT, position, 1, index(channel, WIDE), M, M)
-    product, rstd = normalise_again(product, position, OUT_STATISTICS, M)
-    store_norm_gradients(GRAD_NORM, grad_normed, product, C)
-    grad = grad_normed * tl.load(OUT_WEIGHT + channel)[None, :]
-    grad = norm_backward(grad, product, rstd, C)
-    tl.store(GRAD_PRODUCT + index(channel, WIDE)[None, :] * M + m, grad.to(dtype), mask=inside)
-
-
-@block_sizes(
-    {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
-    float32={"BLOCK_M": 128, "BLOCK_C": 32, "num_warps": 8},
-    tf32={"BLOCK_M": 128, "num_warps": 8},
-    hip={"BLOCK_C": 32, "num_warps": 8},
-)
-@triton.jit
-def triangle_project_backward_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, OUT_STATISTICS,
-    WEIGHT_T, NORMED, GRAD_LINEAR, GRAD_OUT, GRAD_NORM, PRESENT, GRAD_AB, GRAD_X,
-    M, TRANSPOSED: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute the gradients before the product, from those of a and b (GRAD_AB [2 C, M]).
-
-    With s = sigmoid(y W_ag) and p = y W_ap:  dp = da * s,  ds = da * p * s * (1 - s), for b
-    likewise;  dy = dg W_g^T + sum of dp W_p^T and ds W_s^T,  dx through the norm, plus GRAD_OUT.
-    Read are y (NORMED [M, C + ONES]) and dg (in GRAD_LINEAR [M, 5 C]); written are dx
-    (GRAD_X [M, C]), dp and ds (in GRAD_LINEAR, too) and sums over the program's positions for the
-    norm's parameters (GRAD_NORM [programs, 2, C]). A program owns BLOCK_M positions.
-    """
-    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
-    channel = tl.arange(0, C)
-    inside = (position < M)[:, None]
-    m = position[:, None]
-    dtype = WEIGHT.dtype.element_ty
-    y = tl.load(NORMED + m * (C + ONES) + channel[None, :], mask=inside, other=0.0)
-    at_g = GRAD_LINEAR + m * (5 * C) + (channel + G * C)[None, :]
-    grad_g = tl.load(at_g, mask=inside, other=0.0)
-    weight_g = load_transposed(WEIGHT_T, channel + G * C, channel, 6 * C, C, TRANSPOSED)
-    grad_y = tl.dot(grad_g, weight_g, input_precision=PRECISION)  # dy = dg W_g^T
-    if PRESENT is not None:
-        present = tl.load(PRESENT + m, mask=inside, other=0).to(tl.float32)
-    for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
-        row = first + tl.arange(0, BLOCK_C)
-        at = WEIGHT + row[None, :] * C + channel[:, None]
-        gate = tl.dot(y, tl.load(at + A_G * C * C), input_precision=PRECISION)  # y W_ag
-        gate = gate + tl.load(BIAS + A_G * C + row)[None, :]
-        value = tl.dot(y, tl.load(at), input_precision=PRECISION)  # y W_ap
-        value = value + tl.load(BIAS + row)[None, :]
-        gate = sigmoid(gate)
-        grad_ab = tl.load(GRAD_AB + index(row, WIDE)[None, :] * M + m, mask=inside, other=0.0)
-        grad_p = grad_ab.to(tl.float32) * gate
-        if PRESENT is not None:
-            grad_p *= tl.where(first < B_P * C, present, 1.0)
-        grad_s = (grad_p * (1 - gate) * value).to(dtype)
-        grad_p = grad_p.to(dtype)
-        at = GRAD_LINEAR + m * (5 * C) + row[None, :]
-        tl.store(at, grad_p, mask=inside)
-        tl.store(at + A_G * C, grad_s, mask=inside)
-        weight = load_transposed(WEIGHT_T, row, channel, 6 * C, C, TRANSPOSED)
-        grad_y = tl.dot(grad_p, weight, grad_y, input_precision=PRECISION)  # dy += dp W_ap^T
-        weight = load_transposed(WEIGHT_T, row + A_G * C, channel, 6 * C, C, TRANSPOSED)
-        grad_y = tl.dot(grad_s, weight, grad_y, input_precision=PRECISION)  # dy += ds W_ag^T
-    x = load_positions(X, position, C, channel, 1, M)
-    x, rstd = normalise_again(x, position, STATISTICS, M)
-    store_norm_gradients(GRAD_NORM, grad_y, x, C)
-    grad_x = norm_backward(grad_y * tl.load(NORM_WEIGHT + channel)[None, :], x, rstd, C)
-    grad_x += load_positions(GRAD_OUT, position, C, channel, 1, M)
-    tl.store(GRAD_X + m * C + channel[None, :], grad_x.to(GRAD_X.dtype.element_ty), mask=inside)
-
-
-@block_sizes({"num_warps": 2})
-@triton.jit
-def triangle_weights_kernel(
-    PRODUCTS, GRAD_WEIGHT, GRAD_BIAS, K, FIRST, C: tl.constexpr, PARTS: tl.constexpr
-):  # fmt: skip
-    """Add up the parts of K rows of a weight's gradient and its bias's, those from FIRST on.
-
-    PRODUCTS is [parts, K, C + ONES]; its last columns are all the bias's gradient. A program owns a
-    row of the weight.
-    """
-    row, channel = tl.program_id(0), tl.arange(0, C)
-    at = PRODUCTS + (tl.arange(0, PARTS) * K + row) * (C + ONES)
-    grad = tl.load(at[:, None] + channel[None, :]).to(tl.float32)
-    tl.store(GRAD_WEIGHT + (FIRST + row) * C + channel, tl.sum(grad, 0))
-    tl.store(GRAD_BIAS + FIRST + row, tl.sum(tl.load(at + C).to(tl.float32), 0))
-
-
-@triton.jit
-def load_matrix(X, N, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Load this program's matrix of X [matrices, N, N], or its transpose, in one tile."""
-    i, j = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_N)[None, :]
-    X += tl.program_id(0).to(tl.int64) * N * N
-    at = j * N + i if TRANSPOSED else i * N + j
-    return tl.load(X + at, mask=(i < N) & (j < N), other=0.0)
-
-
-@triton.jit
-def store_matrix(X, x, N, BLOCK_N: tl.constexpr):
-    """Store this program's matrix of X [matrices, N, N]."""
-    i, j = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_N)[None, :]
-    at = X + tl.program_id(0).to(tl.int64) * N * N + i * N + j
-    tl.store(at, x.to(X.dtype.element_ty), mask=(i < N) & (j < N))
-
-
-@block_sizes({"BLOCK_N": 64})
-@triton.jit
-def triangle_product_kernel(
-    A, B, PRODUCT, N, INCOMING: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    """Compute X = a b^T, or a^T b if INCOMING, of matrices that fit one tile.
-
-    A, B and PRODUCT are [matrices, N, N]. A program owns a matrix.
-    """
-    a = load_matrix(A, N, INCOMING, BLOCK_N)
-    b = load_matrix(B, N, not INCOMING, BLOCK_N)
-    store_matrix(PRODUCT, tl.dot(a, b, input_precision=PRECISION), N, BLOCK_N)
-
-
-@block_sizes({"BLOCK_N": 64})
-@triton.jit
-def triangle_product_backward_kernel(
-    A, B, GRAD, GRAD_A, GRAD_B, N,
-    INCOMING: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute da = dX b and db = dX^T a, or da = b dX^T and db = a dX if INCOMING.
-
-    All are [matrices, N, N]. A program owns a matrix.
-    """
-    a = load_matrix(A, N, False, BLOCK_N)
-    b = load_matrix(B, N, False, BLOCK_N)
-    grad = load_matrix(GRAD, N, False, BLOCK_N)
-    if INCOMING:
-        grad_a = tl.dot(b, tl.trans(grad), input_precision=PRECISION)
-        grad_b = tl.dot(a, grad, input_precision=PRECISION)
-    else:
-        grad_a = tl.dot(grad, b, input_precision=PRECISION)
-        grad_b = tl.dot(tl.trans(grad), a, input_precision=PRECISION)
-    store_matrix(GRAD_A, grad_a, N, BLOCK_N)
-    store_matrix(GRAD_B, grad_b, N, BLOCK_N)
-
-
-def multiply_triangles(kernel: Callable, *tensors: Tensor, incoming: bool) -> bool:
-    """Launch a kernel of the product of matrices [matrices, N, N] if a matrix fits one tile.
-
-    Return whether it did. Larger ones keep the library's GEMMs busy, which are faster then.
-    """
-    name, (a, *_) = kernel.__name__.removesuffix("_kernel"), tensors
-    chosen, length = blocks(name, a.dtype), a.shape[1]
-    fits = length <= chosen["BLOCK_N"]
-    if fits:
-        chosen |= {"N": length, "INCOMING": incoming, "PRECISION": dot_precision(a.dtype)}
-        wrap_triton(kernel)[(len(a),)](*tensors, **chosen)
-    return fits
-
-
-def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> tuple[int, dict[str, int | str]]:
-    """Return how many programs a kernel of the triangle multiplication has, and its settings."""
-    chosen, dim, rows = blocks(kernel, weight.dtype), x.shape[-1], x.numel() // x.shape[-1]
-    chosen["BLOCK_C"] = min(chosen["BLOCK_C"], dim)
-    # Where channels are few more warps leave too little for each: one kernel spills on an MI300.
-    chosen["num_warps"] = min(chosen["num_warps"], max(4, chosen["BLOCK_M"] * dim // 512))
-    chosen |= {"M": rows, "C": dim, "WIDE": 5 * x.numel() >= 2**31}
-    precision = dot_precision(weight.dtype)
-    return triton.cdiv(rows, chosen["BLOCK_M"]), {**chosen, "PRECISION": precision}
-
-
-def triangle_weight_gradients(products: Iterable[tuple[Tensor, Tensor]], out: Tensor) -> None:
-    """Write the gradients of the packed weight [6 C, C] and bias [6 C] into `out`.
-
-    They are made of pairs: the gradient of projections [M, n C], and what they projected, with ones
-    beside it [M, C + ONES].
-    """
-    first = 0
-    for grad, rows in products:
-        (positions, width), dim = grad.shape, rows.shape[1] - ONES.value
-        # One GEMM over all positions has too few tiles to occupy the device; parts of them are
-        # added up. In 16 bits few parts are as fast where there is much to read, and less is to
-        # add up.
-        wide = width > dim and grad.element_size() == 2 and positions >= 2**15
-        parts = 8 if wide else 32
-        while parts > 1 and (positions % parts or positions < 512 * parts):
-            parts //= 2
-        sums = torch.bmm(grad.view(parts, -1, width).mT, rows.view(parts, -1, rows.shape[1]))
-        launch = wrap_triton(triangle_weights_kernel)[(width,)]
-        sizes = {"K": width, "FIRST": first, "C": dim, "PARTS": parts}
-        grads = out.tensor_split([6 * dim * dim])
-        launch(sums, *grads, **sizes, **blocks("triangle_weights"))
-        first += width
-
-
-class TriangleMultiplicationFunction(torch.autograd.Function):
-    """Multiply the triangles of x [B, N, N, C] -> x + update.
-
-    present [B, N, N] is False for padding, where a becomes 0. The parameters: weight and bias of
-    the norm before the product and of that after it, then the weights of a_p, b_p, a_g, b_g, g and
-    z in one piece, and their biases.
-
-    Kept for later: x, a, b and their product, and mean and rstd of both norms.
-    """
-
-    @staticmethod
-    def forward(
-        ctx, x: Tensor, present: Tensor | None, incoming: bool, eps: float, *parameters: Tensor
-    ) -> Tensor:
-        x, dim = x.contiguous(), x.shape[-1]
-        *norms, weight, bias = with_casts(parameters, gemm_dtype(x))
-        positions = x.numel() // dim
-        ab = weight.new_empty(2 * dim, positions)
-        out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
-        statistics = [x.new_empty(2, positions, dtype=torch.float32) for _ in range(2)]
-        inputs = x, *norms, weight, bias
-        programs, options = triangle_options("triangle_project", x, weight)
-        launch = wrap_triton(triangle_project_kernel)[(programs,)]
-        launch(*inputs, statistics[0], present, ab, eps=eps, **options)
-        a, b = (half.view(dim * len(x), *x.shape[1:3]) for half in ab.chunk(2))
-        product = torch.empty_like(a)
-        if not multiply_triangles(triangle_product_kernel, a, b, product, incoming=incoming):
-            torch.bmm(*((a.mT, b) if incoming else (a, b.mT)), out=product)
-        product = product.view(dim, positions)
-        programs, options = triangle_options("triangle_output", x, weight)
-        launch = wrap_triton(triangle_output_kernel)[(programs,)]
-        launch(*inputs, *statistics, product, out, eps=eps, **options)
-        ctx.save_for_backward(present, ab, product, *inputs, *statistics)
-        ctx.incoming, ctx.parameters = incoming, parameters
-        return out
-
-    @without_second_derivative
-    def backward(ctx, grad_out: Tensor):
-        present, ab, product, *inputs = ctx.saved_tensors
-        x, weight, incoming = inputs[0], inputs[5], ctx.incoming
-        positions, dim = x.numel() // x.shape[-1], x.shape[-1]
-        normed = weight.new_empty(positions, dim + ONES.value)
-        out_normed = torch.empty_like(normed)
-        grad_z, grad_linear = weight.new_empty(positions, dim), weight.new_empty(positions, 5 * dim)
-        transposed = weight.dtype == torch.float32
-        weight_t = weight.t().contiguous() if transposed else weight
-        inputs += weight_t, normed, grad_linear, grad_out.contiguous()
-
-        programs, options = triangle_options("triangle_output_backward", x, weight)
-        options["TRANSPOSED"] = transposed
-        sums_out = x.new_empty(programs, 2, dim, dtype=torch.float32)
-        grad_product = torch.empty_like(product)
-        launch = wrap_triton(triangle_output_backward_kernel)[(programs,)]
-        launch(*inputs, sums_out, product, grad_product, out_normed, grad_z, **options)
-
-        grad_ab, matrices = torch.empty_like(ab), (dim * len(x), *x.shape[1:3])
-        a, b, grad_a, grad_b = (part.view(matrices) for t in (ab, grad_ab) for part in t.chunk(2))
-        grad_product = grad_product.view(matrices)
-        grads = grad_product, grad_a, grad_b
-        if multiply_triangles(triangle_product_backward_kernel, a, b, *grads, incoming=incoming):
-            pass
-        elif incoming:  # X = a^T b
-            torch.bmm(b, grad_product.mT, out=grad_a)
-            torch.bmm(a, grad_product, out=grad_b)
-        else:  # X = a b^T
-            torch.bmm(grad_product, b, out=grad_a)
-            torch.bmm(grad_product.mT, a, out=grad_b)
-
-        programs, options = triangle_options("triangle_project_backward", x, weight)
-        options |= {"TRANSPOSED": transposed}
-        sums_in = x.new_empty(programs, 2, dim, dtype=torch.float32)
-        grad_x = torch.empty_like(x)
-        launch = wrap_triton(triangle_project_backward_kernel)[(programs,)]
-        launch(*inputs, sums_in, present, grad_ab, grad_x, **options)
-        del a, b, grads, grad_a, grad_b, grad_ab, grad_product  # before the next GEMMs take memory
-
-        def compute(grad_norm_in: Tensor, grad_norm_out: Tensor, grad_linears: Tensor) -> None:
-            products = (grad_linear, normed), (grad_z, out_normed)
-            triangle_weight_gradients(products, grad_linears)
-            sum_parts(sums_in, grad_norm_in)
-            sum_parts(sums_out, grad_norm_out)
-
-        groups = ctx.parameters[:2], ctx.parameters[2:4], ctx.parameters[4:]
-        read = grad_linear, normed, grad_z, out_normed, sums_in, sums_out
-        return grad_x, None, None, None, *parameter_gradients(ctx, groups, compute, *read)
-
-
-# Outer product mean: out_ij = factor * sum_s a_si (x) b_sj. Of matrices [S, N x H] the products of
-# all channels are one GEMM, but its result [N, H, N, H] is not what the projection takes: this
-# kernel writes it as [N, N, H, H]. The backward pass makes it again. The gradient of the product is
-# written as the GEMM's result would be, so that those of a and b are two GEMMs of the library.
-# FACTORS [samples] are 1 / (number of sequences + 1e-3).
-
-
-@block_sizes(
-    {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_S": 32},
-    float32={"BLOCK_M": 128, "num_warps": 8, "num_stages": 2},
-    hip={"BLOCK_M": 128, "num_warps": 8, "num_stages": 2},
-)
-@triton.jit
-def outer_product_forward_kernel(
-    A, B, FACTORS, OUT, S, N, H: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute OUT_ijcd = factor * sum_s A_sic * B_sjd for each sample, with its factor.
-
-    A and B are [samples, S, N, H], OUT is [samples, N, N, H x H]. A program owns BLOCK_M of the
-    N x H pairs (i, c) and BLOCK_N of (j, d), and goes over the sequences BLOCK_S at a time.
-    """
-    width = N * H
-    left = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # (i, c)
-    right = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)  # (j, d)
-    sample = tl.program_id(2).to(tl.int64)
-    factor = tl.load(FACTORS + tl.program_id(2))
-    product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, S, BLOCK_S):
-        s = start + tl.arange(0, BLOCK_S)
-        row = ((sample * S + s) * width)[:, None]
-        inside_a = (s < S)[:, None] & (left < width)[None, :]
-        a = tl.load(A + row + left[None, :], mask=inside_a, other=0.0)
-        inside_b = (s < S)[:, None] & (right < width)[None, :]
-        b = tl.load(B + row + right[None, :], mask=inside_b, other=0.0)
-        product = tl.dot(tl.trans(a), b, product, input_precision=PRECISION)  # A^T B
-    pair = (sample * N + left // H)[:, None] * N + (right // H)[None, :]
-    at = pair * (H * H) + (left % H * H)[:, None] + (right % H)[None, :]
-    inside = (left < width)[:, None] & (right < width)[None, :]
-    tl.store(OUT + at, product * factor, mask=inside)
-
-
-@block_sizes(
-    {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8},
-    float32={"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4},
-    hip={"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1},
-)
-@triton.jit
-def outer_product_gradient_kernel(
-    GRAD, WEIGHT_T, FACTORS, GRAD_WIDE, N, C: tl.constexpr, H: tl.constexpr,
-    TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute the gradient of the product of a and b, factor * sum_z G_ijz W_zcd, from that of out.
-
-    GRAD is [samples, N, N, C], W [C, H x H] (WEIGHT_T: see load_transposed), GRAD_WIDE
-    [samples, N, H, N, H]: as a matrix [N x H, N x H] it multiplies a and b. A program owns BLOCK_M
-    residues j of a residue i, and goes over the pairs (c, d) BLOCK_N at a time.
-    """
-    row = tl.program_id(2).to(tl.int64) * N + tl.program_id(0)  # of sample and i
-    j = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    channel = tl.arange(0, C)
-    inside = (j < N)[:, None]
-    grad = tl.load(GRAD + (row * N + j)[:, None] * C + channel[None, :], mask=inside, other=0.0)
-    factor = tl.load(FACTORS + tl.program_id(2))
-    for first in tl.range(0, H * H, BLOCK_N):
-        cd = first + tl.arange(0, BLOCK_N)
-        weight = load_transposed(WEIGHT_T, channel, cd, C, H * H, TRANSPOSED)
-        wide = tl.dot(grad, weight, input_precision=PRECISION) * factor  # G W
-        at = GRAD_WIDE + (row * H + cd // H)[None, :] * (N * H) + j[:, None] * H + (cd % H)[None, :]
-        tl.store(at, wide.to(GRAD_WIDE.dtype.element_ty), mask=inside)
-
-
-def outer_product(a: Tensor, b: Tensor, factors: Tensor) -> Tensor:
-    """Multiply a and b [B, S, N, H] -> factor * sum over S of outer products [B, N, N, H x H].
-
-    factors is [B].
-    """
-    chosen, (samples, depth, length, dim) = blocks("outer_product_forward", a.dtype), a.shape
-    chosen["BLOCK_S"] = min(chosen["BLOCK_S"], max(16, triton.next_power_of_2(depth)))
-    chosen |= {"S": depth, "N": length, "H": dim, "PRECISION": dot_precision(a.dtype)}
-    out = a.new_empty(samples, length, length, dim * dim)
-    left, right = (triton.cdiv(length * dim, chosen[size]) for size in ("BLOCK_M", "BLOCK_N"))
-    launch = wrap_triton(outer_product_forward_kernel)[(left, right, samples)]
-    launch(a, b, factors, out, **chosen)
-    return out
-
-
-class OuterProductWithResidual(torch.autograd.Function):
-    """Compute pair + factor * (sum over S of a (x) b, as [B, N, N, H x H], times W^T, plus bias).
-
-    ab is [2, B, S, N, H], pair [B, N, N, C]. sequences [B, S] are False for padding, whose a and b
-    become 0; factor is 1 / (number of others + 1e-3).
-    """
-
-    @staticmethod
-    def forward(
-        ctx, ab: Tensor, pair: Tensor, sequences: Tensor | None, weight: Tensor, bias: Tensor
-    ) -> Tensor:
-        ab, pair = ab.contiguous(), pair.contiguous()
-        ctx.parameters = weight, bias
-        cast, bias = with_casts(ctx.parameters, ab.dtype)
-        if sequences is None:
-            factors = ab.new_full(ab.shape[1:2], 1 / (ab.shape[2] + 1e-3), dtype=torch.float32)
-        else:
-            ab = ab * sequences[..., None, None]
-            factors = sequences.sum(1, dtype=torch.float32).add_(1e-3).reciprocal_()
-        ctx.save_for_backward(ab, cast, factors)
-        return project_residual(outer_product(*ab, factors), cast, bias, pair, factors)
-
-    @without_second_derivative
-    def backward(ctx, grad: Tensor):
-        ab, cast, factors = ctx.saved_tensors
-        residual, grad = grad, grad.contiguous().to(ab.dtype)
-
-        def compute(out: Tensor) -> None:
-            linear_gradients_out(grad, outer_product(*ab, factors), out, factors)
-
-        _, samples, _, length, dim = ab.shape
-        chosen, width = blocks("outer_product_gradient", ab.dtype), length * dim
-        chosen["BLOCK_M"] = min(chosen["BLOCK_M"], max(16, triton.next_power_of_2(length)))
-        chosen |= {"N": length, "C": len(cast), "H": dim, "PRECISION": dot_precision(ab.dtype)}
-        chosen["TRANSPOSED"] = ab.dtype == torch.float32
-        weight_t = cast.t().contiguous() if chosen["TRANSPOSED"] else cast
-        wide, grad_ab = ab.new_empty(samples, width, width), torch.empty_like(ab)
-        grid = (length, triton.cdiv(length, chosen["BLOCK_M"]), samples)
-        launch = wrap_triton(outer_product_gradient_kernel)[grid]
-        launch(grad, weight_t, factors, wide, **chosen)
-        (a, b), (grad_a, grad_b) = ab.flatten(3), grad_ab.flatten(3)
-        torch.bmm(b, wide.mT, out=grad_a)
-        torch.bmm(a, wide, out=grad_b)
-        grads = parameter_gradients(ctx, (ctx.parameters,), compute, grad, ab, factors)
-        return grad_ab, residual, None, *grads
-
-
-# A norm before a projection, y W^T + b with y = LayerNorm(x), and a residual after one,
-# x + o W^T + b, in the kernels of the projections: neither y nor an update is in memory, and no
-# kernel adds gradients of the residual stream up. The backward pass makes y again. The norm of a
-# pair makes a pair bias as well, by the weight HEADS [H, C]. C must be a power of two.
-
-
-@triton.jit
-def load_norm(X, WEIGHT, BIAS, position, M, dtype, eps, C: tl.constexpr):
-    """Load rows of x and return y = LayerNorm(x) [rows, C] in this type."""
-    x, _ = normalise(load_positions(X, position, C, tl.arange(0, C), 1, M), True, eps, C)
-    return scale_and_shift(x, WEIGHT, BIAS, C).to(dtype)
-
-
-@triton.jit
-def load_heads(HEADS, H: tl.constexpr, BLOCK_H: tl.constexpr, C: tl.constexpr):
-    """Load the projections [BLOCK_H, C] of H heads, zeros beyond the last."""
-    head, channel = tl.arange(0, BLOCK_H), tl.arange(0, C)
-    at = HEADS + head[:, None] * C + channel[None, :]
-    return tl.load(at, mask=(head < H)[:, None], other=0.0)
-
-
-@block_sizes(
-    {"BLOCK_M": 64, "BLOCK_N": 128, "num_stages": 2},
-    float32={"num_warps": 8},
-    hip={"BLOCK_N": 32, "num_stages": 1},
-)
-@triton.jit
-def norm_project_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, HEADS, PRESENT, OUT, PAIR_BIAS, M, N,
-    eps: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
-    H: tl.constexpr, BLOCK_H: tl.constexpr, ENDING: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute out = y W^T + b from y = LayerNorm(x), and a pair bias for H heads.
-
-    X is [M, C], WEIGHT [WIDTH, C], BIAS [WIDTH] or None, OUT [M, WIDTH]; without a WEIGHT out is y,
-    and OUT may be None. PAIR_BIAS_h = sum_c y_c HEADS_hc in [B, H, N, N], and -1e4 for keys that
-    are padding by PRESENT [B, N], if it is not None. A program owns BLOCK_M rows, and goes over the
-    columns BLOCK_N at a time.
-    """
-    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
-    channel = tl.arange(0, C)
-    inside = position < M
-    dtype = PAIR_BIAS.dtype.element_ty if OUT is None else OUT.dtype.element_ty
-    y = load_norm(X, NORM_WEIGHT, NORM_BIAS, position, M, dtype, eps, C)
-    if H > 0:
-        head = tl.arange(0, BLOCK_H)
-        projection = load_heads(HEADS, H, BLOCK_H, C).to(y.dtype)
-        pair_bias = tl.dot(y, tl.trans(projection), input_precision=PRECISION)  # y HEADS^T
-        if PRESENT is not None:  # a weight of 0, and no NaN where all keys are padding
-            key = position // N if ENDING else position // (N * N) * N + position % N
-            present = tl.load(PRESENT + key, mask=inside, other=0) != 0
-            pair_bias = tl.where(present[:, None], pair_bias, -1e4)
-        to = PAIR_BIAS + pair_bias_offset(position[:, None], head[None, :], N, H, ENDING, ALIGNED)
-        tl.store(to, pair_bias.to(y.dtype), mask=inside[:, None] & (head < H)[None, :])
-    if WEIGHT is not None:
-        for first in tl.range(0, WIDTH, BLOCK_N):
-            column = first + tl.arange(0, BLOCK_N)
-            weight = tl.load(WEIGHT + column[None, :] * C + channel[:, None])
-            out = tl.dot(y, weight, input_precision=PRECISION)  # y W^T
-            if BIAS is not None:
-                out += tl.load(BIAS + column)[None, :]
-            at = OUT + position[:, None] * WIDTH + column[None, :]
-            tl.store(at, out.to(dtype), mask=inside[:, None])
-    elif OUT is not None:
-        tl.store(OUT + position[:, None] * C + channel[None, :], y, mask=inside[:, None])
-
-
-@block_sizes(
-    {"BLOCK_M": 64, "BLOCK_K": 128, "num_stages": 2},
-    float32={"BLOCK_M": 16},
-    hip={"BLOCK_M": 32, "BLOCK_K": 32, "num_stages": 1},
-)
-@triton.jit
-def norm_project_backward_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, HEADS, GRAD, GRAD_PAIR_BIAS, RESIDUAL, GRAD_X, SUMS,
-    M, N, eps: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
-    H: tl.constexpr, BLOCK_H: tl.constexpr, ENDING: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute dx from GRAD = dout and dPAIR_BIAS, plus RESIDUAL, what x has from elsewhere.
-
-    dy = dout W + sum_h dPAIR_BIAS_h HEADS_h, then through the norm. GRAD is [M, WIDTH] or, without
-    a WEIGHT, dout W [M, C]; X, RESIDUAL (or None) and GRAD_X are [M, C]. SUMS [programs, 2 + H, C]
-    are those over the program's rows for the norm's weight, its bias and HEADS. A program owns
-    BLOCK_M rows.
-    """
-    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
-    channel = tl.arange(0, C)
-    inside = (position < M)[:, None]
-    grad_y = tl.zeros([BLOCK_M, C], tl.float32)
-    if GRAD is not None:
-        if WEIGHT is None:
-            grad_y += load_positions(GRAD, position, C, channel, 1, M)
-        else:
-            for first in tl.range(0, WIDTH, BLOCK_K):
-                column = first + tl.arange(0, BLOCK_K)
-                at = GRAD + position[:, None] * WIDTH + column[None, :]
-                grad = tl.load(at, mask=inside, other=0.0)
-                weight = tl.load(WEIGHT + column[:, None] * C + channel[None, :])
-                grad_y = tl.dot(grad, weight, grad_y, input_precision=PRECISION)  # dy += dout W
-    x, rstd = normalise(load_positions(X, position, C, channel, 1, M), True, eps, C)
-    SUMS += tl.program_id(0) * (2 + H) * C + channel
-    if H > 0:
-        head = tl.arange(0, BLOCK_H)
-        to = GRAD_PAIR_BIAS + pair_bias_offset(
-            position[:, None], head[None, :], N, H, ENDING, ALIGNED
-        )
-        bias = tl.load(to, mask=inside & (head < H)[None, :], other=0.0)
-        projection = load_heads(HEADS, H, BLOCK_H, C).to(bias.dtype)
-        # dy += dPAIR_BIAS HEADS
-        grad_y = tl.dot(bias, projection, grad_y, input_precision=PRECISION)
-        y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(bias.dtype)
-        grad_heads = tl.dot(tl.trans(bias), y, input_precision=PRECISION)  # dPAIR_BIAS^T y
-        to = SUMS[None, :] + (2 + head)[:, None] * C
-        tl.store(to, grad_heads, mask=(head < H)[:, None] & (channel < C)[None, :])
-    tl.store(SUMS, tl.sum(grad_y * x, 0))
-    tl.store(SUMS + C, tl.sum(grad_y, 0))
-    grad_x = norm_backward(grad_y * tl.load(NORM_WEIGHT + channel)[None, :], x, rstd, C)
-    if RESIDUAL is not None:
-        grad_x += load_positions(RESIDUAL, position, C, channel, 1, M)
-    at = GRAD_X + position[:, None] * C + channel[None, :]
-    tl.store(at, grad_x.to(GRAD_X.dtype.element_ty), mask=inside)
-
-
-@block_sizes(
-    {"BLOCK_M": 64, "BLOCK_K": 64},
-    hip={"BLOCK_K": 32, "num_stages": 1},
-)
-@triton.jit
-def project_residual_kernel(
-    X, WEIGHT, BIAS, FACTORS, RESIDUAL, OUT, M, rows_of_factor,
-    C: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute out = residual + x W^T + b, with FACTORS [samples] times b.
-
-    X is [M, K], WEIGHT [C, K], RESIDUAL and OUT [M, C]. A program owns BLOCK_M rows.
-    """
-    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
-    channel = tl.arange(0, C)
-    inside = (position < M)[:, None]
-    out = tl.zeros([BLOCK_M, C], tl.float32)
-    for first in tl.range(0, K, BLOCK_K):
-        k = first + tl.arange(0, BLOCK_K)
-        x = tl.load(X + position[:, None] * K + k[None, :], mask=inside, other=0.0)
-        weight = tl.load(WEIGHT + channel[None, :] * K + k[:, None])
-        out = tl.dot(x, weight, out, input_precision=PRECISION)  # out += x W^T
-    bias = tl.load(BIAS + channel)[None, :]
-    if FACTORS is not None:
-        factor = tl.load(FACTORS + position // rows_of_factor, mask=position < M, other=0.0)
-        bias *= factor[:, None]
-    out += bias + load_positions(RESIDUAL, position, C, channel, 1, M)
-    at = OUT + position[:, None] * C + channel[None, :]
-    tl.store(at, out.to(OUT.dtype.element_ty), mask=inside)
-
-
-def multiplies(dtype: torch.dtype, dim: int, most: int = 128) -> bool:
-    """Return whether these kernels multiply rows of this type and width; else the library does.
-
-    The library is faster at wide rows. In TF32 Triton's products are less exact: with all of these
-    the outputs exceeded their limit.
-    """
-    return (INTERPRETED or dtype != torch.float32) and dim <= most
-
-
-def projection_options(
-    kernel: str, x: Tensor, dtype: torch.dtype, width: int
-) -> dict[str, int | bool | str]:
-    """Return what a kernel that holds whole rows of x [..., C] is told.
-
-    Their projection in `dtype` has `width` columns, 0 if there is nothing to multiply.
-    """
-    chosen, dim = blocks(kernel, dtype), x.shape[-1]
-    rows = x.numel() // dim
-    for size in {"BLOCK_N", "BLOCK_K"} & chosen.keys():
-        chosen[size] = min(chosen[size], width or dim)
-    # two tiles of whole rows fit into shared memory
-    chosen["BLOCK_M"] = min(chosen["BLOCK_M"], max(16, 2**16 // (dim * dtype.itemsize)))
-    while chosen["BLOCK_M"] > 32 and rows < 128 * chosen["BLOCK_M"]:  # to occupy the device
-        chosen["BLOCK_M"] //= 2
-    if width:  # whole rows are in registers
-        chosen["num_warps"] = max(chosen["num_warps"], chosen["BLOCK_M"] * dim // 2048)
-    else:  # many small programs keep the memory busy
-        chosen |= {"BLOCK_M": 16, "num_warps": max(2, dim // 128)}
-    chosen |= {"M": rows, "C": dim, "WIDE": 4 * x.numel() >= 2**31}
-    return {**chosen, "PRECISION": dot_precision(dtype)}
-
-
-class NormParameters(NamedTuple):
-    """Parameters of a norm, of a projection after it, and of the projection to a pair bias."""
-
-    norm_weight: Tensor  # [C]
-    norm_bias: Tensor  # [C]
-    weight: Tensor | None = None  # [WIDTH, C]
-    bias: Tensor | None = None  # [WIDTH]
-    heads: Tensor | None = None  # [H, C]
-
-
-class NormSettings(NamedTuple):
-    """What else the kernels of a norm and its projection are told."""
-
-    eps: float
-    dtype: torch.dtype  # of the results
-    ending: bool = False  # the pair bias is that of the transposed pairs
-    present: Tensor | None = None  # [B, N], False for residues that are padding
-
-
-def norm_options(
-    kernel: str, x: Tensor, width: int, heads: Tensor | None, settings: NormSettings
-) -> dict[str, int | float | bool | str]:
-    """Return what both kernels of a norm before a projection to `width` channels are told."""
-    count = 0 if heads is None else len(heads)
-    # A pair bias alone is a product, too, with heads in place of columns.
-    options = projection_options(kernel, x, settings.dtype, width or (16 if count else 0))
-    length = x.shape[1] if count else 1
-    options |= {"N": length, "ALIGNED": length % 16 == 8, "WIDTH": width, "H": count}
-    options["BLOCK_H"] = max(16, triton.next_power_of_2(count))
-    if not width and options["PRECISION"] == "tf32":  # a pair bias is as exact as V3's
-        options["PRECISION"] = "tf32x3"
-    return options | {"eps": settings.eps, "ENDING": settings.ending}
-
-
-def norm_project(
-    x: Tensor, parameters: NormParameters, settings: NormSettings, normed: bool = False
-) -> tuple[Tensor | None, Tensor | None]:
-    """Project LayerNorm(x), x [..., C] -> y W^T + b and a pair bias [B, H, N, N].
-
-    The former is [..., WIDTH]; without a weight it is y if `normed`, else None. Without heads the
-    latter is None.
-    """
-    weight, heads = parameters.weight, parameters.heads
-    width, out, pair_bias = 0 if weight is None else len(weight), None, None
-    options = norm_options("norm_project", x, width, heads, settings)
-    if weight is not None:
-        out = x.new_empty(*x.shape[:-1], width, dtype=settings.dtype)
-    elif normed:
-        out = torch.empty_like(x, dtype=settings.dtype)
-    if heads is not None:
-        shape = len(x), len(heads), options["N"], options["N"]
-        pair_bias = x.new_empty(shape, dtype=settings.dtype)
-    grid = (triton.cdiv(options["M"], options["BLOCK_M"]),)
-    tensors = x, *parameters, settings.present, out, pair_bias
-    wrap_triton(norm_project_kernel)[grid](*tensors, **options)
-    return out, pair_bias
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Compute LayerNorm(x), x [..., C], in `dtype`."""
-    settings = NormSettings(eps, dtype)
-    return norm_project(x, NormParameters(weight, bias), settings, normed=True)[0]
-
-
-def norm_project_backward(
-    x: Tensor, parameters: NormParameters, settings: NormSettings, *grads: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Compute the gradient of x, and parts [programs, 2 + H, C] of those of the norm and the heads.
-
-    `grads` are those of the projection or, without a weight, of y; of the pair bias; and what x has
-    from elsewhere, which is added. Each may be None.
-    """
-    grad, grad_pair_bias, _ = grads
-    heads = None if grad_pair_bias is None else parameters.heads
-    width = 0 if grad is None or parameters.weight is None else len(parameters.weight)
-    options = norm_options("norm_project_backward", x, width, heads, settings)
-    programs = triton.cdiv(options["M"], options["BLOCK_M"])
-    grad_x, dim = torch.empty_like(x), x.shape[-1]
-    sums = x.new_empty(programs, 2 + options["H"], dim, dtype=torch.float32)
-    launch = wrap_triton(norm_project_backward_kernel)[(programs,)]
-    launch(x, *parameters, *grads, grad_x, sums, **options)
-    return grad_x, sums
-
-
-class NormProjection(torch.autograd.Function):
-    """Compute y W^T + b with y = LayerNorm(x), and from y a pair bias; return x [..., C], too.
-
-    Who adds an update to x takes the returned one. So the gradient of the sum arrives here with
-    those of the projections, and one kernel adds it to theirs. The parameters are those of
-    NormParameters. Kept for later: x alone; in float32, where the library multiplies, y as well.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, settings: NormSettings, *parameters: Tensor | None):
-        ctx.set_materialize_grads(False)
-        ctx.settings, ctx.parameters = settings, NormParameters(*parameters)
-        rows, dim, dtype = x.contiguous(), x.shape[-1], settings.dtype
-        params = (p if p is None else cast_of(p, p.dtype) for p in parameters)
-        params = NormParameters(*params)
-        if params.weight is not None:
-            params = params._replace(weight=cast_of(ctx.parameters.weight, dtype))
-        # Many rows keep the library's GEMM busy, too: it and a norm are faster than one kernel.
-        if params.weight is None or (multiplies(dtype, dim) and x.numel() <= 2**21):
-            ctx.save_for_backward(rows, None, *params)
-            return x.view_as(x), *norm_project(rows, params, settings)
-        y, pair_bias = norm_project(rows, params._replace(weight=None), settings, normed=True)
-        ctx.save_for_backward(rows, y if dtype == torch.float32 else None, *params)
-        out = F.linear(
-            y,
-            params.weight,
-            parameters[3] if parameters[3] is None else cast_of(parameters[3], dtype),
-        )
-        return x.view_as(x), out, pair_bias
-
-    @without_second_derivative
-    def backward(ctx, residual: Tensor | None, grad: Tensor | None, grad_pair_bias: Tensor | None):
-        x, normed, *saved = ctx.saved_tensors  # with checkpoints they are read once
-        params, own, settings = NormParameters(*saved), ctx.parameters, ctx.settings
-        weight = params.weight
-        grads = (None if g is None else g.contiguous() for g in (grad, grad_pair_bias, residual))
-        grad, grad_pair_bias, residual = grads
-        groups, read, grad_rows = [own[:2]], [x], None
-        if grad_pair_bias is not None:
-            groups[0] += (own.heads,)
-        if grad is not None:
-            groups.append([p for p in (own.weight, own.bias) if p is not None])
-            grad_rows = grad.flatten(0, -2)
-            if not multiplies(settings.dtype, x.shape[-1]):
-                grad, weight = grad_rows @ weight, None
-            read.append(grad_rows)
-        inputs = x, params._replace(weight=weight), settings, grad, grad_pair_bias, residual
-        grad_x, sums = norm_project_backward(*inputs)
-
-        def compute(grad_norm: Tensor, *grad_linears: Tensor) -> None:
-            sum_parts(sums, grad_norm)
-            for grad_linear in grad_linears:  # none or one
-                norm = *params[:2], settings.eps, settings.dtype
-                y = layer_norm(x, *norm) if normed is None else normed
-                linear_gradients_out(grad_rows, y, grad_linear)
-
-        read += [] if normed is None else [normed]
-        return grad_x, None, *parameter_gradients(ctx, groups, compute, sums, *read)
-
-
-def project_residual(
-    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, factors: Tensor | None = None
-) -> Tensor:
-    """Compute residual + x W^T + b [samples, ..., C], with factors [samples] times b."""
-    dim, width = weight.shape
-    if not multiplies(x.dtype, dim, 256):
-        if factors is None:
-            return residual + F.linear(x, weight, bias.to(x.dtype))
-        return residual + F.linear(x, weight).add_(factors[:, None, None, None] * bias)
-    options = projection_options("project_residual", residual, x.dtype, width)
-    out, grid = torch.empty_like(residual), (triton.cdiv(options["M"], options["BLOCK_M"]),)
-    launch = wrap_triton(project_residual_kernel)[grid]
-    options["rows_of_factor"] = options["M"] // (1 if factors is None else len(factors))
-    launch(x, weight, bias, factors, residual, out, K=width, **options)
-    return out
-
-
-class Projection(torch.autograd.Function):
-    """Compute x W^T + b [..., C] from x [..., K], plus a residual [..., C] if there is one."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor) -> Tensor:
-        x, cast = x.contiguous(), cast_of(weight, gemm_dtype(x))
-        ctx.save_for_backward(x, cast)
-        ctx.parameters = weight, bias
-        if residual is None:
-            return F.linear(x, cast, cast_of(bias, cast.dtype))
-        return project_residual(x, cast, cast_of(bias, bias.dtype), residual.contiguous())
-
-    @without_second_derivative
-    def backward(ctx, grad: Tensor):
-        x, cast = ctx.saved_tensors
-        residual = grad if ctx.needs_input_grad[1] else None
-        grad = grad.contiguous().to(x.dtype)
-        compute = partial(linear_gradients_out, grad, x)
-        return grad @ cast, residual, *parameter_gradients(ctx, (ctx.parameters,), compute, grad, x)
-
-
-# A whole transition as one kernel, x + W2 relu(W1 y + b1) + b2 with y = LayerNorm(x). The hidden
-# layer h = W1 y + b1, four times as wide as x, is never in memory: the backward pass makes it
-# again, in two kernels, because the gradient of x is a sum over hidden channels and those of the
-# weights are sums over rows. C must be a power of two.
-
-
-@block_sizes(
-    {"BLOCK_M": 64, "BLOCK_N": 64},
-    float32={"BLOCK_N": 32, "num_warps": 8, "num_stages": 1},
-    hip={"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1},
-)
-@triton.jit
-def transition_forward_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, WEIGHT_1, BIAS_1, WEIGHT_2, BIAS_2, OUT, M,
-    eps: tl.constexpr, C: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute out = x + relu(y W1^T + b1) W2^T + b2; y = LayerNorm(x).
-
-    X and OUT are [M, C], WEIGHT_1 is [HIDDEN, C], WEIGHT_2 [C, HIDDEN]. A program owns BLOCK_M
-    rows, and goes over the hidden channels BLOCK_N at a time.
-    """
-    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
-    channel = tl.arange(0, C)
-    dtype = WEIGHT_1.dtype.element_ty
-    y = load_norm(X, NORM_WEIGHT, NORM_BIAS, position, M, dtype, eps, C)
-    out = tl.zeros([BLOCK_M, C], tl.float32)
-    for first in tl.range(0, HIDDEN, BLOCK_N):
-        hidden = first + tl.arange(0, BLOCK_N)
-        weight = tl.load(WEIGHT_1 + hidden[None, :] * C + channel[:, None])
-        h = tl.dot(y, weight, input_precision=PRECISION) + tl.load(BIAS_1 + hidden)[None, :]
-        h = tl.maximum(h, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dtype)  # relu(y W1^T + b1)
-        weight = tl.load(WEIGHT_2 + channel[None, :] * HIDDEN + hidden[:, None])
-        out = tl.dot(h, weight, out, input_precision=PRECISION)  # out += h W2^T
-    out += tl.load(BIAS_2 + channel)[None, :]
-    # Loaded once more: that is cheaper than keeping it in registers over the loop.
-    out += load_positions(X, position, C, channel, 1, M)
-    at = OUT + position[:, None] * C + channel[None, :]
-    tl.store(at, out.to(OUT.dtype.element_ty), mask=(position < M)[:, None])
-
-
-@block_sizes(
-    {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 2},
-    float32={"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1},
-    hip={"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1},
-    hip_float32={"BLOCK_M": 32, "BLOCK_N": 16, "num_warps": 8, "num_stages": 1},
-)
-@triton.jit
-def transition_backward_input_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, WEIGHT_1, BIAS_1, WEIGHT_2, BIAS_2, GRAD_OUT, GRAD_X, SUMS, M,
-    eps: tl.constexpr, C: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute dx from dout: dh = dout W2 where h > 0, dy = dh W1, then through the norm, plus dout.
-
-    GRAD_OUT, X and GRAD_X are [M, C]; SUMS [programs, 3, C] are those over the program's rows for
-    b2 and for the norm's weight and bias. A program owns BLOCK_M rows.
-    """
-    position = index(tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), WIDE)
-    channel = tl.arange(0, C)
-    inside = (position < M)[:, None]
-    dtype = WEIGHT_1.dtype.element_ty
-    y = load_norm(X, NORM_WEIGHT, NORM_BIAS, position, M, dtype, eps, C)
-    at = GRAD_OUT + position[:, None] * C + channel[None, :]
-    grad_out = tl.load(at, mask=inside, other=0.0).to(dtype)
-    grad_y = tl.zeros([BLOCK_M, C], tl.float32)
-    for first in tl.range(0, HIDDEN, BLOCK_N):
-        hidden = first + tl.arange(0, BLOCK_N)
-        weight_1 = tl.load(WEIGHT_1 + hidden[:, None] * C + channel[None, :])
-        h = tl.dot(y, tl.trans(weight_1), input_precision=PRECISION)
-        h = h + tl.load(BIAS_1 + hidden)[None, :]
-        weight_2 = tl.load(WEIGHT_2 + channel[:, None] * HIDDEN + hidden[None, :])
-        grad_h = tl.dot(grad_out, weight_2, input_precision=PRECISION)  # dout W2
-        grad_h = tl.where(h > 0, grad_h, 0.0).to(dtype)
-        grad_y = tl.dot(grad_h, weight_1, grad_y, input_precision=PRECISION)  # dy += dh W1
-    x, rstd = normalise(load_positions(X, position, C, channel, 1, M), True, eps, C)
-    grad_out = load_positions(GRAD_OUT, position, C, channel, 1, M)
-    tl.store(SUMS + tl.program_id(0) * 3 * C + channel, tl.sum(grad_out, 0))
-    store_norm_gradients(SUMS + (tl.program_id(0) + 1) * C, grad_y, x, C)
-    grad_x = norm_backward(grad_y * tl.load(NORM_WEIGHT + channel)[None, :], x, rstd, C) + grad_out
-    at = GRAD_X + position[:, None] * C + channel[None, :]
-    tl.store(at, grad_x.to(GRAD_X.dtype.element_ty), mask=inside)
-
-
-@block_sizes(
-    {"BLOCK_M": 64, "BLOCK_N": 128, "PROGRAMS": 132, "num_warps": 8},
-    float32={"BLOCK_M": 32, "BLOCK_N": 32, "PROGRAMS": 528},
-    hip={"BLOCK_M": 32, "BLOCK_N": 32, "PROGRAMS": 528, "num_warps": 4},
-    hip_float32={"BLOCK_M": 32, "BLOCK_N": 16, "PROGRAMS": 528},
-)
-@triton.jit
-def transition_backward_weights_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, WEIGHT_1, BIAS_1, WEIGHT_2, BIAS_2, GRAD_OUT, SUMS, M,
-    eps: tl.constexpr, C: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PROGRAMS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute dW1 = dh^T y, db1 = sum dh and dW2 = dout^T relu(h), with dh = dout W2 where h > 0.
-
-    SUMS [PROGRAMS, HIDDEN x C + HIDDEN + C x HIDDEN] are dW1, db1 and dW2. A program owns BLOCK_N
-    hidden channels of one of these rows, the sums over every PROGRAMS-th block of BLOCK_M rows.
-    """
-    hidden = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    channel = tl.arange(0, C)
-    dtype = WEIGHT_1.dtype.element_ty
-    # [BLOCK_N, C] both, and [BLOCK_N, BLOCK_M] what they make: so products of these, which take
-    # rows of hidden channels, read them from registers.
-    weight_1 = tl.load(WEIGHT_1 + hidden[:, None] * C + channel[None, :])
-    weight_2 = tl.load(WEIGHT_2 + channel[None, :] * HIDDEN + hidden[:, None])
-    bias = tl.load(BIAS_1 + hidden)[:, None]
-    grad_weight_1 = tl.zeros([BLOCK_N, C], tl.float32)
-    grad_bias_1 = tl.zeros([BLOCK_N], tl.float32)
-    grad_weight_2 = tl.zeros([BLOCK_N, C], tl.float32)
-    for start in range(tl.program_id(1) * BLOCK_M, M, PROGRAMS * BLOCK_M):
-        position = index(start + tl.arange(0, BLOCK_M), WIDE)
-        y = load_norm(X, NORM_WEIGHT, NORM_BIAS, position, M, dtype, eps, C)
-        at = GRAD_OUT + position[:, None] * C + channel[None, :]
-        grad_out = tl.load(at, mask=(position < M)[:, None], other=0.0).to(dtype)
-        h = tl.dot(weight_1, tl.trans(y), input_precision=PRECISION) + bias
-        grad_h = tl.dot(weight_2, tl.trans(grad_out), input_precision=PRECISION)  # (dout W2)^T
-        grad_h = tl.where(h > 0, grad_h, 0.0)
-        grad_bias_1 += tl.sum(grad_h, 1)
-        # dW1 += dh^T y
-        grad_weight_1 = tl.dot(grad_h.to(dtype), y, grad_weight_1, input_precision=PRECISION)
-        h = tl.maximum(h, 0.0).to(dtype)
-        # dW2^T += relu(h)^T dout
-        grad_weight_2 = tl.dot(h, grad_out, grad_weight_2, input_precision=PRECISION)
-    SUMS += tl.program_id(1) * (2 * HIDDEN * C + HIDDEN)
-    tl.store(SUMS + hidden[:, None] * C + channel[None, :], grad_weight_1)
-    SUMS += HIDDEN * C
-    tl.store(SUMS + hidden, grad_bias_1)
-    SUMS += HIDDEN
-    tl.store(SUMS + channel[None, :] * HIDDEN + hidden[:, None], grad_weight_2)
-
-
-def transition_options(kernel: str, x: Tensor, weight_1: Tensor) -> dict[str, int | bool | str]:
-    """Return what a kernel of the transition of x [..., C] is told."""
-    chosen, (hidden, dim) = blocks(kernel, weight_1.dtype), weight_1.shape
-    chosen["BLOCK_N"] = min(chosen["BLOCK_N"], hidden)
-    chosen |= {"M": x.numel() // dim, "C": dim, "HIDDEN": hidden}
-    return {**chosen, "WIDE": x.numel() >= 2**31, "PRECISION": dot_precision(weight_1.dtype)}
-
-
-class TransitionFunction(torch.autograd.Function):
-    """Compute x + transition(x), x [..., C].
-
-    The parameters are weight and bias of the norm, of the first and of the second projection. Kept
-    for later: x alone.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, eps: float, *parameters: Tensor) -> Tensor:
-        x, dtype = x.contiguous(), gemm_dtype(x)
-        inputs = x, *with_casts(parameters, dtype)
-        ctx.save_for_backward(*inputs)
-        ctx.eps, ctx.parameters = eps, parameters
-        out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, dtype))
-        options = transition_options("transition_forward", x, inputs[3])
-        grid = (triton.cdiv(options["M"], options["BLOCK_M"]),)
-        wrap_triton(transition_forward_kernel)[grid](*inputs, out, eps=eps, **options)
-        return out
-
-    @without_second_derivative
-    def backward(ctx, grad_out: Tensor):
-        grad_out, inputs = grad_out.contiguous(), ctx.saved_tensors
-        x, _, _, weight_1, *_ = inputs
-        options = transition_options("transition_backward_input", x, weight_1)
-        programs, grad_x = triton.cdiv(options["M"], options["BLOCK_M"]), torch.empty_like(x)
-        sums = x.new_empty(programs, 3, x.shape[-1], dtype=torch.float32)
-        launch = wrap_triton(transition_backward_input_kernel)[(programs,)]
-        launch(*inputs, grad_out, grad_x, sums, eps=ctx.eps, **options)
-
-        def compute(grad_linears: Tensor, grad_bias_and_norm: Tensor) -> None:
-            options = transition_options("transition_backward_weights", x, weight_1)
-            slices = triton.cdiv(options["HIDDEN"], options["BLOCK_N"])
-            programs = triton.cdiv(options["PROGRAMS"], slices)
-            programs = min(programs, triton.cdiv(options["M"], options["BLOCK_M"]))
-            options["PROGRAMS"] = programs
-            parts = x.new_empty(programs, len(grad_linears), dtype=torch.float32)
-            launch = wrap_triton(transition_backward_weights_kernel)[(slices, programs)]
-            launch(*inputs, grad_out, parts, eps=ctx.eps, **options)
-            sum_parts(parts, grad_linears)
-            sum_parts(sums, grad_bias_and_norm)
-
-        norm, linears, bias_2 = ctx.parameters[:2], ctx.parameters[2:5], ctx.parameters[5]
-        groups = linears, (bias_2, *norm)
-        return grad_x, None, *parameter_gradients(ctx, groups, compute, grad_out, sums, *inputs)
-
-
-# A transition of rows too wide for that. The hidden layer is kept; its bias and its ReLU are in the
-# product that makes it.
-
-
-class WideTransitionFunction(torch.autograd.Function):
-    """Compute x + transition(x) as TransitionFunction does.
-
-    Kept for later: x and the hidden layer after its ReLU; in float32 y as well.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, eps: float, *parameters: Tensor) -> Tensor:
-        x, dtype = x.contiguous(), gemm_dtype(x)
-        norm = with_casts(parameters[:2], dtype)
-        weight_1, bias_1, weight_2, bias_2 = (cast_of(p, dtype) for p in parameters[2:])
-        y = layer_norm(x, *norm, eps, dtype)
-        # The library's product adds the bias, and ends with the ReLU.
-        relu = torch._addmm_activation(bias_1, y.flatten(0, -2), weight_1.t())
-        relu = relu.view(*y.shape[:-1], -1)
-        normed = y if dtype == torch.float32 else None
-        ctx.save_for_backward(x, relu, weight_1, weight_2, normed, *norm)
-        ctx.eps, ctx.parameters = eps, parameters
-        return x + F.linear(relu, weight_2, bias_2)
-
-    @without_second_derivative
-    def backward(ctx, grad_out: Tensor):
-        x, relu, weight_1, weight_2, normed, *norm = ctx.saved_tensors
-        grad_out, dtype = grad_out.contiguous(), relu.dtype
-        grad = grad_out.to(dtype)
-        grad_h = grad @ weight_2
-        torch.ops.aten.threshold_backward.grad_input(grad_h, relu, 0, grad_input=grad_h)
-        inputs = x, NormParameters(*norm), NormSettings(ctx.eps, dtype)
-        grad_x, sums = norm_project_backward(*inputs, grad_h @ weight_1, None, grad_out)
-
-        def compute(grad_norm: Tensor, grad_linear_1: Tensor, grad_linear_2: Tensor) -> None:
-            sum_parts(sums, grad_norm)
-            y = layer_norm(x, *norm, ctx.eps, dtype) if normed is None else normed
-            linear_gradients_out(grad_h, y, grad_linear_1)
-            linear_gradients_out(grad, relu, grad_linear_2)
-
-        groups = ctx.parameters[:2], ctx.parameters[2:4], ctx.parameters[4:]
-        read = [grad, relu, grad_h, x, sums]
-        read += [] if normed is None else [normed]
-        return grad_x, None, *parameter_gradients(ctx, groups, compute, *read)
-
-
-# The loss of a head: cross-entropies of its logits, where a position counts. The distogram's logits
-# are the sum of those of a pair and of its mirror image. The backward pass reads them again.
-
-
-@triton.jit
-def head_logits(
-    LOGITS, b, row, N, ROWS_OF_SAMPLE, PAIRS: tl.constexpr, BINS: tl.constexpr,
-    BLOCK_BINS: tl.constexpr,
-):  # fmt: skip
-    """Load the logits [rows, BINS] of sample b, with PAIRS plus those of the mirrored pairs.
-
-    They are [B, rows, BINS] in memory. Beyond BINS they are -inf.
-    """
-    label = tl.arange(0, BLOCK_BINS)
-    inside = (row < ROWS_OF_SAMPLE)[:, None] & (label < BINS)[None, :]
-    LOGITS += b * ROWS_OF_SAMPLE * BINS
-    at = row.to(tl.int64)[:, None] * BINS + label[None, :]
-    logits = tl.load(LOGITS + at, mask=inside, other=0.0).to(tl.float32)
-    if PAIRS:
-        at = (row % N * N + row // N).to(tl.int64)[:, None] * BINS + label[None, :]
-        logits += tl.load(LOGITS + at, mask=inside, other=0.0).to(tl.float32)
-    return tl.where((label < BINS)[None, :], logits, float("-inf"))
-
-
-@block_sizes({"BLOCK_M": 64})
-@triton.jit
-def head_loss_kernel(
-    LOGITS, TARGETS, COUNTED, COUNTS, LOSSES, N, ROWS_OF_SAMPLE, factor: tl.constexpr,
-    PAIRS: tl.constexpr, BINS: tl.constexpr, BLOCK_BINS: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Add up factor / max(count, 1) * cross-entropy over the rows that count: LOSSES [B, tiles].
-
-    LOGITS is [B, rows, BINS], TARGETS and COUNTED are [B, rows], COUNTS [B] the number of rows that
-    count. A program owns BLOCK_M rows of a sample.
-    """
-    tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    logits = head_logits(LOGITS, b, row, N, ROWS_OF_SAMPLE, PAIRS, BINS, BLOCK_BINS)
-    at, inside = b * ROWS_OF_SAMPLE + row, row < ROWS_OF_SAMPLE
-    target = tl.load(TARGETS + at, mask=inside, other=0)
-    counted = tl.load(COUNTED + at, mask=inside, other=0) != 0
-    is_target = tl.arange(0, BLOCK_BINS)[None, :] == target[:, None]
-    highest = tl.max(logits, 1)
-    error = tl.log(tl.sum(tl.exp(logits - highest[:, None]), 1)) + highest
-    error -= tl.sum(tl.where(is_target, logits, 0.0), 1)
-    scale = factor / tl.maximum(tl.load(COUNTS + b), 1)
-    tl.store(
-        LOSSES + b * tl.num_programs(0) + tile, tl.sum(tl.where(counted, error, 0.0), 0) * scale
-    )
-
-
-@block_sizes({"BLOCK_M": 64})
-@triton.jit
-def head_loss_backward_kernel(
-    LOGITS, TARGETS, COUNTED, COUNTS, GRAD, GRAD_LOGITS, N, ROWS_OF_SAMPLE, factor: tl.constexpr,
-    PAIRS: tl.constexpr, BINS: tl.constexpr, BLOCK_BINS: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Compute dlogits = factor / max(count, 1) * dloss * (softmax(logits) - onehot).
-
-    It is 0 in rows that do not count. GRAD [] is dloss, GRAD_LOGITS is [B, rows, BINS]. With PAIRS
-    it is twice as much: the logits of a pair are those of its mirror image, too. A program owns
-    BLOCK_M rows of a sample.
-    """
-    tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row, label = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_BINS)
-    logits = head_logits(LOGITS, b, row, N, ROWS_OF_SAMPLE, PAIRS, BINS, BLOCK_BINS)
-    at, inside = b * ROWS_OF_SAMPLE + row, row < ROWS_OF_SAMPLE
-    target = tl.load(TARGETS + at, mask=inside, other=0)
-    counted = tl.load(COUNTED + at, mask=inside, other=0) != 0
-    grad = tl.exp(logits - tl.max(logits, 1)[:, None])
-    grad /= tl.sum(grad, 1)[:, None]
-    grad -= (label[None, :] == target[:, None]).to(tl.float32)
-    grad *= tl.load(GRAD).to(tl.float32) * (factor / tl.maximum(tl.load(COUNTS + b), 1))
-    if PAIRS:
-        grad *= 2
-    grad = tl.where(counted[:, None], grad, 0.0)
-    at = GRAD_LOGITS + at[:, None] * BINS + label[None, :]
-    mask = inside[:, None] & (label < BINS)[None, :]
-    tl.store(at, grad.to(GRAD_LOGITS.dtype.element_ty), mask=mask)
-
-
-class HeadLoss(torch.autograd.Function):
-    """Average cross-entropies over what counts of each protein, then over the batch -> scalar.
-
-    The result is `weight` times as much. logits [B, S, N, bins], targets and counted [B, S, N];
-    with `pairs` S is N, and the logits are those of a pair plus those of its mirror image.
-    """
-
-    @staticmethod
-    def forward(
-        ctx, logits: Tensor, targets: Tensor, counted: Tensor, pairs: bool, weight: float
-    ) -> Tensor:
-        logits, targets, counted = (t.contiguous() for t in (logits, targets, counted))
-        samples, depth, length, bins = logits.shape
-        counts = counted.flatten(1).sum(1)
-        options = {"N": length, "ROWS_OF_SAMPLE": depth * length, "PAIRS": pairs, "BINS": bins}
-        options |= {"BLOCK_BINS": triton.next_power_of_2(bins), "factor": weight / samples}
-        options |= blocks("head_loss")
-        grid = triton.cdiv(depth * length, options["BLOCK_M"]), samples
-        losses = logits.new_empty(math.prod(grid), 1, dtype=torch.float32)
-        launch = wrap_triton(head_loss_kernel)[grid]
-        launch(logits, targets, counted, counts, losses, **options)
-        ctx.save_for_backward(logits, targets, counted, counts)
-        ctx.grid, ctx.options = grid, options
-        return sum_parts(losses)[0]
-
-    @without_second_derivative
-    def backward(ctx, grad: Tensor):
-        grad_logits = torch.empty_like(ctx.saved_tensors[0])
-        launch = wrap_triton(head_loss_backward_kernel)[ctx.grid]
-        launch(*ctx.saved_tensors, grad, grad_logits, **ctx.options)
-        return grad_logits, None, None, None, None
-
-
-# --- model
-
-AMINO_ACIDS = "ARNDCQEGHILKMFPSTWYV"
-UNKNOWN, GAP, MASK = 20, 21, 22
-NUM_TOKENS = 23  # the 20 amino acids, unknown, gap, masked
-MAX_OFFSET = 32  # relative positions are clipped at +-32 residues
-NUM_BINS, FIRST_EDGE, LAST_EDGE = 64, 2.0, 22.0  # distogram, in Angstrom
-BIN_WIDTH = (LAST_EDGE - FIRST_EDGE) / NUM_BINS
-
-
-def one_hot(tokens: Tensor, classes: int) -> Tensor:
-    """Turn tokens [...] into float32 [..., classes], 1 at the token and 0 elsewhere."""
-    return (tokens[..., None] == torch.arange(classes, device=tokens.device)).float()
-
-
-def gemm_dtype(x: Tensor) -> torch.dtype:
-    """Return the type in which a matrix product takes x here."""
-    kind = x.device.type
-    cast = not x.is_meta and torch.is_autocast_enabled(kind)  # on "meta" FLOPs are counted
-    return torch.get_autocast_dtype(kind) if cast else x.dtype
-
-
-class InputEmbedder(nn.Module):
-    """Embed an alignment as MSA and pair representation (AF2 SI, algorithms 3 to 5)."""
-
-    def __init__(self, config: ModelConfig, fusions: Fusions):
-        super().__init__()
-        self.linear_tf_z_i = nn.Linear(NUM_TOKENS, config.pair_dim)
-        self.linear_tf_z_j = nn.Linear(NUM_TOKENS, config.pair_dim)
-        self.linear_tf_m = nn.Linear(NUM_TOKENS, config.msa_dim)
-        self.linear_msa_m = nn.Linear(NUM_TOKENS, config.msa_dim)
-        self.linear_relpos = nn.Linear(2 * MAX_OFFSET + 1, config.pair_dim)
-        self.fused = fusions.embedding_fusion
-
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Embed tokens [B, S, N] -> msa [B, S, N, c_m], pair [B, N, N, c_z]."""
-        position = torch.arange(tokens.shape[-1], device=tokens.device)
-        offset = (position[:, None] - position).clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
-        if self.fused:
-            query = tokens[:, 0]
-            pair = (
-                (self.linear_tf_z_i, query[:, :, None]),
-                (self.linear_tf_z_j, query[:, None]),
-                (self.linear_relpos, offset),
-            )
-            msa = (self.linear_tf_m, query[:, None]), (self.linear_msa_m, tokens)
-            return embed(msa), embed(pair)
-        alignment = one_hot(tokens, NUM_TOKENS)
-        query = alignment[:, 0]
-        pair = self.linear_tf_z_i(query)[:, :, None] + self.linear_tf_z_j(query)[:, None]
-        pair = pair + self.linear_relpos(one_hot(offset, 2 * MAX_OFFSET + 1))
-        return self.linear_msa_m(alignment) + self.linear_tf_m(query)[:, None], pair
-
-
-class EmbeddingFunction(torch.autograd.Function):
-    """Add up projections of one-hot vectors -> [..., C].
-
-    ones [..., columns] are the vectors side by side and, in the next column, a one for the biases,
-    padded with zeros. The parameters are weight and bias of each projection in turn. One product
-    replaces a product, and a sum, for each of them.
-    """
-
-    @staticmethod
-    def forward(ctx, ones: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.save_for_backward(ones)
-        ctx.parameters = parameters
-        bias = torch.stack(parameters[1::2], 1).sum(1, keepdim=True)
-        weight = torch.cat([*parameters[::2], bias], 1).to(ones.dtype)
-        return F.linear(ones, F.pad(weight, (0, ones.shape[-1] - weight.shape[1])))
-
-    @without_second_derivative
-    def backward(ctx, grad: Tensor):
-        (ones,), grad = ctx.saved_tensors, grad.flatten(0, -2)
-        widths = [weight.shape[1] for weight in ctx.parameters[::2]]
-
-        def compute(*outs: Tensor) -> None:
-            columns = torch.empty(grad.shape[1], ones.shape[-1], device=grad.device)
-            matmul_out(grad, ones.flatten(0, -2), columns, direct=True)
-            *parts, rest = columns.split([*widths, columns.shape[1] - sum(widths)], 1)
-            for part, weight, bias in zip(parts, outs[::2], outs[1::2], strict=True):
-                weight.view_as(part).copy_(part)
-                bias.copy_(rest[:, 0])
-
-        groups = [[parameter] for parameter in ctx.parameters]
-        return None, *parameter_gradients(ctx, groups, compute, grad, ones)
-
-
-def embed(parts: Sequence[tuple[nn.Linear, Tensor]]) -> Tensor:
-    """Embed by several projections, given where the vector of each has its one [...]."""
-    linears, places = zip(*parts, strict=True)
-    parameters = parameters_of(*linears)
-    ends = [*itertools.accumulate(linear.in_features for linear in linears)]
-    places = [place.long() + first for place, first in zip(places, (0, *ends), strict=False)]
-    places = torch.broadcast_tensors(*places, torch.full_like(places[0], ends[-1]))
-    width = triton.cdiv(ends[-1] + 1, 8) * 8  # a GEMM reads 16 bytes at a time
-    shape, dtype = (*places[0].shape, width), gemm_dtype(parameters[0])
-    ones = torch.zeros(shape, device=places[0].device, dtype=dtype)
-    return EmbeddingFunction.apply(ones.scatter_(-1, torch.stack(places, -1), 1.0), *parameters)
-
-
-def parameters_of(*modules: nn.Module) -> list[nn.Parameter]:
-    """Return weight and bias of each module in turn."""
-    return [parameter for module in modules for parameter in (module.weight, module.bias)]
-
-
-def keep_separate_names(
-    parent: nn.Module, fused: str, parts: tuple[str, ...], biased: tuple[str, ...], heads: int = 1
-) -> None:
-    """Have state_dict list the rows of `parent.<fused>` under the names of its parts.
-
-    They are loaded from these, too. The parts are equally wide. Their rows run head by head and,
-    within a head, part by part; `biased` are the parts that have a bias.
-    """
-
-    def names(prefix: str) -> dict[str, list[str]]:
-        owners = {"weight": parts, "bias": biased}
-        return {
-            f"{prefix}{fused}.{kind}": [f"{prefix}{part}.{kind}" for part in with_kind]
-            for kind, with_kind in owners.items()
-        }
-
-    def split(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: dict) -> None:
-        for merged, separate in names(prefix).items():
-            rows = state.pop(merged).unflatten(0, (heads, len(separate), -1))
-            state.update({name: rows[:, i].flatten(0, 1) for i, name in enumerate(separate)})
-
-    def merge(module: nn.Module, state: dict[str, Tensor], prefix: str, *unused) -> None:
-        for merged, separate in names(prefix).items():
-            # Otherwise load_state_dict reports what is missing.
-            if all(name in state for name in separate):
-                rows = [state.pop(name).unflatten(0, (heads, -1)) for name in separate]
-                state[merged] = torch.stack(rows, dim=1).flatten(0, 2)
-
-    parent.register_state_dict_post_hook(split)
-    parent.register_load_state_dict_pre_hook(merge)
-
-
-class QKVGLinear(nn.Module):
-    """Query, key, value and gate projection as one GEMM; only the gate has a bias."""
-
-    def __init__(self, dim: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(4 * dim, dim))
-        self.bias = nn.Parameter(torch.empty(dim))
-
-
-class GatedAttention(nn.Module):
-    """Attend along one axis in several heads, with a sigmoid gate: the base of four attentions."""
-
-    def __init__(self, dim: int, heads: int, fusions: Fusions):
-        super().__init__()
-        self.heads, self.head_dim = heads, dim // heads
-        self.fused = fusions.triton_attention
-        if self.fused:
-            parts = ("linear_q", "linear_k", "linear_v", "linear_g")
-            self.linear_qkvg = QKVGLinear(dim)
-            keep_separate_names(self, "linear_qkvg", parts, biased=("linear_g",), heads=heads)
-        else:
-            self.linear_q = nn.Linear(dim, dim, bias=False)
-            self.linear_k = nn.Linear(dim, dim, bias=False)
-            self.linear_v = nn.Linear(dim, dim, bias=False)
-            self.linear_g = nn.Linear(dim, dim)
-        self.linear_o = nn.Linear(dim, dim)
-
-    def attend(
-        self,
-        x: Tensor,
-        bias: Tensor | None = None,
-        present: Tensor | None = None,
-        columns: bool = False,
-    ) -> Tensor:
-        """Let each of the R rows of x [B, R, N, C] attend to itself.
-
-        bias [B, H, N, N] is the same for all rows, and so is present [B, N], which is False for
-        padding, that nobody attends to. With `columns` each of the N columns attends to itself, and
-        the bias is [B, H, R, R], present [B, R].
-        """
-        if present is not None:
-            bias = x.new_zeros(1) if bias is None else bias
-            # a weight of 0, and no NaN where all keys are padding, nor in float16
-            bias = bias.masked_fill(~present[:, None, None], -1e4)
-        if columns:
-            return self.attend(x.transpose(1, 2), bias).transpose(1, 2)
-        linears = (self.linear_q, self.linear_k, self.linear_v, self.linear_g)
-        q, k, v, gate = (linear(x) for linear in linears)
-        heads = (self.heads, self.head_dim)
-        q, k, v = (t.flatten(0, 1).unflatten(-1, heads).transpose(1, 2) for t in (q, k, v))
-        scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)  # [B x R, H, N, N]
-        if bias is not None:
-            scores = (scores.unflatten(0, x.shape[:2]) + bias[:, None]).flatten(0, 1)
-        out = (scores.softmax(-1) @ v).transpose(1, 2).reshape(x.shape)
-        return self.linear_o(torch.sigmoid(gate) * out)
-
-    def attend_fused(
-        self,
-        norm: nn.LayerNorm,
-        x: Tensor,
-        present: Tensor | None = None,
-        bias: Tensor | None = None,
-        heads: nn.Linear | None = None,
-        columns: bool = False,
-    ) -> Tensor:
-        """Compute x + the attention of norm(x), norm and residual in the projections' kernels.
-
-        With `heads`, the projection to a pair bias, the bias comes from the same norm. A bias that
-        is given knows which keys are present.
-        """
-        linear, settings = self.linear_qkvg, (columns, None if heads is None else present)
-        x, qkvg, own_bias = normed_projection(norm, x, linear.weight, None, heads, *settings)
-        if heads is not None:
-            bias = own_bias
-        elif present is not None:
-            every = present[:, None, None].expand(-1, self.heads, present.shape[1], -1)
-            bias = torch.where(every, 0.0, -1e4)
-        qkvg = qkvg.unflatten(-1, (self.heads, 4, -1))
-        out = GatedAttentionFunction.apply(qkvg, linear.bias, bias, columns)
-        return Projection.apply(out, x, *parameters_of(self.linear_o))
-
-
-def normed_projection(
-    norm: nn.LayerNorm,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    heads: nn.Linear | None = None,
-    ending: bool = False,
-    present: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return x, its projection after the norm, and a pair bias: use this x, see NormProjection."""
-    parameters = norm.weight, norm.bias, weight, bias, None if heads is None else heads.weight
-    settings = NormSettings(norm.eps, gemm_dtype(x), ending, present)
-    return NormProjection.apply(x, settings, *parameters)
-
-
-class MSARowAttentionWithPairBias(GatedAttention):
-    """Let residues attend to each other, biased by their pair (AF2 SI, algorithm 7)."""
-
-    def __init__(self, config: ModelConfig, fusions: Fusions):
-        super().__init__(config.msa_dim, config.num_heads_msa, fusions)
-        self.layer_norm_m = nn.LayerNorm(config.msa_dim)
-        self.layer_norm_z = nn.LayerNorm(config.pair_dim)
-        self.linear_z = nn.Linear(config.pair_dim, config.num_heads_msa, bias=False)
-
-    def forward(
-        self, msa: Tensor, pair: Tensor, residues: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Update msa [B, S, N, c_m] from it, pair [B, N, N, c_z], residues [B, N]; return both."""
-        if self.fused:
-            norm, heads = self.layer_norm_z, self.linear_z
-            pair, _, bias = normed_projection(norm, pair, None, None, heads, present=residues)
-            return self.attend_fused(self.layer_norm_m, msa, bias=bias), pair
-        bias = self.linear_z(self.layer_norm_z(pair)).permute(0, 3, 1, 2)
-        return msa + self.attend(self.layer_norm_m(msa), bias, residues), pair
-
-
-class MSAColumnAttention(GatedAttention):
-    """Let sequences attend to each other at one residue (AF2 SI, algorithm 8)."""
-
-    def __init__(self, config: ModelConfig, fusions: Fusions):
-        super().__init__(config.msa_dim, config.num_heads_msa, fusions)
-        self.layer_norm_m = nn.LayerNorm(config.msa_dim)
-
-    def forward(self, msa: Tensor, sequences: Tensor | None = None) -> Tensor:
-        """Update msa [B, S, N, c_m]; sequences [B, S] are False for padding."""
-        if self.fused:
-            return self.attend_fused(self.layer_norm_m, msa, sequences, columns=True)
-        return msa + self.attend(self.layer_norm_m(msa), present=sequences, columns=True)
-
-
-class Transition(nn.Module):
-    """Two-layer perceptron on each position."""
-
-    def __init__(self, dim: int, factor: int, fusions: Fusions):
-        super().__init__()
-        self.fused = fusions.transition_fusion
-        self.linear_1 = nn.Linear(dim, factor * dim)
-        self.linear_2 = nn.Linear(factor * dim, dim)
-        self.layer_norm = nn.LayerNorm(dim)  # one launch adds its gradients and the last bias's up
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Update x [..., C]."""
-        if self.fused:
-            # Narrow rows fit into the registers whole.
-            narrow = x.shape[-1] <= 256 // gemm_dtype(x).itemsize
-            function = TransitionFunction if narrow else WideTransitionFunction
-            parameters = parameters_of(self.layer_norm, self.linear_1, self.linear_2)
-            return function.apply(x, self.layer_norm.eps, *parameters)
-        return x + self.linear_2(F.relu(self.linear_1(self.layer_norm(x))))
-
-
-class MSATransition(Transition):
-    """AF2 SI, algorithm 9."""
-
-
-class PairTransition(Transition):
-    """AF2 SI, algorithm 15."""
-
-
-class OuterProductMean(nn.Module):
-    """Update the pair representation from pairs of MSA columns (AF2 SI, algorithm 10)."""
-
-    def __init__(self, config: ModelConfig, fusions: Fusions):
-        super().__init__()
-        hidden = config.outer_product_dim
-        self.fused = fusions.triton_outer_product
-        self.layer_norm = nn.LayerNorm(config.msa_dim)
-        if self.fused:
-            self.linears, parts = nn.Linear(config.msa_dim, 2 * hidden), ("linear_1", "linear_2")
-            keep_separate_names(self, "linears", parts, biased=parts)
-        else:
-            self.linear_1 = nn.Linear(config.msa_dim, hidden)
-            self.linear_2 = nn.Linear(config.msa_dim, hidden)
-        self.linear_out = nn.Linear(hidden * hidden, config.pair_dim)
-
-    def forward(
-        self, msa: Tensor, pair: Tensor, sequences: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Update pair [B, N, N, c_z] from msa [B, S, N, c_m], sequences [B, S]; return both."""
-        if self.fused:
-            msa, ab, _ = normed_projection(self.layer_norm, msa, *parameters_of(self.linears))
-            ab, parameters = ab.unflatten(-1, (2, -1)), parameters_of(self.linear_out)
-            inputs = ab.movedim(-2, 0), pair, sequences
-            return msa, OuterProductWithResidual.apply(*inputs, *parameters)
-        normed, depth = self.layer_norm(msa), msa.shape[1]
-        a, b = self.linear_1(normed), self.linear_2(normed)
-        if sequences is not None:
-            a = a * sequences[:, :, None, None]
-            dtype = torch.promote_types(msa.dtype, torch.float32)
-            depth = sequences.sum(1, dtype=dtype)[:, None, None, None]
-        outer = torch.einsum("bsic,bsjd->bijcd", a, b).flatten(3)
-        # The bias is divided, too, as AlphaFold's code does.
-        return msa, pair + self.linear_out(outer) / (depth + 1e-3)
-
-
-class TriangleMultiplication(nn.Module):
-    """Update each edge from the two others of its triangles, multiplied by `equation`."""
-
-    equation: str
-    incoming: bool
-
-    def __init__(self, config: ModelConfig, fusions: Fusions):
-        super().__init__()
-        dim = config.pair_dim
-        self.fused = fusions.triton_triangle
-        self.layer_norm_in = nn.LayerNorm(dim)
-        parts = ("linear_a_p", "linear_b_p", "linear_a_g", "linear_b_g", "linear_g", "linear_z")
-        if self.fused:
-            self.linears = nn.Linear(dim, 6 * dim)
-            keep_separate_names(self, "linears", parts, biased=parts)
-        else:
-            for part in parts:
-                setattr(self, part, nn.Linear(dim, dim))
-        self.layer_norm_out = nn.LayerNorm(dim)
-
-    def forward(self, pair: Tensor, residues: Tensor | None = None) -> Tensor:
-        """Update pair [B, N, N, c_z]; residues [B, N] are False for padding."""
-        present = None if residues is None else residues[:, :, None] & residues[:, None]
-        if self.fused:
-            norms = parameters_of(self.layer_norm_in, self.layer_norm_out)
-            settings = self.incoming, self.layer_norm_in.eps
-            parameters = *norms, *parameters_of(self.linears)
-            return TriangleMultiplicationFunction.apply(pair, present, *settings, *parameters)
-        x = self.layer_norm_in(pair)
-        a = torch.sigmoid(self.linear_a_g(x)) * self.linear_a_p(x)
-        b = torch.sigmoid(self.linear_b_g(x)) * self.linear_b_p(x)
-        if residues is not None:
-            a = a * present[..., None]
-        product = self.layer_norm_out(torch.einsum(self.equation, a, b))
-        return pair + torch.sigmoid(self.linear_g(x)) * self.linear_z(product)
-
-
-class TriangleMultiplicationOutgoing(TriangleMultiplication):
-    """Update edge ij from the edges ik and jk (AF2 SI, algorithm 11)."""
-
-    equation = "bikc,bjkc->bijc"
-    incoming = False
-
-
-class TriangleMultiplicationIncoming(TriangleMultiplication):
-    """Update edge ij from the edges ki and kj (AF2 SI, algorithm 12)."""
-
-    equation = "bkic,bkjc->bijc"
-    incoming = True
-
-
-class TriangleAttentionStartingNode(GatedAttention):
-    """Let edges ij and ik attend to each other, biased by edge jk (AF2 SI, algorithm 13)."""
-
-    ending = False
-
-    def __init__(self, config: ModelConfig, fusions: Fusions):
-        super().__init__(config.pair_dim, config.num_heads_pair, fusions)
-        self.layer_norm = nn.LayerNorm(config.pair_dim)
-        self.linear = nn.Linear(config.pair_dim, config.num_heads_pair, bias=False)
-
-    def forward(self, pair: Tensor, residues: Tensor | None = None) -> Tensor:
-        """Update pair [B, N, N, c_z]; residues [B, N] are False for padding."""
-        norm, heads, columns = self.layer_norm, self.linear, self.ending
-        if self.fused:
-            return self.attend_fused(norm, pair, residues, heads=heads, columns=columns)
-        normed = norm(pair)
-        bias = heads(normed).permute(0, 3, *((2, 1) if self.ending else (1, 2)))
-        return pair + self.attend(normed, bias, residues, columns)
-
-
-class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
-    """Let edges ij and kj attend to each other, biased by edge ki (AF2 SI, algorithm 14)."""
-
-    ending = True
-
-
-def check_shape(name: str, tensor: Tensor | None, *shape: int) -> None:
-    """Raise ValueError for another shape, or an empty one."""
-    if tensor is not None and (tensor.shape != shape or not tensor.numel()):
-        raise ValueError(f"{name} must be {[*shape]} and not empty, not {[*tensor.shape]}")
-
-
-class EvoformerBlock(nn.Module):
-    """One block of the Evoformer stack, without dropout (AF2 SI, algorithm 6)."""
-
-    def __init__(self, config: ModelConfig, fusions: Fusions, side: SideStreams | None = None):
-        super().__init__()
-        self.dims, self.side = (config.msa_dim, config.pair_dim), side or SideStreams()
-        self.msa_att_row = MSARowAttentionWithPairBias(config, fusions)
-        self.msa_att_col = MSAColumnAttention(config, fusions)
-        self.msa_transition = MSATransition(config.msa_dim, config.transition_factor, fusions)
-        self.outer_product_mean = OuterProductMean(config, fusions)
-        self.tri_mul_out = TriangleMultiplicationOutgoing(config, fusions)
-        self.tri_mul_in = TriangleMultiplicationIncoming(config, fusions)
-        self.tri_att_start = TriangleAttentionStartingNode(config, fusions)
-        self.tri_att_end = TriangleAttentionEndingNode(config, fusions)
-        self.pair_transition = PairTransition(config.pair_dim, config.transition_factor, fusions)
-
-    def forward(
-        self,
-        msa: Tensor,
-        pair: Tensor,
-        sequences: Tensor | None = None,
-        residues: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Update msa [B, S, N, c_m] and pair [B, N, N, c_z].
-
-        sequences [B, S] and residues [B, N] are False for padding, which changes nothing elsewhere.
-        Each part adds its update: a kernel that has the representation at hand does so. What does
-        not fit is refused here, as a kernel goes by the sizes of one input.
-        """
-        (samples, depth, length, _), (msa_dim, pair_dim) = msa.shape, self.dims
-        check_shape("msa", msa, samples, depth, length, msa_dim)
-        check_shape("pair", pair, samples, length, length, pair_dim)
-        check_shape("sequences", sequences, samples, depth)
-        check_shape("residues", residues, samples, length)
-        masks = (m if m is None else m.bool().contiguous() for m in (sequences, residues))
-        sequences, residues = masks
-        parts = [part for part in self.children() if part.fused]
-        parameters = itertools.chain(*(part.parameters() for part in parts))
-        with cast_weights(parameters, gemm_dtype(msa), self.side):
-            msa, pair = self.msa_att_row(msa, pair, residues)
-            msa = self.msa_att_col(msa, sequences)
-            msa = self.msa_transition(msa)
-            msa, pair = self.outer_product_mean(msa, pair, sequences)
-            pair = self.tri_mul_out(pair, residues)
-            pair = self.tri_mul_in(pair, residues)
-            pair = self.tri_att_start(pair, residues)
-            pair = self.tri_att_end(pair, residues)
-            pair = self.pair_transition(pair)
-        return msa, pair
-
-
-def head_loss(logits: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
-    """Average cross-entropies over what counts of each protein, then over the batch -> scalar.
-
-    logits are [B, S, N, bins], targets and counted [B, S, N].
-    """
-    logits = logits.flatten(0, 2).float()
-    error = F.cross_entropy(logits, targets.flatten(), reduction="none").view(counted.shape)
-    error, counted = (error * counted).flatten(1), counted.flatten(1)
-    return (error.sum(1) / counted.sum(1).clamp(min=1)).mean()
-
-
-class DistogramHead(nn.Module):
-    """Predict distances between residues as logits over bins (AF2 SI, section 1.9.8)."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.linear = nn.Linear(config.pair_dim, NUM_BINS)
-
-    def forward(self, pair: Tensor) -> Tensor:
-        """Predict logits [B, N, N, 64], symmetric in the residues, from pair [B, N, N, c_z]."""
-        logits = self.linear(pair)
-        return logits + logits.transpose(1, 2)
-
-    @staticmethod
-    def targets(coords: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:
-        """Find the bin of each distance, and whether it is known -> [B, N, N] both.
-
-        coords are [B, N, 3], in Angstrom; observed is [B, N].
-        """
-        distance = (coords[:, :, None] - coords[:, None]).norm(dim=-1)
-        first, last = FIRST_EDGE + BIN_WIDTH, LAST_EDGE - BIN_WIDTH
-        edges = torch.linspace(first, last, NUM_BINS - 1, device=coords.device)
-        return torch.bucketize(distance, edges), observed[:, :, None] & observed[:, None]
-
-
-class MaskedMSAHead(nn.Module):
-    """Predict the tokens at the masked positions of the alignment (AF2 SI, section 1.9.9)."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.linear = nn.Linear(config.msa_dim, NUM_TOKENS)
-
-    def forward(self, msa: Tensor) -> Tensor:
-        """Predict logits [B, S, N, 23] from msa [B, S, N, c_m]."""
-        return self.linear(msa)
-
-
-class TinyOpenFold(nn.Module):
-    """Chain input embedding, Evoformer stack, distogram and masked-MSA heads."""
-
-    TARGETS = ("true_tokens", "masked", "coords", "observed")
-
-    def __init__(self, config: ModelConfig, fusions: Fusions):
-        super().__init__()
-        self.config, self.fusions, self.side = config, fusions, SideStreams()
-        self.input_embedder = InputEmbedder(config, fusions)
-        blocks = (EvoformerBlock(config, fusions, self.side) for _ in range(config.num_blocks))
-        self.blocks = nn.ModuleList(blocks)
-        self.distogram = DistogramHead(config)
-        self.masked_msa = MaskedMSAHead(config)
-
-    def forward(
-        self,
-        tokens: Tensor,
-        true_tokens: Tensor | None = None,
-        masked: Tensor | None = None,
-        coords: Tensor | None = None,
-        observed: Tensor | None = None,
-        sequences: Tensor | None = None,
-        residues: Tensor | None = None,
-    ) -> Tensor | dict[str, Tensor]:
-        """Predict {"masked_msa": [B, S, N, 23], "distogram": [B, N, N, 64]} from tokens [B, S, N].
-
-        Where tokens are padded, sequences [B, S] and residues [B, N] are False.
-        With the targets return the loss, 0.3 x distogram + 2.0 x masked MSA (AF2 SI, section 1.9).
-        """
-        overlap = self.fusions.overlap and self.fusions.fused_optimizer and torch.is_grad_enabled()
-        trains = all(parameter.requires_grad for parameter in self.input_embedder.parameters())
-        self.side.begin_step(overlap and trains)  # before any product of the library
-        samples, depth, length = tokens.shape
-        # A row of pairs then begins at a multiple of 16 bytes, which kernels and GEMMs load at a
-        # time: 173 residues took longer than 176.
-        kernels = self.fusions.triton_attention or self.fusions.triton_triangle
-        padding = (0, -length % 8) if kernels else (0, 0)
-        if any(padding):
-            if residues is None:
-                residues = tokens.new_ones(samples, length, dtype=torch.bool)
-            tokens, residues = F.pad(tokens, padding, value=GAP), F.pad(residues, padding)
-        msa, pair = self.input_embedder(tokens)
-        if self.side.active:  # the embedding's gradients, the last ones, are on the main stream
-            msa.register_hook(self.side.join)
-            pair.register_hook(self.side.join)
-        for block in self.blocks:
-            inputs = (msa, pair, sequences, residues)
-            if self.config.checkpoint_blocks:  # without random numbers: a block draws none
-                options = {"use_reentrant": False, "preserve_rng_state": False}
-                msa, pair = checkpoint(block, *inputs, **options)
-            else:
-                msa, pair = block(*inputs)
-        if true_tokens is None:
-            masked_msa, distogram = self.masked_msa(msa), self.distogram(pair)
-            distogram = distogram[:, :length, :length]
-            return {"masked_msa": masked_msa[:, :, :length], "distogram": distogram}
-        check_shape("true_tokens", true_tokens, samples, depth, length)
-        check_shape("masked", masked, samples, depth, length)
-        check_shape("coords", coords, samples, length, 3)
-        check_shape("observed", observed, samples, length)
-        masked, observed = masked.bool(), observed.bool()  # 0 and 255, for example
-        if any(padding):  # where nothing counts
-            true_tokens, masked = F.pad(true_tokens, padding), F.pad(masked, padding)
-            coords, observed = F.pad(coords, (0, 0, *padding)), F.pad(observed, padding)
-        bins, known = self.distogram.targets(coords, observed)
-        if self.fusions.loss_fusion:
-            of_pair = parameters_of(self.distogram.linear)
-            of_msa = parameters_of(self.masked_msa.linear)
-            with cast_weights([*of_pair, *of_msa], gemm_dtype(msa), self.side):
-                distogram = Projection.apply(pair, None, *of_pair)
-                masked_msa = Projection.apply(msa, None, *of_msa)
-            self.side.return_workspaces()  # the backward pass, in another thread, has its own
-            distogram = HeadLoss.apply(distogram, bins, known, True, 0.3)
-            return distogram + HeadLoss.apply(masked_msa, true_tokens, masked, False, 2.0)
-        distogram = head_loss(self.distogram(pair), bins, known)
-        return 0.3 * distogram + 2.0 * head_loss(self.masked_msa(msa), true_tokens, masked)
-
-
-def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
-    """Build the model: a seed gives the same weights in every version and fusion setting."""
-    sizes = {n: v for n, v in vars(args).items() if n in ModelConfig.__dataclass_fields__}
-    fusions = Fusions(**{attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS})
-    with device:
-        model = TinyOpenFold(ModelConfig(**sizes), fusions)
-    if device.type != "meta":
-        generator = torch.Generator().manual_seed(args.seed)
-        # Canonical names, so the order of the draws does not depend on what is fused.
-        state = model.state_dict()
-        for name in sorted(state):
-            if name.endswith("bias"):
-                state[name] = torch.zeros(state[name].shape)
-            elif "layer_norm" not in name:
-                head = name.startswith(("distogram", "masked_msa"))  # near-uniform predictions
-                std = state[name].shape[1] ** -0.5 * (0.1 if head else 1)
-                state[name] = torch.empty(state[name].shape).normal_(std=std, generator=generator)
-        model.load_state_dict(state)
-    return model
-
-
-def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
-    """Build AdamW over all parameters: one kernel, or a few launches of PyTorch's own."""
-    if args.fused_optimizer:
-        return FusedAdamW([list(model.parameters())], args.learning_rate, model.side)
-    rate = args.learning_rate
-    if args.device == "cuda":  # a tensor, so that a captured step follows a scheduler
-        rate = torch.tensor(rate, device=next(model.parameters()).device)
-    return torch.optim.AdamW(model.parameters(), rate, fused=True, capturable=args.cuda_graph)
-
-
-# --- data
-# Copied from common/data_openfold.py by tools/sync_common.py: edit it there.
-
-
-@dataclass(frozen=True)
-class Protein:
-    """An alignment with the query in its first row, and the query's structure."""
-
-    tokens: np.ndarray  # [depth, length], uint8
-    coords: np.ndarray  # [length, 3], Angstrom: C-beta, or C-alpha of glycine
-    observed: np.ndarray  # [length], bool: does the structure have this residue?
-    note: str = ""  # what of the files did not match
-
-
-class ProteinBatches:
-    """Crop proteins at random, from host memory, and mask 15 % of the alignment.
-
-    A batch has tokens, true_tokens and masked [B, S, N], coords [B, N, 3] and observed [B, N]. If
-    any protein is smaller than a crop, it is padded, and batches have sequences [B, S] and residues
-    [B, N], which are False for padding.
-    """
-
-    def __init__(
-        self, proteins: list[Protein], args: argparse.Namespace, device: torch.device, seed: int
-    ):  # fmt: skip
-        self.proteins, self.batch_size, self.device = proteins, args.batch_size, device
-        self.num_seqs, self.seq_len = crop = args.num_seqs, args.seq_len
-        self.padded = any((np.array(p.tokens.shape) < crop).any() for p in proteins)
-        self.rng = np.random.default_rng(seed)
-        observed = np.concatenate([protein.observed for protein in proteins])
-        residues = {"residues": len(observed), "observed": int(observed.sum())}
-        self.source = residues if args.msa else {}
-
-    def next_batch(self) -> dict[str, Tensor]:
-        chosen = self.rng.integers(len(self.proteins), size=self.batch_size)
-        crops = [self._crop(self.proteins[i]) for i in chosen]
-        stacked = (torch.from_numpy(np.stack(part)) for part in zip(*crops, strict=True))
-        true_tokens, coords, observed, sequences, residues = stacked
-        masked = torch.from_numpy(self.rng.random(true_tokens.shape, dtype=np.float32) < 0.15)
-        masked &= sequences[:, :, None] & residues[:, None]
-        masked[:, 0, 0] = True  # so that there is always something to predict
-        batch = {"tokens": torch.where(masked, MASK, true_tokens), "true_tokens": true_tokens}
-        batch |= {"masked": masked, "coords": coords, "observed": observed}
-        if self.padded:
-            batch |= {"sequences": sequences, "residues": residues}
-        return {name: value.to(self.device) for name, value in batch.items()}
-
-    def _crop(self, protein: Protein) -> tuple[np.ndarray, ...]:
-        depth, length = protein.tokens.shape
-        others = 1 + self.rng.permutation(depth - 1)[: self.num_seqs - 1]
-        start = self.rng.integers(max(0, length - self.seq_len) + 1)
-        window = slice(start, start + self.seq_len)
-        tokens = protein.tokens[np.concatenate(([0], others)), window].astype(np.int64)
-        depth, length = tokens.shape
-        right = (0, self.seq_len - length)
-        return (
-            np.pad(tokens, ((0, self.num_seqs - depth), right), constant_values=GAP),
-            np.pad(protein.coords[window], (right, (0, 0))),
-            np.pad(protein.observed[window], right),
-            np.arange(self.num_seqs) < depth,
-            np.arange(self.seq_len) < length,
-        )
-
-
-# Synthetic proteins: what kind of local structure a residue is in, helix, strand or loop, decides
-# its geometry and its possible amino acids. Of each: virtual bond angle and torsion between
-# successive residues in degrees, each with its spread.
-GEOMETRY = ((91, 4, 52, 6), (123, 8, -170, 15), (110, 20, 0, 180))
-KINDS = ("ALEMQK", "VIYFWT", "GPNDSR")
-RESIDUES = [[AMINO_ACIDS.index(letter) for letter in kind] for kind in KINDS]
-STEP_LENGTH = 3.8  # Angstrom between the C-alpha atoms of successive residues
-
-
-def synthetic_chains(kinds: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Place residues of these kinds [P, N], each after the last three -> coordinates [P, N, 3]."""
-    geometry = np.deg2rad(np.array(GEOMETRY)[kinds]).transpose(2, 0, 1)
-    mean, spread = geometry[::2], geometry[1::2]
-    angle, torsion = mean + spread * rng.uniform(-1, 1, mean.shape)
-    coords = np.zeros((*kinds.shape, 3))
-    # The last two steps, of unit length.
-    before, last = np.array([[0.0, 1, 0], [1, 0, 0]])[:, None].repeat(len(kinds), 1)
-    for i in range(1, kinds.shape[1]):
-        normal = np.cross(before, last)
-        normal /= np.linalg.norm(normal, axis=-1, keepdims=True)
-        bend, turn = angle[:, i, None], torsion[:, i, None]
-        sideways = np.cos(turn) * np.cross(normal, last) + np.sin(turn) * normal
-        before, last = last, -np.cos(bend) * last + np.sin(bend) * sideways
-        coords[:, i] = coords[:, i - 1] + STEP_LENGTH * last
-    return coords
-
-
-def contact_partners(coords: np.ndarray) -> np.ndarray:
-    """Find for each residue [N] its nearest one, if that is mutual and < 8 Angstrom, or itself."""
-    index = np.arange(len(coords))
-    distance = np.linalg.norm(coords[:, None] - coords, axis=-1)
-    distance[np.abs(index[:, None] - index) < 3] = np.inf  # neighbours in the chain
-    nearest = distance.argmin(1)
-    return np.where((nearest[nearest] == index) & (distance.min(1) < 8), nearest, index)
-
-
-def synthetic_proteins(count: int, depth: int, length: int, seed: int) -> list[Protein]:
-    """Make proteins with helices, strands and loops; residues that touch mutate together."""
-    rng = np.random.default_rng(seed)
-    kinds = rng.integers(3, size=(count, length))
-    stays = rng.random((count, length)) < 0.9  # a stretch has 15 residues on average
-    for i in range(1, length):
-        kinds[:, i] = np.where(stays[:, i], kinds[:, i - 1], kinds[:, i])
-    proteins = []
-    for kind, coords in zip(kinds, synthetic_chains(kinds, rng), strict=True):
-        shape, choices = (depth, length), len(RESIDUES[0])
-        mutation = rng.integers(1, choices, shape) * (rng.random(shape) < 0.3)
-        mutation[0] = 0  # a residue that stays what it is
-        partner = np.minimum(np.arange(length), contact_partners(coords))
-        mutation = mutation[:, partner]  # partners share theirs
-        tokens = np.array(RESIDUES)[kind, (rng.integers(choices, size=length) + mutation) % choices]
-        tokens[1:][rng.random((depth - 1, length)) < 0.03] = GAP
-        observed = np.ones(length, dtype=bool)
-        proteins.append(Protein(tokens.astype(np.uint8), coords.astype(np.float32), observed))
-    return proteins
-
-
-def prepared_protein(path: Path) -> Protein:
-    """Read a protein that examples/proteins.py has prepared."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            tokens, coords, observed = (file[name] for name in ("tokens", "coords", "observed"))
-            depth, length = tokens.shape
-    except Exception as error:  # damage has many names
-        hint = "an alignment needs --structure with it"
-        fail(f"--msa {path}: not a .npz that examples/proteins.py prepared ({error}); {hint}")
-    whole = tokens.dtype.kind in "iu" and depth and length > 1
-    if not whole or tokens.min() < 0 or tokens.max() > GAP or GAP in tokens[0]:
-        must = f"whole numbers [depth, length], 0 to {GAP}, and below in the query"
-        fail(f"--msa {path}: tokens must be {must}")
-    if observed.dtype != bool or observed.shape != (length,) or not observed.any():
-        fail(f"--msa {path}: observed must be bool [{length}], not all False")
-    if coords.shape != (length, 3) or not np.isfinite(coords[observed]).all():
-        fail(f"--msa {path}: coords must be floats [{length}, 3], finite where observed")
-    missing = length - int(observed.sum())
-    note = f"{path}: {missing} of {length} residues have no coordinates" if missing else ""
-    coords = np.where(observed[:, None], coords, 0).astype(np.float32)
-    return Protein(tokens.astype(np.uint8), coords, observed, note)
-
-
-def read_proteins(args: argparse.Namespace) -> list[Protein]:
-    """Read the proteins of --msa and --structure, or prepared ones of --msa alone."""
-    if not args.structure:
-        return [prepared_protein(p) for msa in args.msa for p in sorted(msa.glob("*.npz")) or [msa]]
-    try:
-        from examples import proteins as reader
-
-        found = reader.read_proteins(args.msa, args.structure)
-    except ImportError as error:
-        gemmi = "the package gemmi: pip install gemmi"
-        needed = gemmi if error.name == "gemmi" else "examples/proteins.py beside this script"
-        fail(f"--structure needs {needed}", 4)
-    except reader.InputError as error:
-        fail(str(error))
-    return [Protein(**arrays, note=note) for arrays, note in found]
-
-
-def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> ProteinBatches:
-    """Make the source of training batches: proteins of --msa, or 64 synthetic ones."""
-    if args.msa:
-        proteins = read_proteins(args)
-    else:
-        proteins = synthetic_proteins(64, args.num_seqs, args.seq_len, seed)
-    return ProteinBatches(proteins, args, device, seed)
-
-
-# --- end of data
-
-# --- checks of the model's arguments
-
-
-def without_effect(args: argparse.Namespace) -> dict[str, str]:
-    """Return the fusions without effect under these arguments, on or off, and why."""
-    if not args.cuda_graph:
-        return {"overlap": "it needs a graph, and this run has none"}
-    if not args.fused_optimizer:
-        return {"overlap": "it needs fused-optimizer, which knows where gradients are written"}
-    return {}
-
-
-def missing_kernels(args: argparse.Namespace) -> dict[str, str]:
-    """Return the fusions that have no kernel for these widths on this GPU, and why.
-
-    Wider rows need more shared memory. `needed` bounds what tools/compile_for_amd.py finds for an
-    H100 (sm_90) and an MI300 (gfx942).
-    """
-    missing, dim, most, hip = {}, args.pair_dim, shared_memory(), BACKEND == "hip"
-    dtype = getattr(torch, args.amp_dtype or "bfloat16") if args.use_amp else torch.float32
-    channels = max(args.msa_dim // args.num_heads_msa, dim // args.num_heads_pair)
-    needed = 0 if hip else triton.next_power_of_2(channels) * (1024 + 516 * dtype.itemsize)
-    if channels > 64:
-        missing["triton_attention"] = f"its kernels take up to 64 channels per head, not {channels}"
-    elif needed > most:
-        missing["triton_attention"] = too_wide(f"a head of {channels} channels", needed, most)
-    needed = (max(dim, 128) if hip else 384) * dim * dtype.itemsize
-    if dim < 16 or dim.bit_count() != 1:
-        missing["triton_triangle"] = f"--pair-dim {dim} is no power of two from 16"
-    elif needed > most:
-        missing["triton_triangle"] = too_wide(f"--pair-dim {dim}", needed, most)
-    held = 512 // dtype.itemsize  # channels of a row that a program holds whole
-    for name, rows, width_most in (
-        ("triton_attention", "msa pair", 1024),
-        ("triton_outer_product", "msa", 1024),
-        ("triton_outer_product", "pair", held),
-        ("transition_fusion", "msa pair", 1024),
-    ):
-        for row in rows.split():
-            width = getattr(args, f"{row}_dim")
-            if not 16 <= width <= width_most or width.bit_count() != 1:
-                wrong = f"--{row}-dim {width} is no power of two from 16 to {width_most}"
-                missing[name] = wrong
-    return missing
-
-
-def shared_memory() -> int:
-    """Return the bytes of shared memory, AMD's LDS, that a program can have on this GPU."""
-    if INTERPRETED or not torch.cuda.device_count():
-        return 2**31
-    utils, device = triton.runtime.driver.active.utils, torch.cuda.current_device()
-    return utils.get_device_properties(device)["max_shared_mem"]  # as Triton asks at a launch
-
-
-def too_wide(width: str, needed: int, most: int) -> str:
-    """Say that a kernel needs more than the GPU has for a width, in bytes of shared memory."""
-    return f"{width} needs {needed // 1024} KiB of shared memory, this GPU has {most // 1024}"
-
-
-@cache
-def note_interpreter() -> None:
-    """Say it once, however many runs a study has."""
-    text = "the kernels run on the CPU in Triton's interpreter, right but slow: use small sizes"
-    say("note", text)
-
-
-def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Refuse sizes and inputs that do not fit together; lower what a real protein has less of."""
-    if args.torch_compile:
-        why = "a compiler does not see what V4 launches"
-        parser.error(f"--enable-torch-compile: {why}; tiny_openfold_v3.py can be compiled")
-    for name in ("msa", "pair"):
-        dim, heads = getattr(args, f"{name}_dim"), getattr(args, f"num_heads_{name}")
-        if dim % heads:
-            parser.error(f"--{name}-dim {dim} must be divisible by --num-heads-{name} {heads}")
-    if args.structure and not args.msa:
-        parser.error("--structure FILE needs its alignment: --msa FILE.a3m")
-    if args.msa:
-        proteins = read_proteins(args)
-        for note in filter(None, (protein.note for protein in proteins)):
-            say("note", note)
-        sizes = zip(*(protein.tokens.shape for protein in proteins), strict=True)
-        for name, most in zip(("num_seqs", "seq_len"), map(max, sizes), strict=True):
-            if (size := getattr(args, name)) > most:
-                flag = f"--{name.replace('_', '-')}"
-                say("note", f"{flag} {size} lowered to {most}: no protein of --msa has more")
-                setattr(args, name, most)
-    leave_to_pytorch(args, missing_kernels(args))
-    args.blocks = " ".join(args.blocks or ()) or ModelConfig.blocks
-    if any(getattr(args, name) for _, name, _ in FUSIONS if name != "overlap"):
-        if INTERPRETED:
-            note_interpreter()
-        elif args.device == "cpu" or not torch.cuda.is_available():
-            way_out = "set TRITON_INTERPRET=1, or --disable-all-fusion"
-            fail(f"on a CPU the kernels need Triton's interpreter: {way_out}", status=4)
-
-
 # --- launch
 # Copied from common/launch.py by tools/sync_common.py: edit it there.
 def read_blocks(text: str) -> str:
@@ -3592,6 +3550,7 @@ def leave_to_pytorch(args: argparse.Namespace, reasons: dict[str, str]) -> None:
 
 
 # --- end of launch
+
 
 # --- core
 # Copied from common/core.py by tools/sync_common.py: edit it there.

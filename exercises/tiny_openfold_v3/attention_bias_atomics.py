@@ -37,11 +37,11 @@ import tiny_openfold_v3 as v3
 from exercises.tiny_llama_v3 import measure
 from lab.accuracy import check_close
 from tiny_openfold_v3 import (
-    LOG2E,
     head_of_row,
     length_of,
     load_bias,
     load_rows,
+    score_gradients,
     scores,
     split_program,
 )
@@ -60,12 +60,11 @@ def atomic_bias_kernel(
     """Add dS of `group` rows to a tile of the bias's gradient, as V3 does, but atomically."""
     N = length_of(N, ALIGNED)
     tiles_n = tl.cdiv(N, BLOCK_N)
-    tile, head, g, b = split_program(
-        tl.program_id(0), tl.cdiv(N, BLOCK_M) * tiles_n, H, tl.cdiv(R, group)
-    )  # fmt: skip
+    tiles = tl.cdiv(N, BLOCK_M) * tiles_n
+    tile, head, g, b = split_program(tl.program_id(0), tiles, H, tl.cdiv(R, group))
     query = tile // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
     key = tile % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    bias = load_bias(BIAS + (b * H + head) * N * N, query, key, N, EVEN)
+    bias = load_bias(BIAS, b * H + head, query, key, N, EVEN)
     grad_bias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     first_row = (g * group).to(tl.int32)
     last_row = tl.minimum(g * group + group, R).to(tl.int32)
@@ -81,9 +80,8 @@ def atomic_bias_kernel(
         log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=query < N, other=0.0)
         delta = tl.load(DELTA + at_row + query, mask=query < N, other=0.0)
         s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
-        p = tl.exp2(s * LOG2E - log_sum_exp[:, None])  # P
-        grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)  # dP = dO V^T
-        grad_bias += p * (grad_p - delta[:, None])  # dB += dS
+        _, grad_s = score_gradients(s, log_sum_exp[:, None], delta[:, None], grad, v, PRECISION)
+        grad_bias += grad_s  # dB += dS
     at = (b * H + head) * N * N + query.to(tl.int64)[:, None] * N + key[None, :]
     inside = (query < N)[:, None] & (key < N)[None, :]
     tl.atomic_add(GRAD_BIAS + at, grad_bias, mask=inside, sem="relaxed")
