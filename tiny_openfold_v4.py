@@ -1493,6 +1493,77 @@ def store_norm_gradients(GRAD_NORM, grad, x, C: tl.constexpr):
     tl.store(at + C, tl.sum(grad, 0))
 
 
+@triton.jit
+def load_matrix(X, N, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Load this program's matrix of X [matrices, N, N], or its transpose, in one tile."""
+    i = tl.arange(0, BLOCK_N)[:, None]
+    j = tl.arange(0, BLOCK_N)[None, :]
+    X += tl.program_id(0).to(tl.int64) * N * N
+    at = j * N + i if TRANSPOSED else i * N + j
+    return tl.load(X + at, mask=(i < N) & (j < N), other=0.0)
+
+
+@triton.jit
+def store_matrix(X, x, N, BLOCK_N: tl.constexpr):
+    """Store this program's matrix of X [matrices, N, N]."""
+    i = tl.arange(0, BLOCK_N)[:, None]
+    j = tl.arange(0, BLOCK_N)[None, :]
+    at = X + tl.program_id(0).to(tl.int64) * N * N + i * N + j
+    tl.store(at, x.to(X.dtype.element_ty), mask=(i < N) & (j < N))
+
+
+@block_sizes({"BLOCK_N": 64})
+@triton.jit
+def triangle_product_kernel(
+    A, B, PRODUCT, N, INCOMING: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """Compute X = a b^T, or a^T b if INCOMING, of matrices that fit one tile.
+
+    A, B and PRODUCT are [matrices, N, N]. A program owns a matrix.
+    """
+    a = load_matrix(A, N, INCOMING, BLOCK_N)
+    b = load_matrix(B, N, not INCOMING, BLOCK_N)
+    store_matrix(PRODUCT, tl.dot(a, b, input_precision=PRECISION), N, BLOCK_N)
+
+
+@block_sizes({"BLOCK_N": 64})
+@triton.jit
+def triangle_product_backward_kernel(
+    A, B, GRAD, GRAD_A, GRAD_B, N,
+    INCOMING: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute da = dX b and db = dX^T a, or da = b dX^T and db = a dX if INCOMING.
+
+    All are [matrices, N, N]. A program owns a matrix.
+    """
+    a = load_matrix(A, N, False, BLOCK_N)
+    b = load_matrix(B, N, False, BLOCK_N)
+    grad = load_matrix(GRAD, N, False, BLOCK_N)
+    if INCOMING:
+        grad_a = tl.dot(b, tl.trans(grad), input_precision=PRECISION)
+        grad_b = tl.dot(a, grad, input_precision=PRECISION)
+    else:
+        grad_a = tl.dot(grad, b, input_precision=PRECISION)
+        grad_b = tl.dot(tl.trans(grad), a, input_precision=PRECISION)
+    store_matrix(GRAD_A, grad_a, N, BLOCK_N)
+    store_matrix(GRAD_B, grad_b, N, BLOCK_N)
+
+
+def multiply_triangles(kernel: Callable, *tensors: Tensor, incoming: bool) -> bool:
+    """Launch a kernel of the product of matrices [matrices, N, N] if a matrix fits one tile.
+
+    Return whether it did. Larger ones keep the library's GEMMs busy, which are faster then.
+    """
+    matrices, length, _ = tensors[0].shape
+    dtype = tensors[0].dtype
+    chosen = blocks(kernel.__name__.removesuffix("_kernel"), dtype)
+    fits = length <= chosen["BLOCK_N"]
+    if fits:
+        chosen |= {"N": length, "INCOMING": incoming, "PRECISION": dot_precision(dtype)}
+        wrap_triton(kernel)[(matrices,)](*tensors, **chosen)
+    return fits
+
+
 def triangle_forward(
     x: Tensor, present: Tensor | None, in_weight: Tensor, in_bias: Tensor, out_weight: Tensor,
     out_bias: Tensor, weight: Tensor, bias: Tensor, incoming: bool, eps: float,
@@ -1511,7 +1582,9 @@ def triangle_forward(
     launch = wrap_triton(triangle_project_kernel)[(programs,)]
     launch(x, in_weight, in_bias, weight, bias, in_statistics, present, ab, eps=eps, **options)
     a, b = (half.view(dim * len(x), *x.shape[1:3]) for half in ab.chunk(2))
-    product = torch.bmm(a.mT, b) if incoming else torch.bmm(a, b.mT)
+    product = torch.empty_like(a)
+    if not multiply_triangles(triangle_product_kernel, a, b, product, incoming=incoming):
+        torch.bmm(*((a.mT, b) if incoming else (a, b.mT)), out=product)
     product = product.view(dim, positions)
     programs, options = triangle_options("triangle_output", x, weight)
     launch = wrap_triton(triangle_output_kernel)[(programs,)]
@@ -1554,7 +1627,10 @@ def triangle_backward(
     matrices = (dim * len(x), *x.shape[1:3])
     a, b, grad_a, grad_b = (half.view(matrices) for both in (ab, grad_ab) for half in both.chunk(2))
     grad_product = grad_product.view(matrices)
-    if incoming:  # X = a^T b
+    grads = grad_product, grad_a, grad_b
+    if multiply_triangles(triangle_product_backward_kernel, a, b, *grads, incoming=incoming):
+        pass
+    elif incoming:  # X = a^T b
         torch.bmm(b, grad_product.mT, out=grad_a)
         torch.bmm(a, grad_product, out=grad_b)
     else:  # X = a b^T
