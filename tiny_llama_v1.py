@@ -516,6 +516,7 @@ class Trainer:
             warmup = {"warmup_first_step_ms": first, "warmup_ms": first + others * ms}
             self.groups["timing"] = warmup
         if args.cuda_graph:
+            torch.cuda.reset_peak_memory_stats()  # a replay allocates nothing
             self.capture()
             self.take(1, measured=False)  # the first replay does more
         if self.gpu:
@@ -550,7 +551,6 @@ class Trainer:
 
     def capture(self) -> None:
         """Capture the step as a graph, replayed from now on; one must have run before."""
-        torch.cuda.reset_peak_memory_stats()  # a replay allocates nothing
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self.stream):
             self.loss = self.compute(self.inputs)

@@ -103,7 +103,7 @@ begin with 0 | 8c | is a tile [M, N]: begin it with |
 not stable | 4 | what becomes inf on the way, or 0 | x - tl.max(x, 0) -> x
 sign | 4 | each is -1 times what it should be | e / tl -> -e / tl
 zero | 4 | all is 0: does the result reach the store? | e / tl -> 0.0 * e / tl
-another formula | 7 | no program loads x[0, 17] | X + at + C -> X + at + 1
+another formula | 7 | no program loads x[0, 25] | X + at + C -> X + at + 1
 race | 6 | its number must be part of the address | PARTS + program * C -> PARTS
 atomic | 3 | write to a place of its own | tl.store( -> tl.atomic_add(
 """

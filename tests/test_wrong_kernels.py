@@ -282,7 +282,7 @@ stores twice | 1 | store once: line 12 stores out[0] again |
 through memory | 2 | load once: line 15 loads what it has stored, out |
     tl.store(OUT + at, x + y, mask=inside) -> tl.store(OUT + at, x, mask=inside)\n    tl.store(OUT
     + at, y + tl.load(OUT + at, mask=inside), mask=inside)
-all of it in each program | 2 | Not practised: blocks: line 11 |
+all of it in each program | 2 | Not practised: blocks: line |
     at = tl.program_id(0) * BLOCK -> for i in range(n):\n        tl.store(OUT + i, tl.load(X + i)
     + tl.load(Y + i))\n    at = tl.program_id(0) * BLOCK
 row twice | 4 | load once: line 15 loads x[0, 0] again |
