@@ -18,6 +18,8 @@ from conftest import ROOT, Mistake, call, mistakes, triton_before, with_mistakes
 
 from exercises.explain import explaining
 
+pytestmark = pytest.mark.usefixtures("same_numbers")
+
 ADDRESS = "X is an address, not a tensor: tl.load(X + at) reads numbers"
 SIZE = "a block's size must be known when the kernel is compiled: write BLOCK: tl.constexpr"
 CONDITION = "a condition must be one truth value, and this is a block of them: use a mask"

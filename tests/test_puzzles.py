@@ -65,6 +65,7 @@ FAULTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("same_numbers")
 @pytest.mark.parametrize(("number", "line", "fault", "kind", "where"), FAULTS)
 def test_a_fault_is_named_with_its_place(checker, number, line, fault, kind, where, tmp_path):
     right, text, _ = checker.verdict(

@@ -14,6 +14,8 @@ from conftest import ROOT, captured, mistakes, replaced, with_mistakes
 
 from exercises.your_own_model import check
 
+pytestmark = pytest.mark.usefixtures("same_numbers")
+
 # name | puzzle, 0 is build_a_fusion's | what is said | right -> wrong | ...
 # What begins with blanks goes on with the line before.
 WRONG = r"""
