@@ -403,7 +403,7 @@ USED = "ds_write_b32 v10, v0"
         (["v_pk_add_f32 v[4:5], v[2:3], v[2:3]", "v_mov_b32_e32 v0, v4", USED], True),
         (["ds_write_b32 v2, v1"], True),
         (["v_cmp_gt_f32_e32 vcc, v1, v2"], True),
-        (["v_mov_b32_e32 v0, s9"], True),
+        (["v_mov_b32_e32 v0, s9", USED], True),
         (["s_add_i32 s3, s9, 1"], True),
         (["s_mov_b64 exec, 0xff", "v_mov_b32_e32 v2, 1", "s_mov_b64 exec, -1",
           "v_add_f32_e32 v0, v1, v2", USED], True),
@@ -411,6 +411,7 @@ USED = "ds_write_b32 v10, v0"
         (["s_and_saveexec_b64 s[2:3], vcc"], True),
         # what decides nothing may be undefined, as compilers know
         (["v_max_f32_e32 v0, v1, v2"], False),
+        (["v_mov_b64_e32 v[4:5], s[8:9]"], False),
         (["v_cndmask_b32_e64 v0, v2, v1, -1", USED], False),
         (["v_mad_u64_u32 v[4:5], s[0:1], 3, v1, v[1:2]", "v_mov_b32_e32 v0, v4", USED], False),
         (["v_pk_add_f32 v[4:5], v[10:11], v[10:11]", "v_mov_b32_e32 v0, v4", USED], False),

@@ -39,7 +39,7 @@ def word(op: Operand, place: int = 0, high: bool = False) -> Callable[[Waves], n
     if op.kind == "v":
         return lambda waves: waves.vector(index, high)
     if op.kind == "s":
-        return lambda waves: waves.scalar(index)
+        return lambda waves: waves.scalar_word(index, high)
     if op.kind != "number":
         raise Unknown(f"operand {op.text}")
     value = np.array([[op.bits("u", 32)]], np.uint32)
@@ -110,6 +110,19 @@ class Waves:
             if unwritten is not None and (bad := unwritten & self.here).any():
                 raise Fault(f"uses s{place}, which nobody has written", bad)
         return self.scalars[:, index : index + count]
+
+    def scalar_word(self, index: int, high: bool) -> np.ndarray:
+        """One scalar register. A move to vector registers may take one that nobody has written, of
+        which half a number is enough."""
+        unwritten = self.unwritten_scalars.get(index)
+        moves = self.program.code[self.pc - 1].mnemonic.startswith("v_mov")
+        if unwritten is None or not moves:
+            return self.scalar(index)
+        bad = unwritten & self.lanes
+        before = self.undefined[high]
+        if bad.any():
+            self.undefined[high] = bad if before is None else bad | before
+        return self.scalars[:, index : index + 1]
 
     # --- writing registers, where waves are here and lanes are at work
 
