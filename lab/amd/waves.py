@@ -87,10 +87,15 @@ class Waves:
     def vector(self, index: int, high: bool = False) -> np.ndarray:
         """A vector register. Where nobody has written it, what is made of it counts as unwritten,
         too: the compiler lets numbers be undefined that decide nothing."""
-        if index in self.unwritten and (bad := self.unwritten[index] & self.lanes).any():
+        if index in self.unwritten:
+            self.note_undefined(self.unwritten[index] & self.lanes, high)
+        return self.vectors[index]
+
+    def note_undefined(self, bad: np.ndarray, high: bool) -> None:
+        """This instruction has read in these lanes what nobody has written."""
+        if bad.any():
             before = self.undefined[high]
             self.undefined[high] = bad if before is None else bad | before
-        return self.vectors[index]
 
     def take_high(self) -> None:
         """What is written from here on depends on upper halves, too."""
@@ -114,14 +119,10 @@ class Waves:
     def scalar_word(self, index: int, high: bool) -> np.ndarray:
         """One scalar register. A move to vector registers may take one that nobody has written, of
         which half a number is enough."""
-        unwritten = self.unwritten_scalars.get(index)
-        moves = self.program.code[self.pc - 1].mnemonic.startswith("v_mov")
-        if unwritten is None or not moves:
-            return self.scalar(index)
-        bad = unwritten & self.lanes
-        before = self.undefined[high]
-        if bad.any():
-            self.undefined[high] = bad if before is None else bad | before
+        if index in self.unwritten_scalars:
+            if not self.program.code[self.pc - 1].mnemonic.startswith("v_mov"):
+                return self.scalar(index)
+            self.note_undefined(self.unwritten_scalars[index] & self.lanes, high)
         return self.scalars[:, index : index + 1]
 
     # --- writing registers, where waves are here and lanes are at work
