@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every profiler that works here around one version script, each in a folder of its own, and a summary of what ran.
-# shellcheck source=lab/rocm/common.sh
-source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lab/rocm/common.sh" || exit 4
+# shellcheck source=fusion_lab/rocm/common.sh
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/fusion_lab/rocm/common.sh" || exit 4
 
 directory=
 rocm=no
@@ -53,7 +53,7 @@ step() { # NAME COMMAND...
     printf '%s\t%s\t%s\t%s\n' "$name" "$status" "$start" "$(($(date +%s) - start))" >>"$directory/steps.tsv"
 }
 
-summarise() { "$python" "$root/lab/rocm/summarise_profiles.py" "$directory" "$(basename "$script")"; }
+summarise() { ours "$root/fusion_lab/rocm/summarise_profiles.py" "$directory" "$(basename "$script")"; }
 
 parse_arguments "$@"
 [[ $output_dir == . && -z $result_dir ]] || fail 2 "--output-dir, --result-dir: give --profile-dir for all results"

@@ -45,10 +45,10 @@ from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
-from lab.cli import Parser, ToolError, note, program, say
-from lab.files import write_text
-from lab.profile.ceilings import measure_ceilings
-from lab.profile.roofline import (
+from fusion_lab.cli import Parser, ToolError, note, program, say
+from fusion_lab.files import write_text
+from fusion_lab.profile.ceilings import measure_ceilings
+from fusion_lab.profile.roofline import (
     count_modules,
     draw,
     module_kinds,
@@ -56,8 +56,8 @@ from lab.profile.roofline import (
     module_times,
     without_children,
 )
-from lab.script import load_script, measured_with, script_arguments, tool_parser
-from lab.show import Column, render, write_csv
+from fusion_lab.script import load_script, measured_with, script_arguments, tool_parser
+from fusion_lab.show import Column, render, write_csv
 
 PROG = Path(__file__).name
 # they multiply matrices

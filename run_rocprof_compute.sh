@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # rocprof-compute around a version script: roofline, and hardware counters of single kernels.
-# shellcheck source=lab/rocm/common.sh
-source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lab/rocm/common.sh" || exit 4
+# shellcheck source=fusion_lab/rocm/common.sh
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/fusion_lab/rocm/common.sh" || exit 4
 
 mode=profile
 roof_only=no
@@ -77,7 +77,7 @@ parent=${result_dir:-$output_dir/rocprof_compute_results}
 
 if [[ $mode == analyze ]]; then
     ((${#script_args[@]} == 0)) || fail 2 "--mode analyze runs no script: ${script_args[0]} has no meaning here"
-    last=$("$python" "$root/lab/rocm/files.py" newest "$parent/workloads" 2>/dev/null || true)
+    last=$(ours "$root/fusion_lab/rocm/files.py" newest "$parent/workloads" 2>/dev/null || true)
     if [[ -z $last ]]; then
         if [[ $dry_run == no ]]; then fail 2 "no profile in $parent: run $program without --mode analyze first"; fi
         last=$parent/workloads/NAME/GPU
@@ -125,7 +125,7 @@ if [[ $roof_only == yes ]]; then
 fi
 read_files dispatches "$results" "$parent/roofline_analysis.csv"
 if [[ -n $result_dir && ! -e $folder/rocprof ]]; then # a name that does not depend on GPU and release
-    data=$("$python" "$root/lab/rocm/files.py" newest "$folder")
+    data=$(ours "$root/fusion_lab/rocm/files.py" newest "$folder")
     ln -s ".${data#"$folder"}" "$folder/rocprof"
 fi
 keep_results

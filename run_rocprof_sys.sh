@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # rocprof-sys around a version script: host and device on one timeline.
-# shellcheck source=lab/rocm/common.sh
-source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lab/rocm/common.sh" || exit 4
+# shellcheck source=fusion_lab/rocm/common.sh
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/fusion_lab/rocm/common.sh" || exit 4
 
 sample=no
 

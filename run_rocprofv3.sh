@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # rocprofv3 around a version script: which kernels take the time, a timeline, or hardware counters.
-# shellcheck source=lab/rocm/common.sh
-source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lab/rocm/common.sh" || exit 4
+# shellcheck source=fusion_lab/rocm/common.sh
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/fusion_lab/rocm/common.sh" || exit 4
 
 mode=hotspots
 compare=no
@@ -72,7 +72,7 @@ show_statistics() { # SIDE: the top kernels, and what fusion saved if both sides
     fused=$(results_of fused)
     if [[ -f $baseline/stats.csv && -f $fused/stats.csv ]]; then
         echo
-        "$python" "$root/analysis_tools/analyze_kernel_reduction.py" --baseline "$baseline" --fused "$fused" --top 0
+        ours "$root/analysis_tools/analyze_kernel_reduction.py" --baseline "$baseline" --fused "$fused" --top 0
     fi
 }
 
@@ -154,7 +154,7 @@ read -ra counter_names <<<"$counters"
 if [[ -n $database ]]; then
     folder=$(results_of "$(side)")
     if [[ $dry_run == yes ]]; then
-        show "$python" "$root/lab/rocm/files.py" convert "$database" "$folder/stats.csv"
+        show "$python" "$root/fusion_lab/rocm/files.py" convert "$database" "$folder/stats.csv"
         exit
     fi
     [[ -f $database ]] || fail 2 "--from-db $database: no such file"

@@ -504,7 +504,7 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
 
 
 # --- data
-# Copied from common/data_openfold.py by tools/sync_common.py: edit it there.
+# Copied from dev/parts/data_openfold.py by dev/sync_parts.py: edit it there.
 
 
 @dataclass(frozen=True)
@@ -677,7 +677,7 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> P
 
 
 # --- core
-# Copied from common/core.py by tools/sync_common.py: edit it there.
+# Copied from dev/parts/core.py by dev/sync_parts.py: edit it there.
 # Read `measure` first, the loop; then Trainer.compute, the step; `main` is at the end.
 SCRIPT = Path(__file__).stem
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
@@ -693,7 +693,7 @@ def measure(*sides: Trainer) -> list[dict]:
     end = (1, "it did not finish")
     try:
         if any(getattr(args, name) for name in PROFILES):
-            from lab.profile.steps import profiled_region  # before time is spent on training
+            from fusion_lab.profile.steps import profiled_region  # before time is spent on training
 
             region = profiled_region(sys.modules[__name__], sides)
         for side in sides:
@@ -1177,10 +1177,10 @@ def explain(error: BaseException, args: argparse.Namespace) -> tuple[int, str]:
     if isinstance(error, OSError):
         return 2, f"cannot write {error.filename or 'output or --profile-dir'}: {error.strerror}"
     if isinstance(error, ImportError):
-        if (error.name or "").partition(".")[0] == "lab":
+        if (error.name or "").partition(".")[0] == "fusion_lab":
             name = next(name for name in ("verify_accuracy", *PROFILES) if getattr(args, name))
             flag = f"--{name.replace('_', '-')}"
-            return 4, f"{flag} needs the folder lab of this repository beside this script"
+            return 4, f"{flag} needs the folder fusion_lab of this repository beside this script"
         package = f"the package {error.name} is missing: install it"
         return 4, package if isinstance(error, ModuleNotFoundError) else line
     library = type(error).__module__.startswith(("torch.", "torch._", "triton"))
@@ -1368,7 +1368,7 @@ def main(argv: list[str] | None = None) -> int:
         if WORLD_SIZE > 1:
             join_processes(args)
         if args.verify_accuracy:
-            from lab.modes import verify_accuracy
+            from fusion_lab.modes import verify_accuracy
 
             return verify_accuracy(sys.modules[__name__], args)
         try:

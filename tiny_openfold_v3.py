@@ -101,7 +101,7 @@ class Fusions:
 # writes the sum over its own rows, and one more launch adds these up, so that the same input gives
 # the same bits. Pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas.
 # --- blocks
-# Copied from common/blocks.py by tools/sync_common.py: edit it there.
+# Copied from dev/parts/blocks.py by dev/sync_parts.py: edit it there.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the kernels run on the CPU, in Python
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
 NAMESPACE = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # of our operators
@@ -132,7 +132,7 @@ def block_sizes(
 
 # --- end of blocks
 # --- operators
-# Copied from common/operators.py by tools/sync_common.py: edit it there.
+# Copied from dev/parts/operators.py by dev/sync_parts.py: edit it there.
 def operator(function: Callable) -> Callable:
     """Make a function that launches kernels an operator; torch.compile sees the kernels in it."""
     name = f"{NAMESPACE}::{function.__name__}"
@@ -2293,7 +2293,7 @@ def without_effect(args: argparse.Namespace) -> dict[str, str]:
 def missing_kernels(args: argparse.Namespace) -> dict[str, str]:
     """Return the fusions that have no kernel for these widths on this GPU, and why.
 
-    Wider rows need more shared memory. `needed` bounds what tools/compile_for_amd.py finds for an
+    Wider rows need more shared memory. `needed` bounds what dev/compile_for_amd.py finds for an
     H100 (sm_90) and an MI300 (gfx942).
     """
     missing = {}
@@ -2360,7 +2360,7 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
 
 
 # --- data
-# Copied from common/data_openfold.py by tools/sync_common.py: edit it there.
+# Copied from dev/parts/data_openfold.py by dev/sync_parts.py: edit it there.
 
 
 @dataclass(frozen=True)
@@ -2533,7 +2533,7 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> P
 
 
 # --- launch
-# Copied from common/launch.py by tools/sync_common.py: edit it there.
+# Copied from dev/parts/launch.py by dev/sync_parts.py: edit it there.
 def read_blocks(text: str) -> str:
     """Check "kernel:NAME=number,..." of --blocks, and return it (an argparse type)."""
     wrong = argparse.ArgumentTypeError
@@ -2633,7 +2633,7 @@ def leave_to_pytorch(args: argparse.Namespace, reasons: dict[str, str]) -> None:
 
 
 # --- core
-# Copied from common/core.py by tools/sync_common.py: edit it there.
+# Copied from dev/parts/core.py by dev/sync_parts.py: edit it there.
 # Read `measure` first, the loop; then Trainer.compute, the step; `main` is at the end.
 SCRIPT = Path(__file__).stem
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
@@ -2649,7 +2649,7 @@ def measure(*sides: Trainer) -> list[dict]:
     end = (1, "it did not finish")
     try:
         if any(getattr(args, name) for name in PROFILES):
-            from lab.profile.steps import profiled_region  # before time is spent on training
+            from fusion_lab.profile.steps import profiled_region  # before time is spent on training
 
             region = profiled_region(sys.modules[__name__], sides)
         for side in sides:
@@ -3133,10 +3133,10 @@ def explain(error: BaseException, args: argparse.Namespace) -> tuple[int, str]:
     if isinstance(error, OSError):
         return 2, f"cannot write {error.filename or 'output or --profile-dir'}: {error.strerror}"
     if isinstance(error, ImportError):
-        if (error.name or "").partition(".")[0] == "lab":
+        if (error.name or "").partition(".")[0] == "fusion_lab":
             name = next(name for name in ("verify_accuracy", *PROFILES) if getattr(args, name))
             flag = f"--{name.replace('_', '-')}"
-            return 4, f"{flag} needs the folder lab of this repository beside this script"
+            return 4, f"{flag} needs the folder fusion_lab of this repository beside this script"
         package = f"the package {error.name} is missing: install it"
         return 4, package if isinstance(error, ModuleNotFoundError) else line
     library = type(error).__module__.startswith(("torch.", "torch._", "triton"))
@@ -3324,7 +3324,7 @@ def main(argv: list[str] | None = None) -> int:
         if WORLD_SIZE > 1:
             join_processes(args)
         if args.verify_accuracy:
-            from lab.modes import verify_accuracy
+            from fusion_lab.modes import verify_accuracy
 
             return verify_accuracy(sys.modules[__name__], args)
         try:

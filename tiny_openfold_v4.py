@@ -109,7 +109,7 @@ class Fusions:
 # A backward pass launches what the gradient of its input needs. Its function `compute`, which may
 # run on a side stream, leaves the gradients of parameters where they belong: parameter_gradients.
 # --- blocks
-# Copied from common/blocks.py by tools/sync_common.py: edit it there.
+# Copied from dev/parts/blocks.py by dev/sync_parts.py: edit it there.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the kernels run on the CPU, in Python
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
 NAMESPACE = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # of our operators
@@ -2873,7 +2873,7 @@ def without_effect(args: argparse.Namespace) -> dict[str, str]:
 def missing_kernels(args: argparse.Namespace) -> dict[str, str]:
     """Return the fusions that have no kernel for these widths on this GPU, and why.
 
-    Wider rows need more shared memory. `needed` bounds what tools/compile_for_amd.py finds for an
+    Wider rows need more shared memory. `needed` bounds what dev/compile_for_amd.py finds for an
     H100 (sm_90) and an MI300 (gfx942).
     """
     missing = {}
@@ -2954,7 +2954,7 @@ def check_model_arguments(args: argparse.Namespace, parser: argparse.ArgumentPar
 
 
 # --- data
-# Copied from common/data_openfold.py by tools/sync_common.py: edit it there.
+# Copied from dev/parts/data_openfold.py by dev/sync_parts.py: edit it there.
 
 
 @dataclass(frozen=True)
@@ -3127,7 +3127,7 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> P
 
 
 # --- streams
-# Copied from common/streams.py by tools/sync_common.py: edit it there.
+# Copied from dev/parts/streams.py by dev/sync_parts.py: edit it there.
 # A forward pass casts its weights together. In a step that is captured as a graph, casts, weight
 # gradients and updates overlap the rest.
 CASTS: ContextVar[dict[Tensor, Tensor]] = ContextVar("CASTS")  # of parameters, in a forward pass
@@ -3317,7 +3317,7 @@ def matmul_out(grad: Tensor, x: Tensor, out: Tensor, direct: bool) -> None:
 
 
 # --- optimizer
-# Copied from common/optimizer.py by tools/sync_common.py: edit it there.
+# Copied from dev/parts/optimizer.py by dev/sync_parts.py: edit it there.
 # AdamW is a kernel, which reads weights and gradients where they lie.
 
 
@@ -3529,7 +3529,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
 
 # --- launch
-# Copied from common/launch.py by tools/sync_common.py: edit it there.
+# Copied from dev/parts/launch.py by dev/sync_parts.py: edit it there.
 def read_blocks(text: str) -> str:
     """Check "kernel:NAME=number,..." of --blocks, and return it (an argparse type)."""
     wrong = argparse.ArgumentTypeError
@@ -3629,7 +3629,7 @@ def leave_to_pytorch(args: argparse.Namespace, reasons: dict[str, str]) -> None:
 
 
 # --- core
-# Copied from common/core.py by tools/sync_common.py: edit it there.
+# Copied from dev/parts/core.py by dev/sync_parts.py: edit it there.
 # Read `measure` first, the loop; then Trainer.compute, the step; `main` is at the end.
 SCRIPT = Path(__file__).stem
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
@@ -3645,7 +3645,7 @@ def measure(*sides: Trainer) -> list[dict]:
     end = (1, "it did not finish")
     try:
         if any(getattr(args, name) for name in PROFILES):
-            from lab.profile.steps import profiled_region  # before time is spent on training
+            from fusion_lab.profile.steps import profiled_region  # before time is spent on training
 
             region = profiled_region(sys.modules[__name__], sides)
         for side in sides:
@@ -4129,10 +4129,10 @@ def explain(error: BaseException, args: argparse.Namespace) -> tuple[int, str]:
     if isinstance(error, OSError):
         return 2, f"cannot write {error.filename or 'output or --profile-dir'}: {error.strerror}"
     if isinstance(error, ImportError):
-        if (error.name or "").partition(".")[0] == "lab":
+        if (error.name or "").partition(".")[0] == "fusion_lab":
             name = next(name for name in ("verify_accuracy", *PROFILES) if getattr(args, name))
             flag = f"--{name.replace('_', '-')}"
-            return 4, f"{flag} needs the folder lab of this repository beside this script"
+            return 4, f"{flag} needs the folder fusion_lab of this repository beside this script"
         package = f"the package {error.name} is missing: install it"
         return 4, package if isinstance(error, ModuleNotFoundError) else line
     library = type(error).__module__.startswith(("torch.", "torch._", "triton"))
@@ -4320,7 +4320,7 @@ def main(argv: list[str] | None = None) -> int:
         if WORLD_SIZE > 1:
             join_processes(args)
         if args.verify_accuracy:
-            from lab.modes import verify_accuracy
+            from fusion_lab.modes import verify_accuracy
 
             return verify_accuracy(sys.modules[__name__], args)
         try:

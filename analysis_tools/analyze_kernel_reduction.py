@@ -26,12 +26,10 @@ Examples:
 import argparse
 import sys
 
-import _path
-
-from lab.cli import Parser, documented_parser, note, program
-from lab.files import write_text
-from lab.profile.reduction import NUMBERS, compare, found_in, load_profile
-from lab.show import write_csv
+from fusion_lab.cli import Parser, documented_parser, note, program
+from fusion_lab.files import write_text
+from fusion_lab.profile.reduction import NUMBERS, compare, found_in, load_profile
+from fusion_lab.show import write_csv
 
 
 def as_row(kernel: dict) -> dict:

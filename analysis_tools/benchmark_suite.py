@@ -23,14 +23,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import _path
-
-from lab import records, study
-from lab.cli import Parser, ToolError, at_least, program, several
-from lab.files import ROOT
-from lab.script import parser_around
-from lab.show import Column, range_of_speeds, render
-from lab.study import beside_first, versions_part
+from fusion_lab import records, study
+from fusion_lab.cli import Parser, ToolError, at_least, program, several
+from fusion_lab.files import ROOT
+from fusion_lab.script import parser_around
+from fusion_lab.show import Column, range_of_speeds, render
+from fusion_lab.study import beside_first, versions_part
 
 METRICS = ("throughput", "memory", "accuracy")
 

@@ -29,13 +29,11 @@ import json
 import sys
 from collections.abc import Sequence
 
-import _path
-
-from lab import records
-from lab.cli import Parser, documented_parser, note, program
-from lab.files import write_text
-from lab.script import precision_of
-from lab.show import write_csv
+from fusion_lab import records
+from fusion_lab.cli import Parser, documented_parser, note, program
+from fusion_lab.files import write_text
+from fusion_lab.script import precision_of
+from fusion_lab.show import write_csv
 
 ASKED = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", "deterministic")
 

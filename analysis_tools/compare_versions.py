@@ -23,13 +23,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import _path
-
-from lab import records, study
-from lab.cli import Parser, ToolError, note, program
-from lab.files import write_text
-from lab.script import parser_around
-from lab.show import render
+from fusion_lab import records, study
+from fusion_lab.cli import Parser, ToolError, note, program
+from fusion_lab.files import write_text
+from fusion_lab.script import parser_around
+from fusion_lab.show import render
 
 VERSIONS = ("v1", "v2", "v3", "v4")
 LOSS_STEPS = ["--warmup-steps", "2", "--num-steps", "8"]

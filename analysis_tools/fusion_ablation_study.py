@@ -30,11 +30,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import _path
-
-from lab import records, study
-from lab.cli import Parser, ToolError, note, program, several
-from lab.script import (
+from fusion_lab import records, study
+from fusion_lab.cli import Parser, ToolError, note, program, several
+from fusion_lab.script import (
     DEFAULT_SCRIPT,
     add_script,
     load_script,
@@ -42,7 +40,7 @@ from lab.script import (
     precision_of,
     script_arguments,
 )
-from lab.turns import graph_of
+from fusion_lab.turns import graph_of
 
 KEYS = ("script", "argv", "batch_size", "precision", "side")  # of any row
 

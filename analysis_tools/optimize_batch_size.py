@@ -19,14 +19,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import _path
-
-from lab.cli import Parser, ToolError, positive, program
-from lab.records import read_study
-from lab.script import DEFAULT_SCRIPT, add_script, load_script, parser_around, script_arguments
-from lab.show import Column, cell, range_of_speeds, render
-from lab.study import SEARCH, check_failed, heading, measure_study, memory_mb, search
-from lab.turns import graph_of, speed, words_of
+from fusion_lab.cli import Parser, ToolError, positive, program
+from fusion_lab.host import memory_mb
+from fusion_lab.records import read_study
+from fusion_lab.script import (
+    DEFAULT_SCRIPT,
+    add_script,
+    load_script,
+    parser_around,
+    script_arguments,
+)
+from fusion_lab.show import Column, cell, range_of_speeds, render
+from fusion_lab.study import SEARCH, check_failed, heading, measure_study, search
+from fusion_lab.turns import graph_of, speed, words_of
 
 TARGETS = {  # most samples per second, shortest step, fewest MB per sample: the smaller the better
     "throughput": lambda row: -row["samples_per_sec"],

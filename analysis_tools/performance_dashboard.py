@@ -6,8 +6,8 @@ a table for each size, with time, memory, kernels, and ratios turn by turn; runs
 shown beside each other without ratios. Nothing is measured here.
 
 A PATH is a file, or a folder, searched with all below it: studies of the tools here and of
-bench/versions.py; results of the scripts (*_summary.json, also several in one file). Status 1 if
-one of the runs failed; the page then has all others.
+dev/bench/versions.py; results of the scripts (*_summary.json, also several in one file). Status 1
+if one of the runs failed; the page then has all others.
 
 Examples:
   python analysis_tools/performance_dashboard.py
@@ -24,14 +24,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import _path
-
-from lab.cli import Parser, ToolError, documented_parser, note, program, say
-from lab.files import ROOT, below, read_json, write_text
-from lab.records import Run, baseline_in_turns, checked_study, fused_in, load_run, runs_in
-from lab.script import mode_of, model_and_version, precision_of
-from lab.show import render
-from lab.study import beside_first, versions_columns
+from fusion_lab.cli import Parser, ToolError, documented_parser, note, program, say
+from fusion_lab.files import ROOT, below, read_json, write_text
+from fusion_lab.records import Run, baseline_in_turns, checked_study, fused_in, load_run, runs_in
+from fusion_lab.script import mode_of, model_and_version, precision_of
+from fusion_lab.show import render
+from fusion_lab.study import beside_first, versions_columns
 
 OTHER_FILES = {"rows", "modules", "categories", "chains"}  # fields of files of other programs
 Choice = tuple[str, str, str]  # model, device, precision

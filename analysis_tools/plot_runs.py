@@ -20,12 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import _path
-
-from lab import records
-from lab.cli import Parser, ToolError, documented_parser, note, program
-from lab.show import Column, drawing, ended, render, save_figure
-from lab.turns import speedup
+from fusion_lab import records
+from fusion_lab.cli import Parser, ToolError, documented_parser, note, program
+from fusion_lab.show import Column, drawing, ended, render, save_figure
+from fusion_lab.turns import speedup
 
 Points = dict[str, dict[float, records.Run]]  # of each line, the run at a place on the x-axis
 

@@ -2,9 +2,9 @@
 """Has anything become slower? One result against an earlier one: exit status 1 if so.
 
 A result is a run (<script>_summary.json, or the directory of one), a file of several runs
-(compare_runs.py --save), or a study of runs in turns (compare_versions.py, bench/versions.py). Of
-several, those of the same name are compared. Other devices, models, sizes or another precision are
-refused; notes name what else differs.
+(compare_runs.py --save), or a study of runs in turns (compare_versions.py,
+dev/bench/versions.py). Of several, those of the same name are compared. Other devices, models,
+sizes or another precision are refused; notes name what else differs.
 
 A time has the range of its turns, or, in a run of one turn, that of its steps up to the 95th
 percentile; where two ranges overlap there is no verdict. With --min-speedup the median decides. A
@@ -19,11 +19,9 @@ import argparse
 import sys
 from operator import itemgetter
 
-import _path
-
-from lab.cli import Parser, ToolError, documented_parser, note, positive, program
-from lab.records import Entry, load_entries
-from lab.show import Column, cell, ended, render
+from fusion_lab.cli import Parser, ToolError, documented_parser, note, positive, program
+from fusion_lab.records import Entry, load_entries
+from fusion_lab.show import Column, cell, ended, render
 
 NOTED = ("num_steps", "warmup_steps", "learning_rate", "seed")  # what may differ
 NOTED += ("torch_compile", "cuda_graph", "torch")

@@ -23,12 +23,10 @@ import argparse
 import sys
 from pathlib import Path
 
-import _path
-
-from lab import records
-from lab.cli import Parser, ToolError, documented_parser, program
-from lab.files import write_text
-from lab.profile import reduction, roofline
+from fusion_lab import records
+from fusion_lab.cli import Parser, ToolError, documented_parser, program
+from fusion_lab.files import write_text
+from fusion_lab.profile import reduction, roofline
 
 NAME = "fusion_report.md"
 DEFAULTS = {"baseline": "profiles_tiny_llama_v1", "fused": "profiles_tiny_llama_v2"}

@@ -32,16 +32,20 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import _path
-
-from lab.cli import Parser, ToolError, note, program
-from lab.files import write_text
-from lab.profile import roofline
-from lab.profile.ceilings import Ceilings
-from lab.profile.kernels import short_name
-from lab.rocm.counters import read_rocprof_compute
-from lab.script import DEFAULT_SCRIPT, add_script, load_script, parser_around, script_arguments
-from lab.show import cell, drawing, write_csv
+from fusion_lab.cli import Parser, ToolError, note, program
+from fusion_lab.files import write_text
+from fusion_lab.profile import roofline
+from fusion_lab.profile.ceilings import Ceilings
+from fusion_lab.profile.kernels import short_name
+from fusion_lab.rocm.counters import read_rocprof_compute
+from fusion_lab.script import (
+    DEFAULT_SCRIPT,
+    add_script,
+    load_script,
+    parser_around,
+    script_arguments,
+)
+from fusion_lab.show import cell, drawing, write_csv
 
 NAME = "roofline_analysis"
 

@@ -30,11 +30,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-import _path
-
-from lab.cli import Parser, ToolError, documented_parser, positive, program
-from lab.script import load_script, script_arguments
-from lab.show import Column, render
+from fusion_lab.cli import Parser, ToolError, documented_parser, positive, program
+from fusion_lab.script import load_script, script_arguments
+from fusion_lab.show import Column, render
 
 COLUMNS = [
     Column("what", "what"),
@@ -59,7 +57,7 @@ def build_parser() -> Parser:
 
 def validate(args: argparse.Namespace, argv: Sequence[str]) -> int:
     scripts = [load_script(str(path)) for path in (args.baseline, args.optimized)]
-    from lab.accuracy import Side, compare_scripts
+    from fusion_lab.accuracy import Side, compare_scripts
 
     sides = [Side(script, script_arguments(script, argv, None)[1]) for script in scripts]
     names = [path.name for path in (args.baseline, args.optimized)]

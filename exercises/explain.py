@@ -21,7 +21,7 @@ import numpy as np
 from torch import Tensor
 
 from exercises.memory import BEYOND, RACE, Memory
-from lab.cli import ToolError
+from fusion_lab.cli import ToolError
 
 CONDITION = "Boolean value of Tensor with more than one value is ambiguous"  # as the compiler says
 PRECEDENCE = "& is applied before <: write (a < b) & (c < d)"

@@ -19,8 +19,8 @@ stale:
   ```
   ```sh               commands, as they stand
 
-A source is a table that bench/versions.py prints from results/h100, or `kernels`. The same sources
-give the same bytes.
+A source is a table that dev/bench/versions.py prints from results/h100, or `kernels`. The same
+sources give the same bytes.
 
 Example:
   python slides/build.py
@@ -38,7 +38,6 @@ from itertools import product
 from pathlib import Path
 from xml.etree import ElementTree
 
-import _path
 from pptx import Presentation
 from pptx.chart.data import CategoryChartData
 from pptx.dml.color import RGBColor
@@ -47,10 +46,10 @@ from pptx.enum.text import MSO_ANCHOR, PP_ALIGN
 from pptx.oxml.ns import qn
 from pptx.util import Inches, Pt
 
-from lab.cli import ToolError, documented_parser, program
-from lab.files import ROOT, write_file
+from dev import sheet
+from fusion_lab.cli import ToolError, documented_parser, program
+from fusion_lab.files import ROOT, write_file
 from slides.lookup import FIGURE, as_cells, cut, figure, origin, select
-from tools import sheet
 
 PROG, HERE = Path(__file__).name, Path(__file__).parent
 

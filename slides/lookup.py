@@ -6,14 +6,14 @@ import textwrap
 from collections.abc import Sequence
 from functools import cache
 
-from lab.cli import ToolError
-from lab.files import ROOT, read_json
-from tools.tables import printed_by
+from dev.tables import printed_by
+from fusion_lab.cli import ToolError
+from fusion_lab.files import ROOT, read_json
 
 # source, row and column, or file, keys and format
 FIGURE = re.compile(r"\{([^{}:]+): ([^{}:]+): ([^{}:]+)\}")
-BENCHMARK = "python bench/versions.py table results/h100 --tables"
-KERNELS = "python bench/operations.py table results/h100"
+BENCHMARK = "python dev/bench/versions.py table results/h100 --tables"
+KERNELS = "python dev/bench/operations.py table results/h100"
 
 
 @cache

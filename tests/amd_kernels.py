@@ -6,19 +6,16 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
-from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "0"
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import triton
 import triton.language as tl
 
 from exercises.amd.kernels import add_relu_kernel, product_kernel, row_sum_kernel
-from lab.amd.agreement import error_of
-from lab.amd.launch import Fault, Kernel, compile_for, run_grid
+from fusion_lab.amd.agreement import error_of
+from fusion_lab.amd.launch import Fault, Kernel, compile_for, run_grid
 
 
 @triton.jit

@@ -34,9 +34,8 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # and so in the processes that tests start
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 
-from lab.accuracy import GRADIENT, check_gradients, judge, least_limit, values_of  # noqa: E402
+from fusion_lab.accuracy import GRADIENT, check_gradients, judge, least_limit, values_of  # noqa: E402
 
 
 def triton_before(release: str) -> bool:

@@ -1,4 +1,4 @@
-"""lab/accuracy.py: check_gradients names each fault with its place; --verify-accuracy passes what
+"""accuracy.py: check_gradients names each fault with its place; --verify-accuracy passes what
 rounding explains, and no wrong gradient, however small a part of all it is."""
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from conftest import MODELS, SCRIPT, TRITON, build, faults_that_pass, load, parse, words
 from torch import Tensor
 
-from lab import accuracy
-from lab.accuracy import check_gradients
-from lab.cli import ToolError
+from fusion_lab import accuracy
+from fusion_lab.accuracy import check_gradients
+from fusion_lab.cli import ToolError
 
 
 def plain(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

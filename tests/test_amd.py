@@ -1,5 +1,5 @@
-"""Instructions of lab/amd, one by one, against values worked out by hand from AMD's manual, and
-what a workgroup does wrong. What Triton compiles is in test_amd_kernels.py."""
+"""Instructions of fusion_lab/amd, one by one, against values worked out by hand from AMD's manual,
+and what a workgroup does wrong. What Triton compiles is in test_amd_kernels.py."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 import torch
 from conftest import ROOT
 
-from lab.amd import agreement, checksums, execute
-from lab.amd.assembly import Program, Unknown, instruction
-from lab.amd.counters import conflict_cycles, least_us, operations
-from lab.amd.memory import Fault, Memory
-from lab.amd.waves import Waves
+from fusion_lab.amd import agreement, checksums, execute
+from fusion_lab.amd.assembly import Program, Unknown, instruction
+from fusion_lab.amd.counters import conflict_cycles, least_us, operations
+from fusion_lab.amd.memory import Fault, Memory
+from fusion_lab.amd.waves import Waves
 
 LANES = np.arange(64)
 
@@ -241,7 +241,7 @@ def test_lanes_that_are_off_keep_their_registers_and_waves_go_their_own_ways():
 
 
 def test_a_loop_without_end_is_a_fault(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lab.amd.waves.MOST", 100)
+    monkeypatch.setattr("fusion_lab.amd.waves.MOST", 100)
     for body in ((), ("s_barrier",)):
         with pytest.raises(Fault, match="does not end after 100 instructions"):
             run("again:", *body, "s_branch again", waves=2)

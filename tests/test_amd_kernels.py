@@ -125,7 +125,7 @@ def test_counters_are_those_of_a_gpu(target: str, measured: dict[str, int]):
 
 
 def test_a_training_step_agrees_with_the_interpreter_and_leaves_counters(tmp_path: Path):
-    done = run(ROOT / "tools/run_on_amd.py", *SMALL.split(), "--counters", tmp_path)
+    done = run(ROOT / "dev/run_on_amd.py", *SMALL.split(), "--counters", tmp_path)
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
     launches = int(last.partition(" launches: ")[0])
@@ -183,7 +183,7 @@ sys.exit(off > 1e-3)
 def test_agree_not_executed_and_failed_are_three_things(tmp_path: Path):
     """The interpreter has the same wrong idea; what the program says of it is passed on."""
     (tmp_path / "mine.py").write_text(PROGRAM)
-    done = run(ROOT / "tools/run_on_amd.py", tmp_path / "mine.py")
+    done = run(ROOT / "dev/run_on_amd.py", tmp_path / "mine.py")
     assert done.returncode == 1
     last = done.stdout.splitlines()[-1]
     outcomes = "4 launches: 3 agree, 0 disagree, 1 not executed; 1 programs failed ("
@@ -201,7 +201,7 @@ def test_what_was_executed_of_another_source_is_stale(tmp_path: Path):
     shown = []
     for name in ("as it is", "changed"):
         (tmp_path / f"{name}.json").write_text(json.dumps(content | {"rows": rows[:1]}))
-        done = run(ROOT / "tools/run_on_amd.py", "--summary", tmp_path / f"{name}.json")
+        done = run(ROOT / "dev/run_on_amd.py", "--summary", tmp_path / f"{name}.json")
         header, _, cells = (
             [c.strip() for c in line.split("|")] for line in done.stdout.splitlines()
         )
@@ -212,7 +212,7 @@ def test_what_was_executed_of_another_source_is_stale(tmp_path: Path):
 
 
 def test_a_wave_is_stepped():
-    command = ["-m", "lab.amd.step", ROOT / "exercises/start/first_kernel.py"]
+    command = ["-m", "fusion_lab.amd.step", ROOT / "exercises/start/first_kernel.py"]
     refused = run(*command, "no_such_kernel")
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     done = run(*command, "add_relu_kernel", "--most", 400, "--wave", 1, "--lanes", "0,5")

@@ -19,8 +19,8 @@ from conftest import ROOT, assert_refused, call, read_rows, strict_json, table_o
 from matplotlib import pyplot
 
 from analysis_tools import analyze_kernel_reduction, compare_runs, plot_runs, report_generator
-from lab.files import read_json
-from lab.profile.kernels import statistics_of, write_statistics
+from fusion_lab.files import read_json
+from fusion_lab.profile.kernels import statistics_of, write_statistics
 
 RUN = ROOT / "results/cpu/tiny_llama_v2_readme.json"
 H100 = ROOT / "results/h100"

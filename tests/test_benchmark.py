@@ -1,4 +1,4 @@
-"""bench/versions.py: what its measurements write, and the tables from it."""
+"""dev/bench/versions.py: what its measurements write, and the tables from it."""
 
 import json
 import re
@@ -10,12 +10,12 @@ import pytest
 import torch
 from conftest import TINY, load, relative_difference, words
 
-from bench import operations as kernels
-from bench import versions as benchmark
-from bench import whole_steps
-from bench.sizes import Shape
-from lab import turns
-from lab.profile.ceilings import Ceilings
+from dev.bench import operations as kernels
+from dev.bench import versions as benchmark
+from dev.bench import whole_steps
+from dev.bench.sizes import Shape
+from fusion_lab import turns
+from fusion_lab.profile.ceilings import Ceilings
 
 SMALL = words("--hidden-dim 32 --num-layers 1 --num-heads 1 --seq-len 8 --batch-size 2")
 SMALL += words("--vocab-size 50 --warmup-steps 2")
@@ -85,7 +85,7 @@ def test_the_trunk_has_a_row_for_each_side_with_and_without_checkpoints(tmp_path
     assert re.search(rf"\| small, V1 +\| +out of memory \| +{ms} \|", benchmark.table(tmp_path))
 
 
-# bench/operations.py
+# dev/bench/operations.py
 
 
 def triangle_attention(q, k, v, bias, mask=None):

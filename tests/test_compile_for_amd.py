@@ -2,7 +2,7 @@
 launch them there.
 
 Here once for each script, as COVERED says; on every target, in every precision and with odd sizes
-by python tools/compile_for_amd.py, which takes minutes.
+by python dev/compile_for_amd.py, which takes minutes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, TRITON, triton_before
 
-from lab.amd import checksums
+from fusion_lab.amd import checksums
 
 pytestmark = pytest.mark.skipif(
     triton_before("3.5"), reason="Triton has no linker for AMD of its own before 3.5"
@@ -37,7 +37,7 @@ def run(folder: Path, *command: object) -> subprocess.CompletedProcess:
 
 
 def compile_for_amd(script: Path, options: str) -> subprocess.CompletedProcess:
-    return run(script.parent, ROOT / "tools/compile_for_amd.py", script, *options.split())
+    return run(script.parent, ROOT / "dev/compile_for_amd.py", script, *options.split())
 
 
 def kernels(script: Path) -> set[str]:
@@ -58,7 +58,7 @@ HEADER = (
 )
 CALLS = """
 import sys
-from tools.compile_for_amd import Needs, main, problem
+from dev.compile_for_amd import Needs, main, problem
 for spills, sgpr_spills, lds in ((0, 0, 1024), (2, 0, 1024), (0, 3, 1024), (0, 0, 65537)):
     print(problem("gfx942", Needs(9, 0, 9, lds, spills, sgpr_spills, 8)))
 for argv in (["--summary", "whole.csv"], ["--summary", "cut_off.csv"], [sys.argv[1]]):

@@ -13,7 +13,7 @@ import pytest
 from conftest import MODELS, ROOT, SCRIPT, SCRIPTS, TRITON, command_line, load, summary_in, words
 
 ALL_SCRIPTS = sorted(ROOT.glob("tiny_*_v*.py"))
-CORE = (ROOT / "common/core.py").read_text()
+CORE = (ROOT / "dev/parts/core.py").read_text()
 END = "# --- end of core\n"
 MOST_LINES, MOST_IMPORTS = 712, 14
 
@@ -78,8 +78,8 @@ def test_a_missing_package_is_one_line(script: str, package: str, monkeypatch, c
 
 
 def sync(root: Path, *argv: str) -> subprocess.CompletedProcess:
-    """Run tools/sync_common.py of a copy of the repository."""
-    command = [sys.executable, str(root / "tools" / "sync_common.py"), *argv]
+    """Run dev/sync_parts.py of a copy of the repository."""
+    command = [sys.executable, str(root / "dev" / "sync_parts.py"), *argv]
     return subprocess.run(command, capture_output=True, text=True)
 
 
@@ -101,7 +101,7 @@ def test_a_script_needs_pytorch_numpy_and_triton_alone_and_v1_has_few_imports(pa
 
 
 def test_sync_tool_names_the_script_that_differs_and_repairs_it(tmp_path: Path):
-    for folder in ("tools", "common"):
+    for folder in ("dev",):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     for path in ALL_SCRIPTS:
         shutil.copy(path, tmp_path)

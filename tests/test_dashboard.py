@@ -12,8 +12,8 @@ from pathlib import Path
 from conftest import ROOT, call
 
 from analysis_tools import performance_dashboard as dashboard
-from lab.study import by_side
-from lab.turns import speedup
+from fusion_lab.study import by_side
+from fusion_lab.turns import speedup
 
 RESULTS = ROOT / "results"
 HERE = {"device": "cuda", "device_name": "GPU", "torch": "2"}

@@ -1,7 +1,7 @@
 """The commands of README and exercise sheets run as they stand, as does the notebook, and the
 tables of the answers are current.
 
-Sheets run with small models and with stand-ins for ROCm's tools. The programs of tools/ that do it
+Sheets run with small models and with stand-ins for ROCm's tools. The programs of dev/ that do it
 (run_sheet.py, tables.py) are tested with made-up sheets.
 """
 
@@ -22,8 +22,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, assert_refused, call, words
 
-from tools import run_sheet, tables
-from tools.run_sheet import parse_sheet
+from dev import run_sheet, tables
+from exercises.run_sheet import parse_sheet
 
 
 def files_with(mark: str, *patterns: str) -> list[str]:
@@ -38,8 +38,8 @@ PAGES = ("README.md", *(f"docs/{name}.md" for name in ("START", "ROCM", "MANY_GP
 PAGES += ("exercises/*/*.md",)
 SHEETS = files_with("^```(bash|python)", *PAGES)
 SHEETS = [name for name in SHEETS if not name.endswith("solutions.md")]
-# All sheets run by hand, `python tools/run_sheet.py SHEET`; this one here, those that are slow by
-# .ci/run, among them one that runs a file in which readers write.
+# All sheets run by hand, `python exercises/run_sheet.py SHEET`; this one here, those that are slow
+# by .ci/run, among them one that runs a file in which readers write.
 SAMPLE = ("docs/ROCM.md",)
 SLOW = (
     "README.md",
@@ -77,7 +77,7 @@ class Done:
 
 def start(sheet: Path, logs: Path, *argv: object) -> subprocess.Popen:
     """Run a sheet in a process of its own."""
-    command = [sys.executable, ROOT / "tools" / "run_sheet.py", sheet, "--log", logs, *argv]
+    command = [sys.executable, ROOT / "exercises" / "run_sheet.py", sheet, "--log", logs, *argv]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(list(map(str, command)), cwd=ROOT, **pipes)
 
@@ -251,7 +251,7 @@ def test_turns_that_lie_on_both_sides_of_1_are_called_noise(slow, said, monkeypa
     assert capsys.readouterr().out.endswith(f"{said}\n")
 
 
-# --- tools/run_sheet.py
+# --- exercises/run_sheet.py
 
 
 @pytest.fixture
@@ -393,7 +393,7 @@ def test_an_interrupt_ends_all_that_was_started(tmp_path: Path, number: int, arg
     assert len(file.read_text().splitlines()) == 2, "the loop went on"
 
 
-# --- tools/tables.py
+# --- dev/tables.py
 
 
 def table_of(command: str, text: str = "") -> str:

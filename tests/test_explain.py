@@ -140,7 +140,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from exercises.explain import explained
-from lab.script import import_file
+from fusion_lab.script import import_file
 
 for name, file in json.load(sys.stdin).items():
     try:

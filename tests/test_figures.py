@@ -11,8 +11,8 @@ import pytest
 from conftest import ROOT
 from PIL import ImageFont
 
-from tools import draw_figures as figures
-from tools import sheet
+from dev import draw_figures as figures
+from dev import sheet
 
 SVG = "{http://www.w3.org/2000/svg}"
 COMMITTED = sorted((ROOT / "docs/figures").glob("*.svg"))
@@ -31,7 +31,7 @@ def box_of(text: ElementTree.Element) -> tuple[float, float, float, float]:
 @pytest.mark.parametrize("name", figures.FIGURE)
 def test_drawn_again_a_figure_is_the_committed_one(name):
     committed = (ROOT / f"docs/figures/{name}.svg").read_text()
-    assert str(figures.FIGURE[name]()) == committed, f"python tools/draw_figures.py {name}"
+    assert str(figures.FIGURE[name]()) == committed, f"python dev/draw_figures.py {name}"
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)

@@ -25,17 +25,17 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from analysis_tools import find_fusions
-from bench import find_fusions as study
-from bench.models_for_find_fusions import recurrent
-from lab.cli import ToolError
-from lab.fusions import forms
-from lab.fusions import step as steps
-from lab.fusions.flops import flop_of, registry
-from lab.fusions.groups import LEVELS, Finding, Group, Joiner
-from lab.fusions.rates import Rates
-from lab.fusions.record import Operator, Recorded, Recorder, Use
-from lab.fusions.step import Step, attribute, compared, count, from_model, profiled, record
+from dev.bench import find_fusions as study
+from dev.bench.models_for_find_fusions import recurrent
+from fusion_lab.cli import ToolError
+from fusion_lab.fusions import command as find_fusions
+from fusion_lab.fusions import forms
+from fusion_lab.fusions import step as steps
+from fusion_lab.fusions.flops import flop_of, registry
+from fusion_lab.fusions.groups import LEVELS, Finding, Group, Joiner
+from fusion_lab.fusions.rates import Rates
+from fusion_lab.fusions.record import Operator, Recorded, Recorder, Use
+from fusion_lab.fusions.step import Step, attribute, compared, count, from_model, profiled, record
 
 RATES = Rates("a GPU", 2500.0, 1.0, 0.3, {"bf16": 700.0, "TF32": 400.0, "fp32": 50.0})
 N, D = 64, 32  # rows, and numbers in a row

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from analysis_tools import find_fusions
-from bench import others_traces
-from lab.cli import ToolError
-from lab.fusions import record, trace
-from lab.fusions.groups import Finding
-from lab.profile.kernels import check_events, complete
-from lab.profile.spans import alone
+from dev.bench import others_traces
+from fusion_lab.cli import ToolError
+from fusion_lab.fusions import command as find_fusions
+from fusion_lab.fusions import record, trace
+from fusion_lab.fusions.groups import Finding
+from fusion_lab.profile.kernels import check_events, complete
+from fusion_lab.profile.spans import alone
 
 SHAPE = [1024, 2048]
 SIZE = 4 * 1024 * 2048

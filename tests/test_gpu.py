@@ -19,10 +19,10 @@ from conftest import (
     run_main,
 )
 
-from bench.version_tables import PADDED
-from bench.versions import with_its_proteins
-from lab.accuracy import judged_values
-from lab.turns import free_memory
+from dev.bench.version_tables import PADDED
+from dev.bench.versions import with_its_proteins
+from fusion_lab.accuracy import judged_values
+from fusion_lab.turns import free_memory
 
 pytestmark = pytest.mark.gpu
 PRECISIONS = {

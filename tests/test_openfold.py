@@ -22,7 +22,7 @@ from conftest import (
 )
 from torch import Tensor, nn
 
-from lab.accuracy import InFloat64
+from fusion_lab.accuracy import InFloat64
 
 V1 = "tiny_openfold_v1"
 # No two of these are equal, so that swapped axes show.

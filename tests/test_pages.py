@@ -13,10 +13,10 @@ import torch
 from conftest import ROOT, captured, load, needs_compiler
 from torch.utils.flop_counter import FlopCounterMode
 
+from dev.tables import CELLS
 from exercises.start import add_relu, attention_memory
 from exercises.tiny_openfold_v2 import forward_only
-from lab.turns import ratios
-from tools.tables import CELLS
+from fusion_lab.turns import ratios
 
 H100 = ROOT / "results/h100"
 PAGE = (ROOT / "docs/START.md").read_text()

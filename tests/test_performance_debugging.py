@@ -23,7 +23,7 @@ from exercises.performance_debugging import (
 from exercises.performance_debugging.benchmarks import examine
 from exercises.performance_debugging.benchmarks.common import Measured
 from exercises.performance_debugging.solutions import probes as solution
-from lab.profile.kernels import PHASES
+from fusion_lab.profile.kernels import PHASES
 
 FOLDER = ROOT / "exercises" / "performance_debugging"
 FINAL = ROOT / "tiny_llama_v3.py"

@@ -22,10 +22,10 @@ import pytest
 from conftest import ROOT, TRITON
 
 import run_pytorch_profiler
-from lab.cli import ToolError
-from lab.profile import kernels
-from lab.profile.dispatches import decimal_of, read_counters, read_kernel_trace, valid_ends
-from lab.rocm import files
+from fusion_lab.cli import ToolError
+from fusion_lab.profile import kernels
+from fusion_lab.profile.dispatches import decimal_of, read_counters, read_kernel_trace, valid_ends
+from fusion_lab.rocm import files
 
 T = 13_386_710_965_731_450  # nanoseconds since boot: more than a float64 counts exactly
 PHASES = ("data", "forward", "backward", "optimizer")

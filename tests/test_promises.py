@@ -40,13 +40,13 @@ from analysis_tools import (
     roofline_analysis,
     validate_numerical_accuracy,
 )
-from bench import versions
+from dev.bench import versions
 from exercises.performance_debugging import check_step, compare_stages
 from exercises.tiny_llama_v3 import add_relu, check_custom_kernel, measure
-from lab.cli import ToolError, missing
-from lab.files import printable, write_file, write_text
-from lab.script import MODES
-from lab.show import Column, render, write_csv
+from fusion_lab.cli import ToolError, missing
+from fusion_lab.files import printable, write_file, write_text
+from fusion_lab.script import MODES
+from fusion_lab.show import Column, render, write_csv
 
 RESULTS = ROOT / "results"
 H100, RUN = RESULTS / "h100", RESULTS / "cpu/tiny_llama_v2_readme.json"
@@ -175,7 +175,7 @@ def test_a_folder_may_have_any_name(name: bytes, tmp_path: Path):
         (0, "files.py", "newest", folder),
         (1, "summarise_profiles.py", folder, name),
     ):
-        command = [sys.executable, ROOT / "lab/rocm" / program, *argv]
+        command = [sys.executable, ROOT / "fusion_lab/rocm" / program, *argv]
         done = subprocess.run(command, capture_output=True, env=strict)
         assert (done.returncode, done.stdout != b"") == (status, True), done.stderr
         assert program != "files.py" or name in done.stdout
@@ -204,11 +204,11 @@ analysis_tools/fusion_ablation_study.py
 analysis_tools/optimize_batch_size.py
 analysis_tools/roofline_analysis.py
 analysis_tools/validate_numerical_accuracy.py --baseline tiny_llama_v1.py --optimized x.py
-bench/versions.py overview .
+dev/bench/versions.py overview .
 exercises/performance_debugging/check_step.py {ROOT}/tiny_llama_v1.py
 exercises/tiny_llama_v3/add_relu.py
 slides/build.py
-tools/compile_for_amd.py --help""".splitlines()
+dev/compile_for_amd.py --help""".splitlines()
 # Runs command lines, one after the other, where there is nothing but the standard library.
 RUNS = """
 import contextlib, io, json, runpy, sys
@@ -246,7 +246,7 @@ def test_a_package_that_is_missing_is_one_line(tmp_path):
         assert all(": note: " in note for note in notes)
 
 
-@pytest.mark.parametrize("module", ["lab", "bench.peers", "yaml"])
+@pytest.mark.parametrize("module", ["fusion_lab", "dev.bench.peers", "yaml"])
 def test_no_package_of_a_stranger_is_advised(module: str):
     """PyPI has a lab and a bench, and what is imported as yaml is called otherwise there."""
     error = ModuleNotFoundError(f"No module named {module!r}", name=module)
@@ -274,12 +274,12 @@ ODD = [
         (tool, f"--profile-dir nothing --script {argv}", argv.split()[-1])
         for tool in (run_pytorch_profiler, run_deepspeed_flops)
         for argv in (
-            "tools/sync_common.py",
+            "dev/sync_parts.py",
             *(f"tiny_llama_v2.py --{mode.replace('_', '-')}" for mode in MODES),
             "tiny_llama_v2.py --no-such-flag",
         )
     ),
-    (check_step, f"{ROOT}/lab/cli.py", "neither a stage nor a version of TinyLlama"),
+    (check_step, f"{ROOT}/fusion_lab/cli.py", "neither a stage nor a version of TinyLlama"),
     (add_relu, "--block 3", "must be a power of two"),
     (check_custom_kernel, "none.py", "none.py: no such module"),
     (measure, "other.json", "no file of these programs"),

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import ROOT, assert_one_error, batches, run_main, words
 
-from lab.script import import_file
+from fusion_lab.script import import_file
 
 proteins = import_file(ROOT / "examples" / "proteins.py", "proteins")
 QUERY, ROW = "MKVLAGSTWYDEHRNQKLIVFA", "MKVLAGSTWYDEHRNQKLIVF-"

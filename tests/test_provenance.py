@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lab import provenance
+from fusion_lab import provenance
 
 LOG = """<?xml version="1.0" ?>
 <nvidia_smi_log>

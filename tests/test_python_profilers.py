@@ -28,8 +28,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import run_deepspeed_flops as flops_tool
 import run_pytorch_profiler as profiler_tool
-from lab.profile import kernels, roofline
-from lab.profile.traffic import Traffic, bytes_behind
+from fusion_lab.profile import kernels, roofline
+from fusion_lab.profile.traffic import Traffic, bytes_behind
 
 BOTH_TOOLS = pytest.mark.parametrize(
     "tool", [profiler_tool, flops_tool], ids=lambda tool: tool.PROG

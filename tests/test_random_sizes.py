@@ -1,4 +1,4 @@
-"""tools/random_sizes.py: what it says of cases that pass, fail or hang."""
+"""dev/random_sizes.py: what it says of cases that pass, fail or hang."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import captured, words
 
-from tools import random_sizes
+from dev import random_sizes
 
 
 def test_cases_follow_from_the_seed_and_one_that_hangs_fails(tmp_path: Path):

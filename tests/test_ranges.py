@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import QUICK, SCRIPT, assert_one_error, load, parse
 
-from lab.profile import steps
+from fusion_lab.profile import steps
 
 
 @pytest.fixture

@@ -30,9 +30,9 @@ from conftest import (
     words,
 )
 
-from lab import records
-from lab.profile.roofline import group_flops
-from lab.turns import ratios, verdict
+from fusion_lab import records
+from fusion_lab.profile.roofline import group_flops
+from fusion_lab.turns import ratios, verdict
 
 STEPS = words("--num-steps 6 --warmup-steps 2 --log-interval 2")
 

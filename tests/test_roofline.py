@@ -15,11 +15,11 @@ from conftest import CPU, assert_refused, call, load, parse, read_rows, strict_j
 from test_profiler_files import event
 
 from analysis_tools import roofline_analysis
-from lab.cli import ToolError
-from lab.profile.ceilings import Ceilings
-from lab.profile.dispatches import read_counters
-from lab.profile.roofline import group_flops, rates, times_of_operators
-from lab.rocm.counters import BYTE_COUNTERS, FLOP_COUNTERS, read_rocprof_compute
+from fusion_lab.cli import ToolError
+from fusion_lab.profile.ceilings import Ceilings
+from fusion_lab.profile.dispatches import read_counters
+from fusion_lab.profile.roofline import group_flops, rates, times_of_operators
+from fusion_lab.rocm.counters import BYTE_COUNTERS, FLOP_COUNTERS, read_rocprof_compute
 
 SMALL = words(
     "--hidden-dim 32 --num-layers 1 --num-heads 2 --seq-len 8 --batch-size 2 --vocab-size 50"

@@ -111,7 +111,7 @@ class Machine:
         self.path, self.bin, self.site = path, path / "bin", path / "site"
         self.repository = path / "repository"
         ignore = shutil.ignore_patterns("__pycache__")
-        for folder in ("setup", "lab"):
+        for folder in ("setup", "fusion_lab"):
             shutil.copytree(ROOT / folder, self.repository / folder, ignore=ignore)
         for name in ("requirements.txt", "requirements-dev.txt"):
             shutil.copy(ROOT / name, self.repository / name)

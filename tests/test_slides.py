@@ -13,9 +13,9 @@ from conftest import ROOT, load
 from pptx import Presentation
 from pptx.util import Inches
 
-from lab.cli import run_tool
+from dev import run_sheet
+from fusion_lab.cli import run_tool
 from slides import build
-from tools import run_sheet
 
 DECKS = sorted((ROOT / "slides").glob("*.md"))
 

@@ -13,9 +13,9 @@ import torch
 from conftest import call, load, table_of, words
 
 from analysis_tools import benchmark_suite, fusion_ablation_study, optimize_batch_size
-from lab import study, turns
-from lab.cli import ToolError
-from lab.turns import Turns, all_measured, compare_in_turns, in_turns, spread
+from fusion_lab import study, turns
+from fusion_lab.cli import ToolError
+from fusion_lab.turns import Turns, all_measured, compare_in_turns, in_turns, spread
 
 SMALL = words(
     "--hidden-dim 32 --num-layers 1 --num-heads 2 --seq-len 8 --batch-size 2 --vocab-size 50"
@@ -29,7 +29,7 @@ def short_turns(monkeypatch):
     monkeypatch.setattr(turns, "TURN_MS", 1)
 
 
-# lab/turns.py, and studies that go on where they were interrupted
+# fusion_lab/turns.py, and studies that go on where they were interrupted
 
 
 def fails_where(when, monkeypatch, script: str) -> None:

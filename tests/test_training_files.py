@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, captured, strict_json
 
-from analysis_tools import find_fusions
+from fusion_lab.fusions import command as find_fusions
 
 HEAD = """
 import copy, pickle, sys, torch
@@ -67,7 +67,7 @@ def write(tmp_path: Path):
 
 # --- as `python training.py` has it
 
-NAMES = ("lab", "tools", "bench", "common", "dev", "analysis_tools", "compare_runs", "_path")
+NAMES = ("lab", "tools", "bench", "dev", "analysis_tools", "compare_runs")
 
 
 def test_no_module_of_the_user_is_hidden_by_one_of_ours(tmp_path):

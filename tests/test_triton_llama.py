@@ -25,7 +25,7 @@ from conftest import (
 )
 from torch import Tensor
 
-from lab.accuracy import InFloat64
+from fusion_lab.accuracy import InFloat64
 
 V3, V4 = "tiny_llama_v3", "tiny_llama_v4"
 v3, v4 = load(V3), load(V4)

@@ -1,7 +1,7 @@
 """TinyLlama V4's optimizer takes the steps of PyTorch's, gradients are where it reads them, and a
 layer may be one launch.
 
-Its kernels are tested beside V3's; the optimizer is the same in TinyOpenFold (common/optimizer.py).
+Its kernels are tested beside V3's; the optimizer is the same in TinyOpenFold (parts/optimizer.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from exercises.tiny_llama_v4 import one_launch
-from lab.accuracy import InFloat64
+from fusion_lab.accuracy import InFloat64
 
 V3, V4 = "tiny_llama_v3", "tiny_llama_v4"
 v4 = load(V4)

@@ -18,7 +18,7 @@ import triton
 from conftest import DEVICE, gradients, load, parse, randn, random_state, relative_difference, words
 from torch import Tensor
 
-from lab.accuracy import relative_error
+from fusion_lab.accuracy import relative_error
 
 v3 = load("tiny_openfold_v3")
 

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lab.accuracy import InFloat64
+from fusion_lab.accuracy import InFloat64
 
 V4 = "tiny_openfold_v4"
 v4 = load(V4)

@@ -18,7 +18,7 @@ from conftest import DEVICE, TRITON, load, model_of, random_state, relative_diff
 from test_triton_llama_v4 import layer_arguments, one_launch
 from torch import Tensor
 
-from lab.accuracy import GRADIENT, values_of
+from fusion_lab.accuracy import GRADIENT, values_of
 
 NOT_IN_A_STEP = {
     # float32 on a GPU: the library projects

@@ -13,9 +13,9 @@ import pytest
 from conftest import QUICK, ROOT, TINY, assert_refused, call, run_main, strict_json
 
 from analysis_tools import compare_versions, regression_tester, validate_numerical_accuracy
-from lab import accuracy
-from lab import study as studies
-from lab.turns import short_run
+from fusion_lab import accuracy
+from fusion_lab import study as studies
+from fusion_lab.turns import short_run
 
 TINY_LLAMA = [*TINY["llama"], "--device", "cpu"]
 V1, V2 = ROOT / "tiny_llama_v1.py", ROOT / "tiny_llama_v2.py"

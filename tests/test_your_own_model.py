@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT, captured
 
 from exercises.your_own_model import check, vit
-from lab.turns import Turns
+from fusion_lab.turns import Turns
 
 SOLUTION = ROOT / "exercises/your_own_model/solution.py"
 INSIDE = "tl.where(inside, x - tl.sum(x, 0) / C, 0.0)"

@@ -22,19 +22,18 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import _path
 import torch
 from torch import Tensor, nn
 
 from exercises.explain import explained
 from exercises.puzzles import checker, scoreboard
 from exercises.tiny_llama_v3 import measure
-from lab.accuracy import check_gradients
-from lab.cli import ToolError, run_tool
-from lab.files import read_json, write_file, write_text
-from lab.profile.traffic import Traffic
-from lab.show import Column, drawing, render
-from lab.turns import compare_in_turns
+from fusion_lab.accuracy import check_gradients
+from fusion_lab.cli import ToolError, run_tool
+from fusion_lab.files import read_json, write_file, write_text
+from fusion_lab.profile.traffic import Traffic
+from fusion_lab.show import Column, drawing, render
+from fusion_lab.turns import compare_in_turns
 
 PROG = Path(__file__).name
 HERE = Path(__file__).resolve().parent

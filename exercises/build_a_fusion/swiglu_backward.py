@@ -18,8 +18,6 @@ Run: python exercises/build_a_fusion/swiglu_backward.py
 
 import sys
 
-import _path
-
 from exercises.puzzles.checker import Puzzle, main, normal
 
 # isort: split

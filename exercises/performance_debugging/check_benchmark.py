@@ -25,12 +25,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
-import _path
-
 from exercises.explain import explained
 from exercises.performance_debugging.benchmarks import examine
-from lab.cli import ToolError, documented_parser, run_tool, say
-from lab.files import read_json, write_text
+from fusion_lab.cli import ToolError, documented_parser, run_tool, say
+from fusion_lab.files import read_json, write_text
 
 PROG = Path(__file__).name
 HERE = Path(__file__).resolve().parent

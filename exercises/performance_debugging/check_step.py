@@ -26,12 +26,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-import _path
-
-from lab.cli import ToolError, documented_parser, run_tool
-from lab.files import write_text
-from lab.script import import_file, load_script
-from lab.show import Column, render
+from fusion_lab.cli import ToolError, documented_parser, run_tool
+from fusion_lab.files import write_text
+from fusion_lab.script import import_file, load_script
+from fusion_lab.show import Column, render
 
 PROG = Path(__file__).name
 COLUMNS = [

@@ -27,18 +27,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import _path
-
-from lab.cli import ToolError, documented_parser, note, run_tool
-from lab.files import write_text
-from lab.profile.kernels import (
+from fusion_lab.cli import ToolError, documented_parser, note, run_tool
+from fusion_lab.files import write_text
+from fusion_lab.profile.kernels import (
     WITH_WARM_UP,
     KernelStatistics,
     load_trace,
     read_statistics,
     write_statistics,
 )
-from lab.records import (
+from fusion_lab.profile.tables import analyse
+from fusion_lab.records import (
     NUMBER,
     TEXT,
     Gradients,
@@ -49,9 +48,8 @@ from lab.records import (
     read,
     report_failed,
 )
-from lab.show import NOT_FINISHED, Column, render
-from lab.turns import WIDE, spread
-from run_pytorch_profiler import analyse
+from fusion_lab.show import NOT_FINISHED, Column, render
+from fusion_lab.turns import WIDE, spread
 
 PROG = Path(__file__).name
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train and profile V1, all stages and the final version, and compare them.
-# shellcheck source=lab/rocm/common.sh
-source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../../lab/rocm/common.sh" || exit 4
+# shellcheck source=fusion_lab/rocm/common.sh
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../../fusion_lab/rocm/common.sh" || exit 4
 here=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")
 results=$here/results
 given=()
@@ -75,8 +75,8 @@ check_arguments() { # before anything is done: do V1 and V3 know them? Prints th
 import sys
 root, gpu, cpu, *given = sys.argv[1:]
 sys.path.insert(0, root)
-from lab.cli import run_tool
-from lab.script import load_script, script_arguments
+from fusion_lab.cli import run_tool
+from fusion_lab.script import load_script, script_arguments
 
 def check():
     scripts = [load_script(f"{root}/tiny_llama_v{version}.py") for version in (1, 3)]

@@ -22,12 +22,10 @@ from contextlib import redirect_stderr, redirect_stdout
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import _path
-
 from exercises.performance_debugging import check_step
-from lab.cli import ToolError, documented_parser, run_tool
-from lab.files import write_text
-from lab.turns import begin, parse_quiet, scheduled
+from fusion_lab.cli import ToolError, documented_parser, run_tool
+from fusion_lab.files import write_text
+from fusion_lab.turns import begin, parse_quiet, scheduled
 
 PROG = Path(__file__).name
 HERE = Path(__file__).resolve().parent

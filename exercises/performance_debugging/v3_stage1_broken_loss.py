@@ -10,7 +10,6 @@ import argparse
 import sys
 from pathlib import Path
 
-import _path
 import torch
 from torch import nn
 

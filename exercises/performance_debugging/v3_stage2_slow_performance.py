@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import _path
 import torch.nn.functional as F
 from torch import Tensor
 

@@ -10,8 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import _path
-
 import tiny_llama_v3 as v3
 
 v3.SCRIPT, v3.__file__ = Path(__file__).stem, __file__  # its results bear this name

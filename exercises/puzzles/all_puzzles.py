@@ -13,11 +13,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import _path
-
 from exercises.puzzles import checker
-from lab.cli import run_tool
-from lab.files import read_json
+from fusion_lab.cli import run_tool
+from fusion_lab.files import read_json
 
 PROG = Path(__file__).name
 FILES = sorted(Path(__file__).parent.glob("puzzle_*.py"))

@@ -30,9 +30,9 @@ from exercises.puzzles.areas import CPU, NOBODY, Area, drawn
 from exercises.puzzles.mistakes import formulas_of
 from exercises.puzzles.recorder import KINDS, Recorder
 from exercises.puzzles.submission import foreign, why_not_taken
-from lab.accuracy import ROUNDING, pattern
-from lab.cli import documented_parser, run_tool
-from lab.script import import_file
+from fusion_lab.accuracy import ROUNDING, pattern
+from fusion_lab.cli import documented_parser, run_tool
+from fusion_lab.script import import_file
 
 SCOREBOARD = "--scoreboard" in sys.argv
 # compiled: a step of build_a_fusion

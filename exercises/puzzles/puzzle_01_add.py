@@ -26,8 +26,6 @@ Run: python exercises/puzzles/puzzle_01_add.py
 
 import sys
 
-import _path
-
 from exercises.puzzles.checker import Puzzle, main, normal
 
 # isort: split

@@ -19,8 +19,6 @@ Run: python exercises/puzzles/puzzle_02_mask.py
 
 import sys
 
-import _path
-
 from exercises.puzzles.checker import Puzzle, main, normal
 
 # isort: split

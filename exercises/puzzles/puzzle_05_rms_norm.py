@@ -21,8 +21,6 @@ Run: python exercises/puzzles/puzzle_05_rms_norm.py
 
 import sys
 
-import _path
-
 from exercises.puzzles.checker import Puzzle, main, normal
 
 # isort: split

@@ -23,8 +23,6 @@ Run: python exercises/puzzles/puzzle_07_swiglu.py
 
 import sys
 
-import _path
-
 from exercises.puzzles.checker import Puzzle, main, normal
 
 # isort: split

@@ -22,8 +22,6 @@ Run: python exercises/puzzles/puzzle_08_matmul.py
 
 import sys
 
-import _path
-
 from exercises.puzzles.checker import Puzzle, main, normal
 
 # isort: split

@@ -19,8 +19,6 @@ Run: python exercises/puzzles/puzzle_09_matmul_bias_relu.py
 
 import sys
 
-import _path
-
 from exercises.puzzles.checker import Puzzle, main, normal
 
 # isort: split

@@ -21,8 +21,6 @@ Run: python exercises/puzzles/puzzle_10_online_softmax.py
 
 import sys
 
-import _path
-
 from exercises.puzzles.checker import Puzzle, main, normal
 
 # isort: split

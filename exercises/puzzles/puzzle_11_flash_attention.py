@@ -28,8 +28,6 @@ Run: python exercises/puzzles/puzzle_11_flash_attention.py
 
 import sys
 
-import _path
-
 from exercises.puzzles.checker import Puzzle, main, normal
 
 # isort: split

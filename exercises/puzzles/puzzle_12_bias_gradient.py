@@ -25,8 +25,6 @@ Run: python exercises/puzzles/puzzle_12_bias_gradient.py
 
 import sys
 
-import _path
-
 from exercises.puzzles.checker import Puzzle, main, normal
 
 # isort: split

@@ -27,10 +27,10 @@ from exercises.puzzles.checker import (
     launch,
 )
 from exercises.tiny_llama_v3 import measure
-from lab.cli import ToolError
-from lab.files import write_text
-from lab.show import Column, render
-from lab.turns import compare_in_turns, spread
+from fusion_lab.cli import ToolError
+from fusion_lab.files import write_text
+from fusion_lab.show import Column, render
+from fusion_lab.turns import compare_in_turns, spread
 
 
 def check_between_guards(

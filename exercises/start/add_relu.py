@@ -18,12 +18,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import _path
 import torch
 from torch import Tensor
 
-from lab.cli import ToolError, at_least, documented_parser, run_tool
-from lab.turns import spread
+from fusion_lab.cli import ToolError, at_least, documented_parser, run_tool
+from fusion_lab.turns import spread
 
 PROG = Path(__file__).name
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

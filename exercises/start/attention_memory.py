@@ -21,8 +21,6 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 
-import _path
-
 # otherwise the profiler writes lines of its own on stderr
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
@@ -30,9 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lab.cli import at_least, documented_parser, run_tool
-from lab.files import write_file, write_text
-from lab.show import Column, drawing, render
+from fusion_lab.cli import at_least, documented_parser, run_tool
+from fusion_lab.files import write_file, write_text
+from fusion_lab.show import Column, drawing, render
 
 PROG = Path(__file__).name
 COLUMNS = [

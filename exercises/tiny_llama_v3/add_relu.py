@@ -12,10 +12,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import _path
 import torch
 
-from lab.cli import ToolError, at_least, documented_parser
+from fusion_lab.cli import ToolError, at_least, documented_parser
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported

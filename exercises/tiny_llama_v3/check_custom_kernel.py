@@ -20,16 +20,15 @@ from types import ModuleType
 from typing import NamedTuple
 from unittest import mock
 
-import _path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from exercises.explain import explaining, kernels_of
 from exercises.tiny_llama_v3 import measure
-from lab.accuracy import check_close, check_gradients
-from lab.cli import ToolError, at_least, documented_parser
-from lab.script import import_file
+from fusion_lab.accuracy import check_close, check_gradients
+from fusion_lab.cli import ToolError, at_least, documented_parser
+from fusion_lab.script import import_file
 
 PROG = Path(__file__).name
 CASES = (  # shape, type of the update, share that is dropped

@@ -18,15 +18,14 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import _path
 import torch
 from torch import nn
 
 import tiny_llama_v3 as v3  # before Triton: without a GPU it asks for the interpreter
-from lab.cli import ToolError, documented_parser, note, run_tool
-from lab.files import read_json, write_text
-from lab.profile.traffic import Traffic
-from lab.show import Column, render
+from fusion_lab.cli import ToolError, documented_parser, note, run_tool
+from fusion_lab.files import read_json, write_text
+from fusion_lab.profile.traffic import Traffic
+from fusion_lab.show import Column, render
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")

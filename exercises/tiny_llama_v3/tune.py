@@ -4,8 +4,8 @@ time on a GPU.
 
 Registers are those of a training step at the default sizes with --use-amp, compiled for the GPU at
 hand or --target; of several configurations the one with the most. Times are of kernels that only
-move bytes, on tensors of 65536 rows, which are those of bench/operations.py and longer than those
-of the step.
+move bytes, on tensors of 65536 rows, which are those of dev/bench/operations.py and longer than
+those of the step.
 
 Examples:
   python exercises/tiny_llama_v3/tune.py rms_norm_forward TILE 1024 4096 16384
@@ -21,18 +21,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-import _path
-
 os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton: kernels are to be compiled
 
 import torch
 import triton
 
 import tiny_llama_v3 as v3
+from dev import compile_for_amd
 from exercises.tiny_llama_v3 import measure
-from lab.cli import ToolError, documented_parser, note, run_tool
-from lab.show import Column, render
-from tools import compile_for_amd
+from exercises.tiny_llama_v3.row_operators import row_operators
+from fusion_lab.cli import ToolError, documented_parser, note, run_tool
+from fusion_lab.show import Column, render
 
 PROG = Path(__file__).name
 
@@ -76,8 +75,6 @@ def needs(kernel: str, name: str, value: int, target: str) -> dict[str, str]:
 
 def measured(kernel: str, name: str, values: dict[int, dict[str, str]]) -> Iterator[dict]:
     """Rows of the table, with the columns of `needs`."""
-    from bench.operations import row_operators
-
     operators = (
         (operator, inputs)
         for script, operator, inputs in row_operators(65536)
@@ -87,7 +84,7 @@ def measured(kernel: str, name: str, values: dict[int, dict[str, str]]) -> Itera
     if inputs is None:
         raise ToolError(
             f"{kernel} does not only move bytes: give --target here, and time it with "
-            "bench/operations.py"
+            "dev/bench/operations.py"
         )
     function = getattr(v3, kernel)
     for value, columns in values.items():

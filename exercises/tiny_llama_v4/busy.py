@@ -12,10 +12,8 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
-import _path
-
-from lab.cli import ToolError, documented_parser, run_tool
-from lab.profile.kernels import complete, load_trace, short_name
+from fusion_lab.cli import ToolError, documented_parser, run_tool
+from fusion_lab.profile.kernels import complete, load_trace, short_name
 
 PROG = Path(__file__).name
 SEVERAL = 2

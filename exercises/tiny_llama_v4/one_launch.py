@@ -26,11 +26,10 @@ from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 
-import _path
 import numpy as np
 
 import tiny_llama_v4 as v4  # before Triton: without a GPU it asks for the interpreter
-from lab.accuracy import InFloat64
+from fusion_lab.accuracy import InFloat64
 from tiny_llama_v4 import BACKEND, LOG2E, Tensor, nn, tl, torch, triton, wrap_triton
 
 # As V4's: of the GEMMs, then of the attention.

@@ -23,20 +23,18 @@ from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 
-import _path
-
 # otherwise the profiler writes lines of its own on stderr
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 import torch
 from torch import Tensor
 
-from bench.graph_turns import DEVICE, steps_in_turns
-from lab.cli import Parser, program, say, several
-from lab.records import read_study
-from lab.script import load_script, parser_around, precision_of
-from lab.show import Column, render, side_columns
-from lab.study import (
+from fusion_lab.cli import Parser, program, say, several
+from fusion_lab.graph_turns import DEVICE, steps_in_turns
+from fusion_lab.records import read_study
+from fusion_lab.script import load_script, parser_around, precision_of
+from fusion_lab.show import Column, render, side_columns
+from fusion_lab.study import (
     Part,
     as_rows,
     by_side,
@@ -44,7 +42,7 @@ from lab.study import (
     measure_study,
     study_asked_for,
 )
-from lab.turns import graph_of, named, parse_quiet, ratios, spread
+from fusion_lab.turns import graph_of, named, parse_quiet, ratios, spread
 
 PROG = Path(__file__).name
 SCRIPTS = {f"V{n}": f"tiny_openfold_v{n}.py" for n in (1, 2, 3, 4)}

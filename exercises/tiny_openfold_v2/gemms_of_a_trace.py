@@ -22,11 +22,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import _path
-
-from lab.cli import Parser, ToolError, documented_parser, program
-from lab.profile.kernels import complete, has_gpu, load_trace
-from lab.show import Column, render
+from fusion_lab.cli import Parser, ToolError, documented_parser, program
+from fusion_lab.profile.kernels import complete, has_gpu, load_trace
+from fusion_lab.show import Column, render
 
 PROG = Path(__file__).name
 PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1}  # first matrix

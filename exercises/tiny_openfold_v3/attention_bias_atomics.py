@@ -22,10 +22,9 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import _path
 import torch
 
-from lab.cli import at_least, documented_parser
+from fusion_lab.cli import at_least, documented_parser
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
@@ -35,7 +34,7 @@ from torch import Tensor
 
 import tiny_openfold_v3 as v3
 from exercises.tiny_llama_v3 import measure
-from lab.accuracy import check_close
+from fusion_lab.accuracy import check_close
 from tiny_openfold_v3 import (
     head_of_row,
     length_of,

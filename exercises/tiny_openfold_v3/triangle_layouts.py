@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-import _path
 import torch
 
-from lab.cli import at_least, documented_parser
-from lab.show import Column, render
+from fusion_lab.cli import at_least, documented_parser
+from fusion_lab.show import Column, render
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks at it when it is imported
@@ -31,7 +30,7 @@ import tiny_openfold_v1 as v1
 import tiny_openfold_v2 as v2
 import tiny_openfold_v3 as v3
 from exercises.tiny_llama_v3 import measure
-from lab.accuracy import check_close
+from fusion_lab.accuracy import check_close
 
 PROG = Path(__file__).name
 DTYPE = torch.bfloat16 if measure.GPU else torch.float32

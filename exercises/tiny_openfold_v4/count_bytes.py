@@ -15,9 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import _path
-
-from lab.cli import documented_parser
+from fusion_lab.cli import documented_parser
 
 os.environ["TRITON_INTERPRET"] = "1"  # Triton looks at it when it is imported
 
@@ -26,7 +24,7 @@ from torch import Tensor, nn
 
 import tiny_openfold_v3 as v3
 import tiny_openfold_v4 as v4
-from lab.profile.traffic import Traffic
+from fusion_lab.profile.traffic import Traffic
 
 PROG = Path(__file__).name
 LARGEST = 8  # operators in a list

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-import _path
 import torch
 from torch import Tensor
 from torch.func import functional_call
@@ -29,11 +28,11 @@ from exercises.explain import explaining, kernels_of
 from exercises.memory import Memory
 from exercises.tiny_llama_v3 import measure
 from exercises.your_own_model import mistakes, vit
-from lab.accuracy import LIMITS, check_gradients
-from lab.cli import ToolError, documented_parser, note, run_tool
-from lab.files import read_json, write_text
-from lab.script import import_file
-from lab.turns import Turns, compare_in_turns
+from fusion_lab.accuracy import LIMITS, check_gradients
+from fusion_lab.cli import ToolError, documented_parser, note, run_tool
+from fusion_lab.files import read_json, write_text
+from fusion_lab.script import import_file
+from fusion_lab.turns import Turns, compare_in_turns
 
 PROG = Path(__file__).name
 MINE = Path(__file__).with_name("my_fusion.py")

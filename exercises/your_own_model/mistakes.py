@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from exercises.your_own_model import vit
-from lab.accuracy import difference
+from fusion_lab.accuracy import difference
 
 
 def mean(x: Tensor) -> Tensor:

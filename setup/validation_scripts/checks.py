@@ -35,11 +35,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import _path
-
-from lab.cli import Parser, documented_parser, program
-from lab.files import ROOT
-from lab.show import Column, render
+from fusion_lab.cli import Parser, documented_parser, program
+from fusion_lab.files import ROOT
+from fusion_lab.show import Column, render
 
 REQUIREMENTS = ROOT / "requirements.txt"
 # Oldest and newest release that the tests ran with (docs/CONTRIBUTING.md); others pass with a note.

@@ -21,7 +21,7 @@ from pathlib import Path
 import checks
 from checks import Check, check
 
-from lab.script import import_file
+from fusion_lab.script import import_file
 
 PACKAGES = {
     "numpy": "everything",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _path
 import torch
 import torch.nn.functional as F
 from torch import Tensor

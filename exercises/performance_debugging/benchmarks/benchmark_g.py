@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import _path
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -25,8 +25,8 @@ from exercises.performance_debugging.benchmarks.common import (
     seconds_of,
     synchronize,
 )
-from lab.cli import ToolError, say
-from lab.script import import_file
+from fusion_lab.cli import ToolError, say
+from fusion_lab.script import import_file
 
 TRIES = 9
 PATIENCE = 5.0  # seconds from one sign of life to the next

@@ -1,0 +1,249 @@
+#!/usr/bin/env python3
+"""Time V3's kernels, forward and backward, beside what PyTorch and other libraries do for the same
+operation.
+
+All sides of a row are captured as CUDA graphs and replayed in short alternating turns, so that
+neither the host nor a change of its speed counts. A study writes one file. A side that is not
+installed, fails, or runs out of memory says so there. dev/bench/peers.py says what each library
+is given. Two studies are of the whole training step: where its time goes, and the bytes that it
+moves.
+
+Examples:
+  python dev/bench/operations.py attention DIR  attention with pair bias: V3, libraries, layouts
+  python dev/bench/operations.py triangle DIR  triangle multiplication: V3, V2, V1, cuEquivariance
+  python dev/bench/operations.py rows DIR    norms, SwiGLU, rotary: bytes per second, and a copy's
+  python dev/bench/operations.py step DIR    the newest step by kernel, and beside a reference
+  python dev/bench/operations.py traffic DIR  bytes that a step of each version reads and writes
+  python dev/bench/operations.py table DIR   the tables, from what lies in DIR
+"""
+
+import argparse
+import importlib
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dev.bench.operation_tables import table
+from dev.bench.peers import (
+    JoinedTriangle,
+    Step,
+    attention_peers,
+    cuequivariance_attention,
+    library_attention,
+    plain_attention,
+)
+from dev.bench.sizes import SHAPES
+from dev.bench.whole_steps import STEPS
+from exercises.tiny_llama_v3.row_operators import row_operators
+from fusion_lab.cli import Parser, ToolError, documented_parser, program
+from fusion_lab.graph_turns import (
+    DEVICE,
+    GPU,
+    PRECISIONS,
+    as_tuple,
+    gradient_step,
+    matmul_precision,
+    steps_in_turns,
+)
+from fusion_lab.study import Part, as_rows, measure_study
+from fusion_lab.turns import speedup
+
+# of triangle multiplication: samples, length
+TRIANGLE = {f"N={n}": (1, n) for n in (256, 384, 512, 768, 1024)} | {"N=64, batch 4": (4, 64)}
+# samples, rows, length, heads, head dimension
+ATTENTION = {name: (samples, n, n, 4, 32) for name, (samples, n) in TRIANGLE.items()}
+ATTENTION["MSA rows, N=256"] = (1, 128, 256, 8, 32)
+LARGE = {"N=512", "N=768", "N=1024"}  # in bf16 only
+ROWS = 65536  # of the tensors that move bytes
+
+
+# Studies of one operation: each builds its sides for a shape and a type of the tensors. The
+# libraries' sides, and what each of them is given, are in dev/bench/peers.py.
+
+
+def parts_of(study: str, args: argparse.Namespace) -> Iterator[Part]:
+    """Rows of a study. Large shapes are measured in bf16 only, unless they are named."""
+    shapes, sides_of = STUDIES[study]
+    for precision, name in itertools.product(args.precisions, shapes):
+        asked = name in args.shapes if args.shapes else precision == "bf16" or name not in LARGE
+        if asked:
+            names = {"shape": name, "precision": precision}
+            yield names, partial(measure_shape, sides_of, shapes[name], precision, args.rounds)
+
+
+def measure_shape(sides_of: Callable, sizes: tuple, precision: str, rounds: int) -> list[dict]:
+    dtype, products = PRECISIONS[precision]
+    with matmul_precision(products):
+        return as_rows(steps_in_turns(sides_of(sizes, dtype), rounds))
+
+
+def attention(sizes: tuple, dtype: torch.dtype) -> dict[str, Step]:
+    """Attention with pair bias and gate on the packed result of the projection; libraries also in
+    their own layout, where they do less: neither the gate nor what changes the layout."""
+    samples, rows, length, heads, dim = sizes
+    packed = torch.randn(samples, rows, length, heads, 4, dim, device=DEVICE, dtype=dtype)
+    gate_bias = torch.randn(heads * dim, device=DEVICE)
+    bias = torch.randn(samples, heads, length, length, device=DEVICE, dtype=dtype)
+    ours = importlib.import_module("tiny_openfold_v3").GatedAttentionFunction.apply
+    inputs = [packed, gate_bias, bias]
+    operations = {"triton": ours, "SDPA": library_attention}
+    operations["torch.compile"] = torch.compile(plain_attention)
+    operations["cuEquivariance"] = cuequivariance_attention
+    sides = {side: gradient_step(operation, inputs) for side, operation in operations.items()}
+    q, k, v, _ = (t.contiguous() for t in packed.transpose(2, 3).unbind(4))
+    for side, (operation, own) in attention_peers(q, k, v, bias).items():
+        sides[f"{side}, own layout"] = gradient_step(operation, own)
+    return sides
+
+
+def with_weights(module: torch.nn.Module) -> torch.nn.Module:
+    """The module on the device, with the same weights in every version: some begin with what lies
+    in memory."""
+    generator = torch.Generator().manual_seed(42)
+    state = module.state_dict()  # canonical names
+    for name in sorted(state):
+        if "norm" not in name:
+            drawn = torch.randn(state[name].shape, generator=generator)
+            state[name] = drawn / drawn.shape[-1] ** 0.5
+    module.load_state_dict(state)
+    return module.to(DEVICE)
+
+
+def triangle(sizes: tuple, dtype: torch.dtype) -> dict[str, Step]:
+    """Triangle multiplication: the whole module of each version, norms and gates included,
+    dimension 128."""
+    samples, length = sizes
+    pair = torch.randn(samples, length, length, 128, device=DEVICE, dtype=dtype)
+
+    def module_of(version: str) -> torch.nn.Module:
+        module = importlib.import_module(f"tiny_openfold_{version}")
+        build = module.TriangleMultiplicationOutgoing
+        return with_weights(build(module.ModelConfig(), module.Fusions()))
+
+    ours = module_of("v3")
+    sides = {"triton": module_step(ours, ours, [pair], dtype)}
+    v2, v1 = module_of("v2"), module_of("v1")
+    sides["V2"] = module_step(v2, v2, [pair], dtype)
+    sides["torch.compile"] = module_step(torch.compile(v1), v1, [pair], dtype)
+    theirs = JoinedTriangle(v1.state_dict(), "outgoing", torch.float32)
+    sides["cuEquivariance"] = module_step(theirs, theirs, [pair], dtype)
+    if dtype == torch.bfloat16:
+        theirs = JoinedTriangle(v1.state_dict(), "outgoing", dtype)
+        sides["cuEquivariance, bf16 parameters"] = step = module_step(theirs, theirs, [pair])
+        step.unchecked = True
+    return sides
+
+
+def module_step(
+    forward: Callable,
+    model: torch.nn.Module,
+    inputs: list[Tensor],
+    dtype: torch.dtype = torch.float32,
+) -> Step:
+    """Forward and backward with the gradients of parameters, too; autocast unless float32."""
+
+    def operation(*inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        low = dtype != torch.float32
+        with torch.autocast(DEVICE.type, dtype, enabled=low, cache_enabled=False):
+            return forward(*inputs)
+
+    return gradient_step(operation, inputs, list(model.parameters()))
+
+
+STUDIES = {  # shapes and sides
+    "attention": (ATTENTION, attention),
+    "triangle": (TRIANGLE, triangle),
+}
+
+
+# Kernels that move bytes
+
+
+def rows(rounds: int, count: int) -> Iterator[Part]:
+    """Rows of the study: bytes that an operator must read and write over its time, and over the
+    rate of a copy."""
+    source = torch.randn(64 * count * 16 if GPU else count, device=DEVICE)
+    for script, operator, arguments in row_operators(count):
+        function = getattr(importlib.import_module(script), operator)
+        yield {"operator": operator}, partial(beside_a_copy, function, arguments, source, rounds)
+
+
+def beside_a_copy(function: Callable, arguments: list, source: Tensor, rounds: int) -> list[dict]:
+    """A row of a function, with the bytes that it must read and write and their rate, and one of
+    copying `source`."""
+    target = torch.empty_like(source)
+
+    def copy() -> Sequence[Tensor]:
+        return (target.copy_(source),)
+
+    def step() -> Sequence[Tensor]:
+        return as_tuple(function(*arguments))
+
+    moved = sum(t.nbytes for t in (*arguments, *step()) if isinstance(t, Tensor))
+    sides = steps_in_turns({"kernel": step, "copy": copy}, rounds)
+    check_ours(sides)
+    for side, count in (("kernel", moved), ("copy", 2 * source.nbytes)):
+        sides[side] |= {"bytes": count, "gb_per_s": count / sides[side]["us"] / 1e3}
+    longer = speedup(sides["copy"], sides["kernel"])
+    sides["kernel"]["of_copy"] = longer * moved / (2 * source.nbytes)
+    return as_rows(sides)
+
+
+def check_ours(sides: Mapping[str, dict]) -> None:
+    """ToolError if one of our kernels failed; of others, or for lack of memory, that is a
+    result."""
+    for name, side in sides.items():
+        if name in ("triton", "kernel", "copy") and side.get("status") == "failed":
+            raise ToolError(f"{name}: {side['error']}", status=1)
+
+
+# The command line
+
+
+def run_study(args: argparse.Namespace) -> int:
+    if args.what == "table":
+        print(table(args.directory))
+        return 0
+    args.directory.mkdir(parents=True, exist_ok=True)
+    args.shapes = args.shapes or ()
+    known = STUDIES.get(args.what, (SHAPES,))[0]
+    if unknown := [name for name in args.shapes if name not in known]:
+        there = ", ".join(map(repr, known))
+        raise ToolError(f"{args.what} has no shape {unknown[0]!r}; it has {there}")
+    args.precisions = args.precisions or (["bf16"] if args.what in STEPS else list(PRECISIONS))
+    if args.what == "rows":
+        measured = rows(args.rounds, ROWS)
+    elif args.what in STEPS:
+        measured = STEPS[args.what](args)
+    else:
+        measured = parts_of(args.what, args)
+    path = args.directory / f"{args.what}.json"
+    found = measure_study(path, list(measured), keep=args.keep, rounds=args.rounds)
+    for row in found if args.what in STUDIES else ():
+        check_ours({row["side"]: row})
+    return 0
+
+
+def build_parser() -> Parser:
+    parser = documented_parser(__file__, __doc__)
+    add = parser.add_argument
+    add("what", choices=(*STUDIES, "rows", *STEPS, "table"))
+    add("directory", type=Path)
+    parser.add_count("--rounds", 15, "turns of each side")
+    precisions = "(default: all; bf16 for step)"
+    add("--precisions", nargs="+", choices=PRECISIONS, help=precisions)
+    shapes = "of any study but rows (default: all)"
+    add("--shapes", nargs="+", metavar="SHAPE", help=shapes)
+    parser.add_flag("--keep", "add to the rows of an earlier file, and measure none of them again")
+    return parser
+
+
+main = program(build_parser, run_study)
+
+if __name__ == "__main__":
+    sys.exit(main())

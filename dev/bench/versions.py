@@ -1,0 +1,262 @@
+#!/usr/bin/env python3
+"""Take the measurements behind the figures of README and docs, and print the tables from them.
+
+Both sides of a ratio are measured in this process in short alternating turns, where there is a GPU
+as whole-step graphs unless a row says otherwise. A suite writes one file, which replaces an earlier
+one when its last row is measured; until then the rows are in NAME.partial.json.
+
+Examples:
+  python dev/bench/versions.py overview DIR  V1 to V4 in bf16, as graphs
+  python dev/bench/versions.py headline DIR  V1 to V3: sizes, precisions, eager, graph and compiled
+  python dev/bench/versions.py fastest DIR  TinyLlama's V4, V3, and all compiled, as graphs
+  python dev/bench/versions.py fastest_openfold DIR  the same of TinyOpenFold
+  python dev/bench/versions.py trunk DIR  48 Evoformer blocks, with and without --checkpoint-blocks
+  python dev/bench/versions.py ablation_tiny_llama_v3 DIR  what V3 adds: each alone, all but each
+  python dev/bench/versions.py padding DIR  batches padded, and of proteins of one size
+  python dev/bench/versions.py lengths DIR  proteins of lengths that are no multiple of 8, too
+  python dev/bench/versions.py scaling DIR  the part on one GPU; then, in the same file, that on N:
+  torchrun --nproc-per-node N dev/bench/versions.py scaling DIR
+  python dev/bench/versions.py headline DIR --only "tiny_llama, small" bf16    a part of a suite
+  python dev/bench/versions.py table DIR  the tables, from what lies in DIR
+"""
+
+import argparse
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from unittest import mock
+
+from dev.bench.several_gpus import join_processes, scaling
+from dev.bench.sizes import (
+    ALL_VERSIONS,
+    COMPILE,
+    MODES,
+    ODD,
+    PRECISIONS,
+    SHAPES,
+    TRUNK,
+    VERSIONS,
+    in_sizes,
+    script_of,
+    sized,
+)
+from dev.bench.version_tables import ABLATIONS, FASTEST, OF_ABLATIONS, PADDED, TABLES, table
+from fusion_lab.cli import Parser, documented_parser, program
+from fusion_lab.study import (
+    Part,
+    Sides,
+    ablation,
+    as_rows,
+    check_failed,
+    chosen,
+    fusion_sets,
+    measure_study,
+    new_fusions,
+)
+from fusion_lab.turns import all_measured, graph_of, in_turns
+
+TRUNKS = {  # sequences and residues of AlphaFold 2's training, and of its fine-tuning
+    "128 x 256": sized("openfold", TRUNK),
+    "512 x 384": sized("openfold", f"{TRUNK} --num-seqs 512 --seq-len 384"),
+}
+LENGTHS = (160, 165, 168, 171, 173, 176, 179, 184, 187, 192)  # of the suite of this name
+LONG = {
+    f"trunk, 128 x {length}": sized("openfold", f"{TRUNK} --seq-len {length}")
+    for length in (255, 256)
+}
+MODELS = {"tiny_openfold": [], "tiny_llama": ["--seq-len", "128"]}  # of the ablation of V2 and V3
+ABLATED = {  # of that of V4
+    **SHAPES,
+    "tiny_openfold, medium": sized("openfold", ODD),
+    "tiny_openfold, 8 blocks": sized("openfold", TRUNK.replace("blocks 48", "blocks 8")),
+}
+# Suites: parts of studies, which return rows
+
+
+def overview(args: argparse.Namespace) -> Iterator[Part]:
+    """All versions as graphs in every size, in bf16."""
+    for names, model, argv in in_sizes():
+        yield names, partial(all_sides, beside_compiled(model, argv, ALL_VERSIONS), args.rounds)
+
+
+def headline(args: argparse.Namespace) -> Iterator[Part]:
+    """V1 to V3 in every size, precision and mode."""
+    for shape, precision, mode in product(SHAPES, PRECISIONS, MODES):
+        model, sizes = SHAPES[shape]
+        sides = beside_compiled(model, [*sizes, *PRECISIONS[precision], *MODES[mode]], VERSIONS)
+        names = {"shape": shape, "precision": precision, "mode": mode}
+        yield names, partial(all_sides, sides, args.rounds)
+
+
+def fastest(model: str, args: argparse.Namespace) -> Iterator[Part]:
+    """V4, V3 and V1, and V1 to V3 compiled, all as whole-step graphs."""
+    for names, _, argv in in_sizes(PRECISIONS, model):
+        sides = beside_compiled(model, argv, ("V4", "V3", "V1"), ("V3", "V2", "V1"))
+        yield names, partial(all_sides, sides, args.rounds)
+
+
+def beside_compiled(
+    model: str, argv: list[str], versions: Iterable[str], compiled: Iterable[str] = ()
+) -> Sides:
+    """Sides: versions as they are, then others under torch.compile."""
+    sides = {version: (script_of(model, version), argv) for version in versions}
+    for version in compiled:
+        sides[f"{version} compiled"] = (script_of(model, version), [*argv, *COMPILE])
+    return sides
+
+
+def all_sides(sides: Sides, rounds: int, **more: Callable) -> list[dict]:
+    """A row for each side; all of them have to finish."""
+    return as_rows(all_measured(sides, rounds, **more))
+
+
+def padding(args: argparse.Namespace) -> Iterator[Part]:
+    """TinyOpenFold's versions as graphs in bf16, with proteins of one size, and padded."""
+    for names, model, argv in in_sizes(model="tiny_openfold"):
+        sides = {
+            name: (script_of(model, version), argv)
+            for version in reversed(ALL_VERSIONS)
+            for name in (version, f"{version}{PADDED}")
+        }
+        yield names, partial(all_sides, sides, args.rounds, building=with_its_proteins)
+
+
+@contextlib.contextmanager
+def with_its_proteins(side: str) -> Iterator[None]:
+    """If a side is padded, every second synthetic protein has three quarters of the sequences and
+    residues inside; so each batch has masks."""
+    module = importlib.import_module(script_of("tiny_openfold", side[:2]))
+    whole = module.synthetic_proteins
+
+    def some_shorter(*sizes: int) -> list:
+        proteins = whole(*sizes)
+        for number, protein in enumerate(proteins[::2]):
+            depth, length = (3 * size // 4 for size in protein.tokens.shape)
+            known = {name: getattr(protein, name)[:length] for name in ("coords", "observed")}
+            proteins[2 * number] = replace(protein, tokens=protein.tokens[:depth, :length], **known)
+        return proteins
+
+    made_by = some_shorter if side.endswith(PADDED) else whole
+    with mock.patch.object(module, "synthetic_proteins", made_by):
+        yield
+
+
+def lengths(args: argparse.Namespace) -> Iterator[Part]:
+    """TinyOpenFold's versions as graphs over lengths in bf16; V2 compiled, the other precisions and
+    V4's trunk of 48 blocks at one that is odd and the next multiple of 8."""
+    for precision, length in product(PRECISIONS, LENGTHS):
+        both = length in (173, 176)
+        if both or precision == "bf16":
+            argv = [*ODD.split(), "--seq-len", str(length), *PRECISIONS[precision]]
+            compiled = ("V2",) if both and precision == "bf16" else ()
+            sides = beside_compiled("tiny_openfold", graph_of(argv), ("V4", "V3", "V2"), compiled)
+            names = {"shape": f"37 x {length}", "precision": precision}
+            yield names, partial(all_sides, sides, args.rounds)
+    for names, model, argv in in_sizes(shapes=LONG):
+        side = script_of(model, "V4"), [*argv, "--warmup-steps", "2"]
+        yield {**names, "side": "V4"}, partial(trunk_of, "V4", False, side, args.rounds)
+
+
+def trunk(args: argparse.Namespace) -> Iterator[Part]:
+    """48 blocks in bf16, each side alone, with and without checkpoints: versions, and V2 compiled,
+    of which one block is compiled and serves all, as 48 would take too long."""
+    sides, checkpoints = [*reversed(ALL_VERSIONS), "V2 compiled"], ([], ["--checkpoint-blocks"])
+    for (names, model, argv), kind, more in product(in_sizes(shapes=TRUNKS), sides, checkpoints):
+        version, _, compiled = kind.partition(" ")
+        side = script_of(model, version), [*argv, "--warmup-steps", "2", *more]
+        names = {**names, "side": kind, "checkpointed": bool(more)}
+        yield names, partial(trunk_of, kind, bool(compiled), side, args.rounds)
+
+
+def trunk_of(name: str, compiled: bool, side: tuple[str, list[str]], rounds: int) -> dict:
+    """Turns of a side alone, with each of its blocks compiled or as they are."""
+    import torch._dynamo
+
+    module = importlib.import_module(side[0])
+    build = module.build_model
+
+    def build_compiled(*args: object) -> object:
+        model = build(*args)
+        for number, block in enumerate(model.blocks):
+            model.blocks[number] = torch.compile(block)
+        return model
+
+    # or compiled blocks beyond the limit would run eagerly, and be called compiled
+    limit = torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
+    with limit, mock.patch.object(module, "build_model", build_compiled if compiled else build):
+        return in_turns({name: side}, rounds)[name]
+
+
+def single_fusions(script: str, args: argparse.Namespace) -> list[Part]:
+    """What a version adds, left out one by one and, before V4, alone; V4 in bf16 at several
+    sizes."""
+    model, _, version = script.rpartition("_")
+    fusions = new_fusions(importlib.import_module(script))
+    if version != "v4":
+        arguments = {
+            precision: graph_of([*MODELS[model], *PRECISIONS[precision]])
+            for precision in ("fp32", "bf16")
+        }
+        return ablation(script, arguments, fusions, fusion_sets(fusions), args.rounds)
+    sets, parts = [on for on in fusion_sets(fusions) if len(on) != 1], []
+    for names, _, argv in in_sizes(model=model, shapes=ABLATED):
+        of_size = ablation(script, {"bf16": argv}, fusions, sets, args.rounds, counted=False)
+        parts += [(names | of_group, measure) for of_group, measure in of_size]
+    return parts
+
+
+# The command line
+
+SUITES: dict[str, Callable[[argparse.Namespace], Iterable[Part]]] = {
+    "overview": overview,
+    "headline": headline,
+    **{file: partial(fastest, model) for model, file in FASTEST.items()},
+    "trunk": trunk,
+    **{f"ablation_{script}": partial(single_fusions, script) for script in ABLATIONS},
+    "padding": padding,
+    "lengths": lengths,
+    "scaling": scaling,
+}
+# whose earlier rows stay, and are not measured again
+KEPT = ("overview", "trunk", "lengths", "scaling")
+
+
+def build_parser() -> Parser:
+    parser = documented_parser(__file__, __doc__)
+    add = parser.add_argument
+    add("suite", choices=(*SUITES, "table"), metavar="SUITE", help=f"{', '.join(SUITES)} or table")
+    add("directory", type=Path)
+    parser.add_count("--rounds", 5, "of all that take turns")
+    only = "parts of these sizes, precisions, modes and sides, as rows name them"
+    add("--only", nargs="+", default=[], metavar="NAME", help=only)
+    gpus = "for whose batch scaling also measures one GPU, for strong scaling (default: 2)"
+    add("--gpus", nargs="*", type=int, default=[2], metavar="N", help=gpus)
+    add("--tables", nargs="+", choices=TABLES | OF_ABLATIONS, default=list(TABLES), help="of table")
+    return parser
+
+
+def run_suite(args: argparse.Namespace) -> int:
+    if args.suite == "table":
+        print(table(args.directory, args.tables))
+        return 0
+    args.directory.mkdir(parents=True, exist_ok=True)
+    name = args.suite
+    if name == "scaling":
+        args.processes = join_processes()
+    parts = chosen(list(SUITES[args.suite](args)), args.only)
+    path = args.directory / f"{name}.json"
+    rows = measure_study(path, parts, keep=name in KEPT, rounds=args.rounds)
+    if name.startswith("ablation"):
+        check_failed(rows)
+    return 0
+
+
+main = program(build_parser, run_suite)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+# Copied from dev/parts/optimizer.py by dev/sync_parts.py: edit it there.
+# AdamW is a kernel, which reads weights and gradients where they lie.
+
+
+def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return tensors that lie as side_by_side allocates them as one [elements]; None for others."""
+    first, last, size = tensors[0], tensors[-1], 0
+    for t in tensors:
+        place = first.data_ptr() + size * first.element_size()
+        if t.data_ptr() != place or t.dtype != first.dtype or not t.is_contiguous():
+            return None
+        size += triton.cdiv(t.numel(), 64) * 64
+    one = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    return first.detach().as_strided((size - -last.numel() % 64,), (1,)) if one else None
+
+
+@block_sizes({"BLOCK": 1024, "PROGRAMS": 1024})
+@triton.jit
+def adamw_kernel(
+    WEIGHTS, GRADS, AVERAGES, SQUARES, POWER1, POWER2, LR, SCALE, FOUND_INF, size,
+    share1, share2, eps, decay, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Update weights w from their gradients g.
+
+        m += (1 - beta1) * (g - m);  v += (1 - beta2) * (g^2 - v);  c = 1 - beta^steps
+        w = w * (1 - lr * decay) - lr / c1 * m / (sqrt(v) / sqrt(c2) + eps)
+
+    WEIGHTS, GRADS, AVERAGES (m), SQUARES (v) [size]; share is 1 - beta, POWER [] beta^steps, LR []
+    the learning rate. SCALE [] and FOUND_INF [] are a gradient scaler's, or None: gradients are
+    divided by SCALE, and nothing is updated if FOUND_INF. A program owns every PROGRAMS-th block of
+    BLOCK elements.
+    """
+    if FOUND_INF is not None:
+        size = tl.where(tl.load(FOUND_INF) > 0, 0, size)
+    lr = tl.load(LR).to(tl.float32)
+    root_of_correction = tl.sqrt(1 - tl.load(POWER2)).to(tl.float32)
+    rate = lr / (1 - tl.load(POWER1)).to(tl.float32)
+    for start in range(tl.program_id(0) * BLOCK, size, PROGRAMS * BLOCK):
+        at = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
+        inside = at < size
+        grad = tl.load(GRADS + at, mask=inside, other=0.0).to(tl.float32)
+        if SCALE is not None:
+            grad /= tl.load(SCALE)
+        average = tl.load(AVERAGES + at, mask=inside, other=0.0)
+        average += share1 * (grad - average)
+        square = tl.load(SQUARES + at, mask=inside, other=0.0)
+        square += share2 * (grad * grad - square)
+        weight = tl.load(WEIGHTS + at, mask=inside, other=0.0) * (1 - lr * decay)
+        weight -= rate * average / (tl.sqrt(square) / root_of_correction + eps)
+        tl.store(AVERAGES + at, average, mask=inside)
+        tl.store(SQUARES + at, square, mask=inside)
+        tl.store(WEIGHTS + at, weight, mask=inside)
+
+
+class FusedAdamW(torch.optim.Optimizer):
+    """AdamW (Loshchilov and Hutter 2019): one launch for each of `groups`, which lie side by side.
+
+    Parameters that have been given other memory are updated there, one by one. `narrow`: the
+    gradient of a group of one may have another type. `side`: the model's streams. On several GPUs
+    it replaces DistributedDataParallel: call average_gradients before every step.
+    """
+
+    _step_supports_amp_scaling = True  # the kernel divides by GradScaler's scale and skips a step
+    averaged = False  # over several GPUs
+
+    def __init__(
+        self, groups: Iterable[list[nn.Parameter]], lr: float, side: SideStreams | None = None,
+        narrow: bool = False,
+    ):  # fmt: skip
+        self.groups, self.side = list(groups), side or SideStreams()
+        defaults = {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+        super().__init__([p for group in self.groups for p in group], defaults)
+        self.parameters = self.param_groups[0]["params"]
+        self.steps = self.parameters[0].new_zeros(len(self.parameters), dtype=torch.float64)
+        self.counts = dict.fromkeys(self.parameters, 0)  # the same on the host, skipped ones too
+        steps = iter(self.steps)
+        for group in self.groups:
+            pieces = [side_by_side(group, torch.float32) for _ in range(3)]
+            for p, weight, average, square in zip(group, *pieces, strict=True):
+                p.data, p.side = weight.copy_(p.detach()), self.side
+                moments = {"exp_avg": average.zero_(), "exp_avg_sq": square.zero_()}
+                self.state[p] = {"step": next(steps), **moments}
+            if narrow and len(group) == 1:
+                p.grad_dtype = None  # any type
+            if dist.is_initialized():  # one seed gives equal weights on equal machines only
+                dist.broadcast(as_one(group), 0)
+
+    def __getstate__(self) -> dict:
+        raise TypeError("FusedAdamW: copy or save its state_dict, not the optimizer")
+
+    def add_param_group(self, param_group: dict) -> None:
+        if self.param_groups:
+            raise ValueError("FusedAdamW: build a new one for more parameters")
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Copy options and state to where the kernel reads them; ValueError if they do not fit."""
+        loaded, own = state_dict["state"], self.state_dict()["state"]
+        shapes = [{i: v["exp_avg"].shape for i, v in state.items()} for state in (loaded, own)]
+        if shapes[0] != shapes[1]:
+            wrong = "the state is of other parameters, or in another order"
+            raise ValueError(f"{wrong}, such as that of PyTorch's AdamW")
+        options = {**state_dict["param_groups"][0], "params": self.parameters}
+        options["lr"] = self.rate().fill_(options["lr"])
+        self.param_groups[0].update(options)
+        for i, p in enumerate(self.parameters):
+            self.counts[p] = int(loaded[i]["step"])
+            for name, value in self.state[p].items():
+                value.copy_(loaded[i][name])
+
+    def rate(self) -> Tensor:
+        """Return the learning rate, a number on the device, as a graph needs it."""
+        options = self.param_groups[0]
+        if not isinstance(options["lr"], Tensor):  # as it was given, or assigned since
+            options["lr"] = self.steps.new_tensor(options["lr"])
+        return options["lr"]
+
+    def collect(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """Return gradients as one tensor [elements]; they are copied if they do not lie so."""
+        grads = [p.grad for p in parameters]
+        if as_one(grads) is None:
+            parts = side_by_side(grads, torch.float32)
+            torch._foreach_copy_(parts, grads)
+            for p, part in zip(parameters, parts, strict=True):
+                p.grad = part
+        return as_one([p.grad for p in parameters])
+
+    @torch.no_grad()
+    def average_gradients(self) -> None:
+        """Average the gradients over all processes; a single process returns at once.
+
+        Call it before a gradient scaler reads them, so that all skip the same steps. Raises
+        RuntimeError if a parameter that needs a gradient has none, for which others would wait.
+        """
+        if not dist.is_initialized():
+            return
+        self.side.join()
+        if any(p.grad is None and p.requires_grad for p in self.parameters):
+            raise RuntimeError("FusedAdamW: on several GPUs each parameter needs a gradient")
+        kept = [p.grad for p in self.parameters]  # until what reads them has been waited for
+        with self.side.beside(self.side.updates):
+            for group in reversed(self.groups):
+                if present := [p for p in group if p.grad is not None]:
+                    self.side.wait_for(present)
+                    dist.all_reduce(grads := self.collect(present))
+                    grads /= dist.get_world_size()
+        del kept
+        self.averaged = True
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update all parameters that have a gradient; in a graph with overlap as soon as it can."""
+        if dist.is_initialized() and not self.averaged:
+            raise RuntimeError("FusedAdamW: on several GPUs, call average_gradients before step")
+        self.averaged = False
+        self.side.join()
+        present = [p for p in self.parameters if p.grad is not None]
+        if not present:
+            return
+        for p in present:
+            self.counts[p] += 1
+            if (p.dtype, p.device) != (torch.float32, self.steps.device):
+                raise TypeError(f"FusedAdamW: a parameter is {p.dtype} on {p.device} by now")
+        skipped, rate = getattr(self, "found_inf", None), self.rate()
+        kept = [p.grad for p in present]  # until what reads them has been waited for
+        with self.side.beside(self.side.updates):
+            if skipped is not None:
+                self.side.wait_for([])
+            one = torch.ones_like(rate) if skipped is None else 1 - skipped
+            if len(present) == len(self.parameters):
+                self.steps += one
+            else:
+                steps = [self.state[p]["step"] for p in present]
+                torch._foreach_add_(steps, [one.to(self.steps)] * len(steps))
+            powers = [beta**self.steps for beta in self.param_groups[0]["betas"]]
+            for group in reversed(self.groups):
+                together = itertools.groupby(group, lambda p: p.grad is not None and self.counts[p])
+                for count, parameters in together:
+                    parameters = [*parameters]
+                    if count:
+                        self.side.wait_for(parameters)
+                        self.update(parameters, powers, rate)
+        del kept
+
+    def update(self, group: list[nn.Parameter], powers: list[Tensor], rate: Tensor) -> None:
+        """Update parameters by one launch if they lie side by side, else each where it lies."""
+        weights = as_one(group)
+        if weights is None and len(group) > 1:
+            for p in group:
+                self.update([p], powers, rate)
+            return
+        memory = group[0].contiguous() if weights is None else weights
+        states = [self.state[p] for p in group]
+        moments = [as_one([state[name] for state in states]) for name in ("exp_avg", "exp_avg_sq")]
+        powers = [power[states[0]["step"].storage_offset()] for power in powers]
+        tensors = memory, self.collect(group), *moments, *powers, rate
+        tensors += getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        options, chosen, size = self.param_groups[0], blocks("adamw"), moments[0].numel()
+        shares = {f"share{i}": 1 - beta for i, beta in enumerate(options["betas"], 1)}
+        settings = {"size": size, **shares, "eps": options["eps"], "decay": options["weight_decay"]}
+        most = triton.next_power_of_2(triton.cdiv(size, chosen["BLOCK"]))
+        programs = chosen["PROGRAMS"] = min(chosen["PROGRAMS"], most)
+        wrap_triton(adamw_kernel)[(programs,)](*tensors, **settings, **chosen)
+        if weights is None:
+            group[0].copy_(memory)
+        torch.autograd.graph.increment_version(group)  # no kernel does

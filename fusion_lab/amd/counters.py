@@ -1,0 +1,222 @@
+"""What hardware would have counted of a launch: instructions by kind, floating-point operations,
+bytes and cache lines, bank conflicts of LDS. Executed, not measured: times are not among it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+
+import numpy as np
+
+from fusion_lab.amd.assembly import Instruction, Program
+from fusion_lab.amd.waves import Waves
+
+LANES = np.arange(64)
+BANKS = {"gfx90a": 32, "gfx942": 32, "gfx950": 64}  # of LDS, 4 bytes wide
+# the lanes that LDS serves together, by the bytes of each: as many as 32 banks can, in their order
+# but for reads of 16 bytes ("Avoiding LDS Bank Conflicts on AMD GPUs", AMD's ROCm blogs)
+TOGETHER = {1: 32, 2: 32, 4: 32, 8: 16, 12: 8, 16: 8}
+READS_OF_16 = np.concatenate(
+    [half + np.r_[a : a + 4, b : b + 4] for half in (0, 32)
+     for a, b in ((0, 20), (4, 16), (8, 28), (12, 24))]
+)  # fmt: skip
+# bytes of a line that is read, what the counters of requests to memory begin with, and which counts
+# reads of 128 bytes; lines of 64 are written
+READS = {
+    "gfx90a": (64, "TCC_EA", ""),
+    "gfx942": (128, "TCC_EA0", "TCC_BUBBLE_sum"),
+    "gfx950": (128, "TCC_EA0", "TCC_EA0_RDREQ_128B_sum"),
+}
+# of an MI300X (AMD's data sheet and CDNA 3 white paper): how many bytes may lie nearer than L2, its
+# Infinity Cache and memory, and the bytes per second of each; floating-point operations of its
+# matrix and vector units
+LEVELS = ((0, 34.4e12), (32 << 20, 17.2e12), (288 << 20, 5.3e12))
+PEAK = {"BF16": 1307.4e12, "F16": 1307.4e12, "XF32": 653.7e12, "F32": 163.4e12, "F64": 163.4e12,
+        "F8": 2614.9e12, "I8": 2614.9e12}  # fmt: skip
+FLOAT = re.compile(
+    r"v_(?:pk_)?(?:(add|sub|subrev|mul|fma|fmac|fmamk|fmaak|mac|mad)"
+    r"|(rcp|rsq|sqrt|exp|log|sin|cos)(?:_iflag)?)_f(16|32|64)$"
+)
+KINDS = ("MFMA", "SALU", "SMEM", "VMEM", "LDS", "branch")  # that have a counter of their own
+OPERATION = {"add": "ADD", "sub": "ADD", "subrev": "ADD", "mul": "MUL"}
+MFMA = re.compile(r"v_mfma_[fi]\d\d_(\d+)x(\d+)x(\d+)_?(x?f32|b?f16|f64|i8|[bf][fp]8)")
+VALU = "SQ_INSTS_VALU_"  # floating-point operations of what is counted by these names
+FLOP = {f"{VALU}{name}_F{bits}": 64 * each for bits in (16, 32, 64)
+        for name, each in {"ADD": 1, "MUL": 1, "FMA": 2, "TRANS": 1}.items()}  # fmt: skip
+FLOP |= {f"{VALU}MFMA_MOPS_{kind}": 512 for kind in PEAK}
+
+
+def operations(instruction: Instruction) -> dict[str, int]:
+    """What an instruction adds to the counters of floating-point operations; a packed one does
+    two."""
+    if found := MFMA.match(instruction.mnemonic):
+        *sizes, kind = found.groups()
+        kind = kind.upper().replace("FP8", "F8").replace("BF8", "F8")
+        flop = 2 * math.prod(map(int, sizes))
+        return {f"{VALU}MFMA_{kind}": 1, f"{VALU}MFMA_MOPS_{kind}": flop // 512}
+    if found := FLOAT.match(instruction.mnemonic):
+        name = "TRANS" if found[2] else OPERATION.get(found[1], "FMA")
+        return {f"{VALU}{name}_F{found[3]}": 1 + instruction.mnemonic.startswith("v_pk_")}
+    return {}
+
+
+def least_us(moved: float, matrix: dict[str, float], vector: float) -> dict[str, float]:
+    """Microseconds that an MI300X takes at least to move so many different bytes, and for these
+    floating-point operations of its matrix units, by type, and its vector units. What was there
+    before may be in caches: such a bound by its memory alone is wrong for small tensors."""
+    seconds = {
+        "memory": max((moved - nearer) / rate for nearer, rate in LEVELS),
+        "matrix units": sum(flop / PEAK[kind] for kind, flop in matrix.items()),
+        "vector units": vector / PEAK["F32"],
+    }
+    return {name: 1e6 * value for name, value in seconds.items()}
+
+
+def lines_of(address: np.ndarray, active: np.ndarray, size: int, line: int) -> int:
+    """How many lines of `line` bytes each wave's lanes touch, added up over the waves."""
+    ends = np.concatenate([address, address + np.uint64(size - 1)], axis=1) // np.uint64(line)
+    numbers = np.where(np.concatenate([active, active], axis=1), ends.astype(np.int64), -1)
+    numbers.sort(axis=1)
+    new = np.diff(numbers, axis=1, prepend=-1) != 0
+    return int((new & (numbers >= 0)).sum())
+
+
+def conflict_cycles(
+    address: np.ndarray, active: np.ndarray, size: int, write: bool, banks: int = 32
+) -> int:
+    """Cycles beyond one that LDS takes for lanes that it could serve together: as many as the most
+    words that they want of one bank. The same word is one. 64 banks serve twice as many lanes."""
+    order = READS_OF_16 if size == 16 and not write else LANES
+    together, words = TOGETHER[size] * banks // 32, max(1, size // 4)
+    shape = (len(address), 64 // together, together)
+    first = (address // 4)[:, order].reshape(shape)
+    on = np.repeat(active[:, order].reshape(shape), words, axis=2)
+    word = (first[..., None] + np.arange(words)).reshape(*shape[:2], -1)
+    word = np.sort(np.where(on, word, -1), axis=2)
+    new = (np.diff(word, axis=2, prepend=-1) != 0) & (word >= 0)
+    wanted = np.zeros((*shape[:2], banks), np.int64)
+    groups = np.indices(word.shape)
+    np.add.at(wanted, (groups[0][new], groups[1][new], word[new] % banks), 1)
+    return int(np.maximum(wanted.max(2) - 1, 0).sum())
+
+
+class Watch:
+    """Notes accesses of memory while waves execute, by the number of the instruction."""
+
+    def __init__(self, waves: Waves, noted: dict[int, Counter], touched: dict[str, list]):
+        self.waves, self.noted, self.touched = waves, noted, touched
+
+    def note(self) -> Counter:
+        return self.noted.setdefault(self.waves.pc - 1, Counter())
+
+    def tensor(self, address: np.ndarray, active: np.ndarray, size: int, write: bool) -> None:
+        note, verb = self.note(), "written" if write else "read"
+        note[f"bytes {verb}"] += size * int(active.sum())
+        for line in (64, 128):
+            note[f"lines of {line} {verb}"] += lines_of(address, active, size, line)
+        line = np.uint64(64 if write else READS[self.waves.program.target][0])
+        for end in (0, size - 1):
+            self.touched[verb].append(np.unique((address[active] + np.uint64(end)) // line))
+
+    def scalar(self, size: int) -> None:
+        if self.waves.pc > self.waves.program.prologue:
+            self.note()["bytes read by scalars"] += size * self.waves.number
+
+    def lds(self, address: np.ndarray, size: int, offsets: list[int], write: bool) -> None:
+        note, active = self.note(), self.waves.lanes
+        banks = BANKS[self.waves.program.target]
+        for offset in offsets:
+            note["LDS bytes"] += size * int(active.sum())
+            cycles = conflict_cycles(address + offset, active, size, write, banks)
+            note["LDS conflict cycles"] += cycles
+
+
+class Counts:
+    """Of a launch: how many waves executed each instruction, and what a Watch has noted.
+    Instructions are numbered as in the program; its prologue, which a GPU leaves out, is not
+    counted."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.waves = 0
+        self.executed = np.zeros(len(program.code), np.int64)
+        self.noted: dict[int, Counter] = {}
+        self.read: set[str] = set()  # arguments whose tensors it has read
+        # lines, by number
+        self.touched: dict[str, list[np.ndarray]] = {"read": [], "written": []}
+
+    def watching(self, waves: Waves) -> Watch:
+        return Watch(waves, self.noted, self.touched)
+
+    def add(self, waves: Waves) -> None:
+        self.waves += waves.count
+        self.executed += waves.executed
+        self.executed[: self.program.prologue] = 0
+
+    def by_kind(self) -> Counter:
+        """Instructions of all waves by kind: VALU, MFMA, SALU, LDS, VMEM, SMEM, branch, other."""
+        found = Counter()
+        for instruction, times in zip(self.program.code, self.executed, strict=True):
+            found[instruction.kind] += int(times)
+        return found
+
+    def total(self, name: str) -> int:
+        """What was noted under this name, such as "bytes read" or "LDS conflict cycles"."""
+        return sum(note[name] for note in self.noted.values())
+
+    def different(self, verb: str) -> int:
+        """How many different lines the launch has read or written."""
+        touched = self.touched[verb]
+        return len(np.unique(np.concatenate(touched))) if touched else 0
+
+    def by_line(self, name: str) -> Counter:
+        """The same by line of the kernel's source."""
+        found = Counter()
+        for number, note in self.noted.items():
+            found[self.program.code[number].line] += note[name]
+        return found
+
+    def hardware(self) -> dict[str, int]:
+        """By the names of AMD's counters. An instruction of the vector unit counts as 64 lanes,
+        whether they are at work or not; MFMA_MOPS are units of 512 operations."""
+        kinds = self.by_kind()
+        names = [*FLOP, *(f"{VALU}MFMA_{kind}" for kind in PEAK)]
+        found = Counter(dict.fromkeys([*names, "SQ_INSTS_VMEM_RD", "SQ_INSTS_VMEM_WR"], 0))
+        for instruction, times in zip(self.program.code, self.executed.tolist(), strict=True):
+            for name, each in operations(instruction).items():
+                found[name] += each * times
+            if instruction.kind == "VMEM":
+                stores = "_store" in instruction.mnemonic or "_atomic" in instruction.mnemonic
+                found[f"SQ_INSTS_VMEM_{'WR' if stores else 'RD'}"] += times
+        line, memory, whole_lines = READS[self.program.target]
+        read, written = self.different("read"), self.different("written")
+        # requests to memory at least: each line once, as if caches lost none
+        requests = {f"{memory}_RDREQ_sum": read, f"{memory}_RDREQ_32B_sum": 0}
+        requests |= {f"{memory}_WRREQ_sum": written, f"{memory}_WRREQ_64B_sum": written}
+        requests |= {whole_lines: read} if whole_lines else {}
+        return {
+            "SQ_WAVES": self.waves,
+            "SQ_INSTS": sum(kinds.values()),
+            "SQ_INSTS_VALU": kinds["VALU"] + kinds["MFMA"],
+            **{f"SQ_INSTS_{kind.upper()}": kinds[kind] for kind in KINDS},
+            **found,
+            "SQ_LDS_BANK_CONFLICT": self.total("LDS conflict cycles"),
+            "TCP_TCC_READ_REQ_sum": self.total(f"lines of {line} read"),
+            "TCP_TCC_WRITE_REQ_sum": self.total("lines of 64 written"),
+            **requests,
+        }
+
+    def bounds(self) -> dict[str, float]:
+        """Microseconds that an MI300X takes at least, by what would take them: a bound from below
+        by published rates, no prediction."""
+        moved = READS[self.program.target][0] * self.different("read")
+        moved += 64 * self.different("written")
+        counted = self.hardware()
+        matrix = {kind: 512 * counted[f"{VALU}MFMA_MOPS_{kind}"] for kind in PEAK}
+        return least_us(moved, matrix, self.flop() - sum(matrix.values()))
+
+    def flop(self) -> int:
+        """Floating-point operations, those of lanes that are not at work included."""
+        counted = self.hardware()
+        return sum(each * counted[name] for name, each in FLOP.items())

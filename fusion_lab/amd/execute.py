@@ -1,0 +1,551 @@
+"""Makes of each instruction a function of the waves: operands are looked up here, once, so that
+executing is reading arrays, the function of the manual's row, and writing arrays."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from fusion_lab.amd import manual, transfers
+from fusion_lab.amd.assembly import Instruction, Operand, Program, Unknown
+from fusion_lab.amd.waves import EXEC, VCC, Waves, word
+
+Read = Callable[[Waves], np.ndarray]
+Run = Callable[[Waves], None]
+LANES = np.arange(64)
+# 16 bits of results that leave the other half of the register as it is; others make it 0
+KEEP_HALF = ("v_fma_f16", "v_mad_u16", "v_div_fixup_f16", "v_fma_mixlo_f16", "v_fma_mixhi_f16")
+KNOWN_MODIFIERS = {"op_sel", "op_sel_hi", "dst_sel", "dst_unused", "src0_sel", "src1_sel", "clamp",
+                   "row_mask", "bank_mask", "bound_ctrl"}  # fmt: skip
+
+
+def dtype_of(kind: str) -> np.dtype:
+    """Of f32, u16 and so on."""
+    return np.dtype(f"{kind[0]}{int(kind[1:]) // 8}")
+
+
+# --- reading operands
+
+
+def reader(op: Operand, kind: str, place: int = 0, part: str = "DWORD") -> Read:
+    """A function that gives an operand as an array of this type, with its sign modifiers. `place`
+    is which register of several, or which half of them for 16 bits; `part` is SDWA's."""
+    if kind == "mask":
+        value = op.text == "-1"
+        return lambda waves: waves.mask(op.index) if op.kind == "s" else np.full((1, 1), value)
+    if kind.endswith("24"):
+        full = reader(op, f"{kind[0]}32", place, part)
+        return lambda waves: full(waves) << 8 >> 8
+    dtype = dtype_of(kind)
+    half = place % 2 if dtype.itemsize == 2 else 0
+    if op.kind == "number":
+        bits = op.bits(kind[0], 32 if half else 8 * dtype.itemsize) >> 16 * half
+        value = np.array([[bits]], f"u{dtype.itemsize}").view(dtype)
+        read = lambda waves: value  # noqa: E731
+    elif dtype.itemsize == 2:
+        low = selected(word(op, place // 2), part, op.extended)
+        read = lambda waves: (low(waves) >> 16 * half).astype(np.uint16).view(dtype)  # noqa: E731
+    elif dtype.itemsize == 4:
+        low = selected(word(op, place), part, op.extended)
+        read = lambda waves: low(waves).view(dtype)  # noqa: E731
+    else:
+        low, high = word(op, place), word(op, place + 1, high=True)
+        read = lambda waves: (low(waves) | high(waves).astype(np.uint64) << 32).view(dtype)  # noqa: E731
+    return signed(read, op, dtype)
+
+
+def signed(read: Read, op: Operand, dtype: np.dtype) -> Read:
+    """With abs and neg, which are of the highest bit, whatever the type."""
+    if not (op.negative or op.absolute):
+        return read
+    unsigned = np.dtype(f"u{dtype.itemsize}")
+    sign = unsigned.type(1 << 8 * dtype.itemsize - 1)
+    kept = ~sign if op.absolute else ~unsigned.type(0)
+    changed = sign if op.negative else unsigned.type(0)
+    return lambda waves: (read(waves).view(unsigned) & kept ^ changed).view(dtype)
+
+
+def selected(read: Read, part: str, extended: bool) -> Read:
+    """A part of a register for SDWA: DWORD, WORD_1, BYTE_3 ..., with its sign or without."""
+    if part == "DWORD":
+        return read
+    shift, bits = field_of(part)
+    if not extended:
+        return lambda waves: read(waves) >> shift & (1 << bits) - 1
+    up, down = 32 - bits - shift, 32 - bits
+    return lambda waves: ((read(waves) << up).view(np.int32) >> down).view(np.uint32)
+
+
+def field_of(part: str) -> tuple[int, int]:
+    """Where a part of a register begins, and how many bits it has."""
+    bits = 8 if part.startswith("BYTE") else 16
+    return bits * int(part[-1]), bits
+
+
+# --- DPP: operands from other lanes
+
+
+ROW, LANE = LANES // 16 * 16, LANES % 16
+DPP: dict[str, Callable] = {  # for each lane the one whose value it gets, -1 where there is none
+    "quad_perm": lambda *four: LANES // 4 * 4 + np.array(four)[LANES % 4],
+    "row_shl": lambda n: np.where(LANE + n < 16, LANES + n, -1),
+    "row_shr": lambda n: np.where(n <= LANE, LANES - n, -1),
+    "row_ror": lambda n: ROW + (LANE - n) % 16,
+    "row_mirror": lambda: LANES ^ 15,
+    "row_half_mirror": lambda: LANES ^ 7,
+    "row_newbcast": lambda n: ROW + n,
+    # the last lane of a row to all of the next, of the first two rows to both others
+    "row_bcast": lambda n: ROW - 1 if n == 15 else np.where(LANES >= 32, n, -1),
+}
+
+
+def across_lanes(instruction: Instruction, read: Read) -> tuple[Read, Read]:
+    """The first source as DPP gives it, and the lanes that may be written: not those that the masks
+    switch off nor, without bound_ctrl, those whose source is none or a lane that is off."""
+    modifiers = instruction.modifiers
+    name = next((name for name in DPP if name in modifiers), None)
+    if not name:
+        raise Unknown(f"DPP {modifiers}")
+    source = DPP[name](*instruction.numbers(name, []))
+    there = source >= 0
+    row_mask, bank_mask = (int(modifiers.get(n, "0xf"), 0) for n in ("row_mask", "bank_mask"))
+    allowed = (row_mask >> LANES // 16 & 1 == 1) & (bank_mask >> LANES % 16 // 4 & 1 == 1)
+    bound_ctrl, source = "bound_ctrl" in modifiers, np.maximum(source, 0)
+
+    def moved(waves: Waves) -> np.ndarray:
+        own = waves.undefined[0]
+        values = np.broadcast_to(read(waves), waves.exec.shape)[:, source]
+        waves.undefined[0] = own  # not of this lane
+        return np.where(there & waves.exec[:, source], values, values.dtype.type(0))
+
+    def written(waves: Waves) -> np.ndarray:
+        return allowed if bound_ctrl else allowed & there & waves.exec[:, source]
+
+    return moved, written
+
+
+# --- writing results
+
+
+def words_of(value: np.ndarray, kind: str) -> list[np.ndarray]:
+    """A result as the 32-bit words of the registers that take it."""
+    value = np.asarray(value).astype(dtype_of(kind), copy=False)
+    bits = value.view(f"u{value.itemsize}")
+    if value.itemsize < 8:
+        return [bits.astype(np.uint32, copy=False)]
+    return [bits.astype(np.uint32), (bits >> 32).astype(np.uint32)]
+
+
+def writer(instruction: Instruction, op: Operand, kind: str, written: Read | None) -> Callable:
+    """A function (waves, value) that writes a result; `written` are the lanes that DPP writes."""
+    if kind == "mask":
+        compares = instruction.mnemonic.startswith("v_cmp")
+
+        def write_mask(waves: Waves, value: np.ndarray) -> None:
+            if compares:
+                waves.must_be_written()
+            waves.put_mask(op.index, value)
+
+        return write_mask
+    if op.kind == "s":
+        join = lambda value: np.concatenate(words_of(value, kind), axis=1)  # noqa: E731
+        return lambda waves, value: waves.put_scalar(op.index, join(value))
+    field = target_field(instruction, kind)
+
+    def write(waves: Waves, value: np.ndarray) -> None:
+        for i, words in enumerate(words_of(value, kind)):
+            if i:
+                waves.take_high()
+            waves.put(op.index + i, words, written and written(waves), field)
+
+    return write
+
+
+def target_field(instruction: Instruction, kind: str) -> tuple[int, int, bool] | None:
+    """Where a result goes that has not all of a register: the first bit, how many, and whether the
+    others stay as they are."""
+    part = instruction.modifiers.get("dst_sel", "DWORD")
+    if part != "DWORD":
+        unused = instruction.modifiers["dst_unused"]
+        if unused == "UNUSED_SEXT":
+            raise Unknown(unused)
+        return *field_of(part), unused == "UNUSED_PRESERVE"
+    high = instruction.mnemonic == "v_fma_mixhi_f16" or instruction.numbers("op_sel", [])[3:] == [1]
+    if kind.endswith("16") and (high or instruction.mnemonic in KEEP_HALF):
+        return 16 * high, 16, True
+    return None
+
+
+# --- instructions of the manual's tables
+
+
+def clamped(instruction: Instruction, function: Callable, kind: str) -> Callable:
+    """With the modifier clamp: a float between 0 and 1, a sum of integers within their type."""
+    if "clamp" not in instruction.modifiers:
+        return function
+    if kind[0] == "f":
+        return lambda *sources: (np.clip(np.nan_to_num(function(*sources)[0], nan=0), 0, 1),)
+    if not re.match(r"v_(pk_)?(add|sub|subrev)_[ui]", instruction.mnemonic):
+        raise Unknown("modifier clamp")
+    dtype = dtype_of(kind)
+    limits = np.iinfo(dtype)
+
+    def within(*sources: np.ndarray) -> tuple:
+        exact = function(*(source.astype(np.int64) for source in sources))[0]
+        return (np.clip(exact, limits.min, limits.max).astype(dtype),)
+
+    return within
+
+
+def all_sources(waves: Waves, readers: list[Read]) -> list[np.ndarray]:
+    return [read(waves) for read in readers]
+
+
+def selected_sources(waves: Waves, readers: list[Read]) -> list[np.ndarray]:
+    """Of v_cndmask, which depends in each lane on one of its two sources."""
+    sources, undefined = [], []
+    for read in readers:
+        waves.undefined[0] = None
+        sources.append(read(waves))
+        undefined.append(False if waves.undefined[0] is None else waves.undefined[0])
+    chosen = np.where(sources[2], undefined[1], undefined[0])
+    waves.undefined[0] = np.broadcast_to(chosen, waves.exec.shape) if chosen.any() else None
+    return sources
+
+
+def of_table(instruction: Instruction, row: manual.Row) -> Run:
+    operands, modifiers = list(instruction.operands), instruction.modifiers
+    offset = np.uint32(int(modifiers.get("offset", "0"), 0))  # of ds_bpermute_b32
+    known = KNOWN_MODIFIERS | DPP.keys() | ({"offset"} if "OFFSET" in row.reads else set())
+    if unknown := modifiers.keys() - known:
+        raise Unknown(f"modifier {unknown.pop()}")
+    targets = {name: operands.pop(0) for name in "DM" if name in row.results}
+    if len(operands) != len([name for name in row.sources if name != "D"]):
+        raise Unknown(f"{len(operands)} sources")
+    op_sel, op_sel_hi = (instruction.numbers(name, [0] * 4) for name in ("op_sel", "op_sel_hi"))
+    readers, written = [], None
+    for name, kind in row.sources.items():
+        if name == "D":
+            readers.append(reader(targets["D"], kind))
+            continue
+        number = int(name[1])
+        if kind == "mix":
+            kind = "f16" if op_sel_hi[number] else "f32"
+        half = op_sel[number] if kind.endswith("16") else 0
+        read = reader(operands[number], kind, half, modifiers.get(f"src{number}_sel", "DWORD"))
+        if number == 0 and instruction.encoding == "dpp":
+            read, written = across_lanes(instruction, read)
+        readers.append(read)
+    states = STATE | {"OFFSET": lambda waves: offset}
+    readers += [states[name] for name in row.reads]
+    writers = [
+        WRITE[name] if name in WRITE else writer(instruction, targets[name], kind, written)
+        for name, kind in row.results.items()
+    ]
+    function = clamped(instruction, row.function, row.results.get("D", ""))
+    sources_of = selected_sources if instruction.mnemonic == "v_cndmask_b32" else all_sources
+    # of these it is not known which lane or which bits are used
+    mixes = instruction.mnemonic in ("ds_bpermute_b32", "v_bfi_b32", "v_perm_b32")
+
+    def run(waves: Waves) -> None:
+        sources = sources_of(waves, readers)
+        if mixes:
+            waves.undefined[0] = None
+        results = function(*sources)
+        for write, result in zip(writers, results, strict=True):
+            write(waves, result)
+
+    return run
+
+
+STATE: dict[str, Read] = {
+    "SCC": lambda waves: waves.scc,
+    "VCC": lambda waves: waves.mask(VCC),
+    "EXEC": lambda waves: waves.scalars[:, EXEC : EXEC + 2].view(np.uint64),
+    "ON": lambda waves: waves.exec,
+}
+WRITE = {
+    "SCC": Waves.put_scc,
+    "EXEC": lambda waves, value: waves.put_scalar(EXEC, value.view(np.uint32)),
+}
+
+
+def in_pairs(instruction: Instruction, row: manual.Row) -> Run:
+    """v_pk_...: the row's function twice. op_sel and op_sel_hi choose which half of each source
+    makes the low and the high result."""
+    target, *operands = instruction.operands
+    if len(operands) != len([name for name in row.sources if name != "D"]):
+        raise Unknown(f"{len(operands)} sources")
+    kind = row.results["D"]
+    choices = [
+        instruction.numbers("op_sel", [0] * 3),
+        instruction.numbers("op_sel_hi", [1] * 3),
+    ]
+    signs = [instruction.numbers(name, [0] * 3) for name in ("neg_lo", "neg_hi")]
+    known = {"op_sel", "op_sel_hi", "neg_lo", "neg_hi", "clamp"}
+    if unknown := instruction.modifiers.keys() - known:
+        raise Unknown(f"modifier {unknown.pop()}")
+
+    def half_of(number: int, result: int) -> Read:
+        op, place = operands[number], choices[result][number]
+        if op.kind == "number" and kind.endswith("32"):
+            place = 0  # a constant is both halves
+        if op.kind == "number" and place and re.search(r"\d\.", op.text):
+            raise Unknown(f"the upper half of {op.text}")
+        read = reader(op, kind, place)
+        return (lambda waves: np.negative(read(waves))) if signs[result][number] else read
+
+    readers = [[half_of(number, result) for number in range(len(operands))] for result in (0, 1)]
+    function = clamped(instruction, row.function, kind)
+    if "D" in row.sources:  # v_pk_fmac
+        for result in (0, 1):
+            readers[result].append(reader(target, kind, result))
+
+    def run(waves: Waves) -> None:
+        results, undefined = [], []
+        for half in readers:
+            waves.undefined[0] = None
+            results.append(function(*[read(waves) for read in half])[0])
+            undefined.append(waves.undefined[0])
+        words = [words_of(result, kind)[0] for result in results]
+        if kind.endswith("16"):
+            words = [words[0] | words[1] << 16]
+        for i, each in enumerate(words):
+            waves.undefined[0] = undefined[i]
+            waves.put(target.index + i, each)
+
+    return run
+
+
+# --- instructions that are not in the tables
+
+
+def pk_mov(instruction: Instruction) -> Run:
+    """v_pk_mov_b32: one register of each source's two."""
+    target, *operands = instruction.operands
+    places = instruction.numbers("op_sel", [0, 0])
+    readers = [
+        reader(op, "u32", place if op.count > 1 else 0)
+        for op, place in zip(operands, places, strict=True)
+    ]
+
+    def run(waves: Waves) -> None:
+        for i, words in enumerate([np.copy(read(waves)) for read in readers]):
+            waves.put(target.index + i, words)
+
+    return run
+
+
+def writelane(instruction: Instruction) -> Run:
+    target, value, lane = instruction.operands
+    read, which = reader(value, "u32"), reader(lane, "u32")
+
+    def run(waves: Waves) -> None:
+        waves.put_lanes(target.index, read(waves), waves.here & (which(waves) % 64 == LANES))
+
+    return run
+
+
+def swap_rows(instruction: Instruction) -> Run:
+    """v_permlane32_swap_b32, v_permlane16_swap_b32: the odd rows of 32 or 16 lanes of the first
+    register and the even ones of the second change places."""
+    first, second = (op.index for op in instruction.operands)
+    rows = 32 if "32_swap" in instruction.mnemonic else 16
+    even = LANES // rows % 2 == 0
+
+    def run(waves: Waves) -> None:
+        a, b = waves.vectors[first].copy(), waves.vectors[second].copy()
+        waves.put(first, np.where(even, a, np.roll(b, rows, 1)))
+        waves.put(second, np.where(even, np.roll(a, -rows, 1), b))
+
+    return run
+
+
+def bitop3(instruction: Instruction) -> Run:
+    """v_bitop3_b32, _b16: any function of three bits, as a table of eight."""
+    target, *operands = instruction.operands
+    kind = "u32" if instruction.mnemonic.endswith("32") else "u16"
+    table = int(instruction.modifiers["bitop3"], 0)
+    readers = [reader(op, kind) for op in operands]
+
+    def run(waves: Waves) -> None:
+        bits = [read(waves) for read in readers]
+        result = np.zeros((1, 1), dtype_of(kind))
+        for case in range(8):
+            if table >> case & 1:
+                a, b, c = (x if case & 4 >> i else ~x for i, x in enumerate(bits))
+                result = result | a & b & c
+        waves.put(target.index, words_of(result, kind)[0])
+
+    return run
+
+
+MFMA = re.compile(r"v_mfma_(f32|i32|f64)_(\d+)x\2x(\d+)_?(f32|f16|bf16|xf32|f64|i8|[bf][pf]8)"
+                  r"(?:_([bf][pf]8))?(_1k)?$")  # fmt: skip
+EIGHT_BITS = {  # what the 256 numbers of a type are
+    "gfx942": {"fp8": torch.float8_e4m3fnuz, "bf8": torch.float8_e5m2fnuz, "i8": torch.int8},
+    "gfx950": {"fp8": torch.float8_e4m3fn, "bf8": torch.float8_e5m2, "i8": torch.int8},
+    "gfx90a": {"i8": torch.int8},
+}
+
+
+def factor(op: Operand, kind: str, target: str) -> Callable[[int], Read]:
+    """A function that gives a reader of element i of a lane's, as a number of the product."""
+    if kind.endswith("8"):
+        numbers = torch.arange(256, dtype=torch.uint8).view(EIGHT_BITS[target][kind])
+        numbers = numbers.double().numpy()
+
+        def of_byte(i: int) -> Read:
+            read = word(op, i // 4)
+            return lambda waves: numbers[read(waves) >> 8 * (i % 4) & 255]
+
+        return of_byte
+    stored = {"bf16": "u16", "xf32": "u32"}.get(kind, kind)
+    widen = {
+        "bf16": manual.bf16,
+        "f16": np.float32,
+        "xf32": lambda words: (words & 0xFFFFE000).view(np.float32),  # 10 bits of the fraction
+    }.get(kind, lambda numbers: numbers)
+    if target == "gfx90a" and kind in ("bf16", "f16"):
+        least = 2.0 ** (-126 if kind == "bf16" else -14)
+        exact = widen
+        widen = lambda words: no_denormals(exact(words), least)  # noqa: E731
+
+    def of_register(i: int) -> Read:
+        read = reader(op, stored, i)
+        return lambda waves: widen(read(waves))
+
+    return of_register
+
+
+def no_denormals(values: np.ndarray, least: float = 2.0**-126) -> np.ndarray:
+    """As gfx90a takes what it multiplies in 16 bits, and what it adds to."""
+    return np.where(np.abs(values) < least, values.dtype.type(0), values)
+
+
+def mfma(instruction: Instruction, target: str, found: re.Match) -> Run:
+    """D = A B + C for a tile of rows x rows, by a wave, whether lanes are at work or not.
+
+    Lane l has row (of A; of B column) l % rows, and of it as many neighbours of the K dimension as
+    its registers hold, from l // rows times their number on. Register r of the result is row
+    4 (64 / rows) (r // 4) + 4 (l // rows) + r % 4 of column l % rows; of float64, two registers
+    each, row 4 r + l // rows.
+    """
+    if unknown := instruction.modifiers:
+        raise Unknown(f"modifier {next(iter(unknown))}")
+    kind, rows, depth, kinds = found[1], int(found[2]), int(found[3]), (found[4], found[5])
+    flushes = target == "gfx90a" and found[4] in ("bf16", "f16")
+    into, *operands, added = instruction.operands
+    each, size = rows * depth // 64, 2 if kind == "f64" else 1
+    column, group = LANES % rows, LANES // rows
+    registers = range(rows * rows // 64)
+    row_of = [4 * (64 // rows) * (r // 4) + 4 * group + r % 4 for r in registers]
+    if kind == "f64":
+        row_of = [4 * r + group for r in registers]
+    start = [reader(added, kind, size * r if added.kind == "v" else 0) for r in registers]
+    factors = []
+    for op, own in zip(operands, (kinds[0], kinds[1] or kinds[0]), strict=True):
+        element = factor(op, own, target)
+        factors.append([element(i) for i in range(each)])
+    precise = np.float32 if found[4].endswith(("f32", "f16")) else np.float64
+
+    def tile(waves: Waves, reads: list[Read]) -> np.ndarray:
+        values = np.empty((waves.count, rows, depth), precise)
+        for i, read in enumerate(reads):
+            values[:, column, each * group + i] = read(waves)
+        return values
+
+    def run(waves: Waves) -> None:
+        a, b = (tile(waves, reads) for reads in factors)
+        product = (a @ b.transpose(0, 2, 1)).astype(dtype_of(kind))
+        results = []
+        for r in registers:
+            before = start[r](waves)
+            if flushes:
+                before = no_denormals(before)
+            result = before + product[:, row_of[r], column]
+            results.append(no_denormals(result) if flushes else result)
+        for r, result in enumerate(results):
+            for place, words in enumerate(words_of(result, kind)):
+                waves.put_lanes(into.index + size * r + place, words, waves.here)
+
+    return run
+
+
+def branch(test: Callable[[Waves], np.ndarray]) -> Callable[[Instruction, Program], Run]:
+    def build(instruction: Instruction, program: Program) -> Run:
+        target = program.labels[instruction.operands[0].text]
+        return lambda waves: waves.branch(test(waves), target)
+
+    return build
+
+
+def any_lane(mask: np.ndarray) -> np.ndarray:
+    return mask.any(1, keepdims=True)
+
+
+BRANCHES = {
+    "s_branch": branch(lambda waves: waves.here),
+    "s_cbranch_scc0": branch(lambda waves: ~waves.scc),
+    "s_cbranch_scc1": branch(lambda waves: waves.scc),
+    "s_cbranch_vccz": branch(lambda waves: ~any_lane(waves.mask(VCC))),
+    "s_cbranch_vccnz": branch(lambda waves: any_lane(waves.mask(VCC))),
+    "s_cbranch_execz": branch(lambda waves: ~any_lane(waves.exec)),
+    "s_cbranch_execnz": branch(lambda waves: any_lane(waves.exec)),
+}
+OTHERS: dict[str, Callable[[Instruction], Run]] = {
+    "v_pk_mov_b32": pk_mov,
+    "v_writelane_b32": writelane,
+    "v_permlane16_swap_b32": swap_rows,
+    "v_permlane32_swap_b32": swap_rows,
+    "v_bitop3_b32": bitop3,
+    "v_bitop3_b16": bitop3,
+    "s_barrier": lambda instruction: Waves.barrier,
+    "s_endpgm": lambda instruction: Waves.end,
+}
+# what takes time only, and what makes caches agree, which there are none of here
+NOTHING = ("s_waitcnt", "s_nop", "s_sleep", "s_setprio", "s_sched_barrier", "buffer_inv",
+           "buffer_wbl2", "buffer_wbinvl1", "buffer_wbinvl1_vol", "s_dcache_inv", "s_icache_inv",
+           "v_nop", "s_inst_prefetch")  # fmt: skip
+
+
+def build(instruction: Instruction, program: Program) -> tuple[str, Run]:
+    """Kind and function of an instruction; Unknown if there is none."""
+    name = instruction.mnemonic
+    if name in NOTHING:
+        return "other", lambda waves: None
+    if name in BRANCHES:
+        return "branch", BRANCHES[name](instruction, program)
+    if found := MFMA.match(name):
+        return "MFMA", mfma(instruction, program.target, found)
+    kind = {"v_": "VALU", "s_": "SALU", "ds": "LDS"}.get(name[:2], "VMEM")
+    if name in OTHERS:
+        return "other" if name in ("s_barrier", "s_endpgm") else kind, OTHERS[name](instruction)
+    if row := ROWS.get(name):
+        return kind, of_table(instruction, row)
+    if name.startswith("v_pk_") and (row := ROWS.get(name.replace("_pk", "", 1))):
+        return kind, in_pairs(instruction, row)
+    if access := transfers.build(instruction):
+        return access
+    raise Unknown("unknown instruction")
+
+
+def prepare(program: Program) -> int:
+    """Give each instruction its function; returns how many vector registers there are."""
+    registers = 1
+    for instruction in program.code:
+        try:
+            instruction.kind, instruction.run = build(instruction, program)
+        except Unknown as error:
+            where = f"{program.name}, {instruction.line}"
+            raise Unknown(f"{where}: {instruction.text}: {error}") from error
+        for op in instruction.operands:
+            if op.kind == "v":
+                registers = max(registers, op.index + op.count)
+    return registers
+
+
+ROWS = manual.rows()

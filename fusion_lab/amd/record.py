@@ -1,0 +1,202 @@
+"""Records what a program launches in Triton's interpreter: kernel, arguments, tensors before and
+after. Another process, in which Triton compiles, executes the same and compares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import pickle
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fusion_lab.cli import ToolError, note, say
+from fusion_lab.files import ROOT
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor as a view of a storage, which has a number."""
+
+    storage: int
+    dtype: torch.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def of(self, storages: list[Tensor]) -> Tensor:
+        """The tensor on these storages, which are tensors of bytes."""
+        storage = storages[self.storage].untyped_storage()
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+
+    def of_bytes(self, storage: Tensor) -> Tensor:
+        """The same places of a storage that has an element for each byte."""
+        size = self.dtype.itemsize
+        strides = (*(size * step for step in self.stride), 1)
+        return storage.as_strided((*self.size, size), strides, size * self.offset)
+
+
+@dataclass
+class Recorded:
+    """A launch; storages are tensors of bytes."""
+
+    kernel: str  # name of the function
+    file: str  # where it is defined
+    grid: tuple[int, ...]
+    arguments: dict[str, object]  # tensors as View
+    before: list[Tensor]
+    after: list[Tensor]
+
+    def key(self) -> str:
+        """Equal for launches that differ in the tensors' values only."""
+        return repr((self.kernel, self.file, self.grid, self.arguments))
+
+    def with_tensors(self, storages: list[Tensor]) -> dict[str, object]:
+        """The arguments with tensors on these storages."""
+        return {
+            name: value.of(storages) if isinstance(value, View) else value
+            for name, value in self.arguments.items()
+        }
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """All bytes of the storage behind a tensor, not copied."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def bfloat16_mended() -> contextlib.ExitStack:
+    """While this is entered the interpreter multiplies bfloat16 as what it is, not as the integers
+    that it keeps it in, and rounds to it as a GPU does, not towards zero."""
+    from triton import language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def wide(handle):
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def cast(builder, source, kind, *rounding):
+        if kind.scalar != tl.bfloat16:
+            return plain_cast(builder, wide(source), kind)
+        numbers = torch.from_numpy(plain_cast(builder, wide(source), tl.float32).data)
+        rounded = numbers.bfloat16().view(torch.int16).numpy().view(np.uint16)
+        return TensorHandle(rounded, tl.bfloat16)
+
+    def dot(builder, a, b, *others):
+        return plain_dot(builder, wide(a), wide(b), *others)
+
+    plain_cast, plain_dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+    stack = contextlib.ExitStack()
+    for name, function in {"cast_impl": cast, "create_dot": dot}.items():
+        stack.enter_context(mock.patch.object(InterpreterBuilder, name, function))
+    return stack
+
+
+def not_tuned(run: Callable) -> Callable:
+    """An autotuner's `run`, of its first configuration: the interpreter's times say nothing."""
+
+    def first(tuner, *given, **named):
+        tuner.nargs = dict(zip(tuner.arg_names, given, strict=False))
+        kept = tuner.prune_configs(named)
+        if len(kept) > 1:
+            name = tuner.base_fn.__name__
+            note(f"{name}: the first of {len(kept)} configurations, {kept[0]}")
+        with mock.patch.object(tuner, "configs", kept[:1]):
+            return run(tuner, *given, **named)
+
+    return first
+
+
+@contextlib.contextmanager
+def recording(seen: Callable[[Recorded], None]) -> Iterator[None]:
+    """Call `seen` after each launch that is interpreted in this block."""
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.interpreter import InterpretedFunction
+
+    run = InterpretedFunction.run
+
+    def recorded(function, *given, grid, warmup, **named) -> None:
+        parameters = inspect.signature(function.fn).parameters.values()
+        arguments = {p.name: p.default for p in parameters if p.default is not p.empty}
+        arguments |= dict(zip(function.arg_names, given, strict=False)) | named
+        sizes = grid(arguments) if callable(grid) else grid
+        numbers, storages = {}, []
+        for name, value in arguments.items():
+            if isinstance(value, Tensor):
+                place = value.untyped_storage().data_ptr()
+                if place not in numbers:
+                    numbers[place] = len(storages)
+                    storages.append(bytes_of(value))
+                shape = value.storage_offset(), tuple(value.shape), value.stride()
+                arguments[name] = View(numbers[place], value.dtype, *shape)
+        before = [storage.clone() for storage in storages]
+        run(function, *given, grid=grid, warmup=warmup, **named)
+        after = [storage.clone() for storage in storages]
+        sizes = (sizes,) if isinstance(sizes, int) else tuple(map(int, sizes))
+        file = inspect.getsourcefile(function.fn)
+        seen(Recorded(function.__name__, file, sizes, arguments, before, after))
+
+    with (
+        bfloat16_mended(),
+        mock.patch.object(InterpretedFunction, "run", recorded),
+        mock.patch.object(Autotuner, "run", not_tuned(Autotuner.run)),
+    ):
+        yield
+
+
+def saver(folder: Path) -> Callable[[Recorded], None]:
+    """Writes each launch into the folder, in their order."""
+    numbers = iter(range(10**6))
+
+    def save(launch: Recorded) -> None:
+        (folder / f"{next(numbers):05}.pickle").write_bytes(pickle.dumps(launch))
+
+    return save
+
+
+def launches_in(folder: Path) -> Iterator[Recorded]:
+    for path in sorted(folder.glob("*.pickle")):
+        yield pickle.loads(path.read_bytes())
+
+
+def interpreted(command: Sequence[str]) -> subprocess.CompletedProcess:
+    """Run a Python program in which Triton interprets."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
+    return subprocess.run([sys.executable, *command], env=environment, text=True,
+                          capture_output=True)  # fmt: skip
+
+
+def launches_of(file: Path, argv: Sequence[str] = ()) -> list[Recorded]:
+    """What a Python program launches."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        command = ["-c", "from fusion_lab.amd.record import main; main()", name, str(file), *argv]
+        done = interpreted(command)
+        found = list(launches_in(folder))
+    if done.returncode:
+        say(*(f"{file} prints: {line}" for line in (done.stdout + done.stderr).splitlines()))
+        note(f"{file} ended with status {done.returncode}")
+    if not found:
+        raise ToolError(f"{file} launches no kernel")
+    return found
+
+
+def main() -> None:
+    """Record what the program launches that the command line names, behind the folder."""
+    folder, file, *argv = sys.argv[1:]
+    sys.argv = [file, *argv]
+    sys.path.insert(0, str(Path(file).resolve().parent))
+    with recording(saver(Path(folder))):
+        runpy.run_path(file, run_name="__main__")

@@ -1,0 +1,264 @@
+"""Show a Triton kernel as AMD's GPUs get it: instruction by instruction, what a wave's registers
+hold before and after, and which of its 64 lanes are at work. No GPU is needed.
+
+The program FILE.py runs in Triton's interpreter; the first launch of the kernel there is compiled
+for the GPU, and one of its workgroups executed. --assembly executes changed machine code in its
+place, which --save writes; what is wrong with it (a race in LDS, an access outside of a tensor, a
+barrier that not all waves reach) is one line, and the status 1.
+
+Examples:
+  python -m fusion_lab.amd.step my_kernels.py add_relu
+  python -m fusion_lab.amd.step my_kernels.py row_sum --lines 12-14 --lanes 0,15,16,63
+  python -m fusion_lab.amd.step my_kernels.py row_sum --listing
+  python -m fusion_lab.amd.step my_kernels.py product --counts
+  python -m fusion_lab.amd.step my_kernels.py row_sum --save row_sum.s
+  python -m fusion_lab.amd.step my_kernels.py row_sum --assembly row_sum.s
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import linecache
+import os
+import sys
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton: the kernel is compiled
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # without it Triton 3.9 prints a warning
+
+import numpy as np
+
+from fusion_lab.amd.assembly import ACCUMULATORS, Instruction, Unknown
+from fusion_lab.amd.execute import ROWS
+from fusion_lab.amd.launch import (
+    TARGETS,
+    Fault,
+    Kernel,
+    Loaded,
+    compiled_launch,
+    explained,
+    run_grid,
+)
+from fusion_lab.amd.record import Recorded, launches_of
+from fusion_lab.amd.waves import EXEC, UNSET, VCC, Waves, unpacked
+from fusion_lab.cli import Parser, ToolError, documented_parser, program, several
+from fusion_lab.files import reads, write_text
+from fusion_lab.show import Column, render
+
+MOVES = {  # what the table does not have, by how its names begin
+    "buffer_load": "D = S1's tensor at byte S0, beyond its size 0",
+    "buffer_store": "S1's tensor at byte S0 = D, beyond its size nothing",
+    "global_load": "D = memory at S0",
+    "global_store": "memory at D = S0",
+    "s_load": "D = memory at S0 + S1",
+    "ds_read": "D = LDS at byte S0",
+    "ds_write": "LDS at byte D = S0",
+    "v_mfma": "D = S0 times S1 + S2, matrices of the wave",
+    "s_barrier": "wait for the workgroup's other waves",
+    "s_waitcnt": "wait for what is on its way from memory or LDS",
+}
+
+
+def dots(mask: np.ndarray) -> str:
+    """A mask [64] as four rows of 16: # for a lane that is at work."""
+    text = "".join("#" if on else "." for on in mask)
+    return " ".join(text[i : i + 16] for i in range(0, 64, 16))
+
+
+def number(word: int) -> str:
+    """A register: an integer or, where it looks like one, a float32."""
+    if word == UNSET:
+        return "unset"
+    value = float(np.uint32(word).view(np.float32))
+    if word < 1 << 20 or word >= (1 << 32) - (1 << 12):
+        return str(int(np.uint32(word).view(np.int32)))
+    return f"{value:.6g}" if 1e-9 < abs(value) < 1e9 else f"{word:#x}"
+
+
+def contents(waves: Waves, instruction: Instruction, wave: int, lanes: list[int]) -> dict[str, str]:
+    """What the registers that an instruction names hold, by their names: vector registers in these
+    lanes, masks as dots. exec is shown apart."""
+    found, row = {}, ROWS.get(instruction.mnemonic)
+    is_mask = row is not None and "mask" in {*row.results.values(), *row.sources.values()}
+    for op in instruction.operands:
+        if op.kind == "v":
+            for index in range(op.index, op.index + op.count):
+                name = f"v{index}" if index < ACCUMULATORS else f"a{index - ACCUMULATORS}"
+                words = waves.vectors[index, wave, lanes]
+                found[name] = "  ".join(number(int(word)) for word in words)
+        elif op.kind == "s" and op.index != EXEC:
+            if op.count == 2 and (is_mask or op.index == VCC):
+                words = waves.scalars[wave, op.index : op.index + 2]
+                mask = unpacked(words[None])[0]
+                found[op.text] = "unset" if (words == UNSET).all() else dots(mask)
+                continue
+            for index in range(op.index, op.index + op.count):
+                name = op.text if op.count == 1 else f"s{index}"
+                found[name] = number(int(waves.scalars[wave, index]))
+    return found
+
+
+def source_of(launch: Recorded, line: str) -> str:
+    """The text of a line of the kernel's file, such as add.py:12; nothing of another's."""
+    file, _, place = line.rpartition(":")
+    if file != Path(launch.file).name:
+        return ""
+    return linecache.getline(launch.file, int(place)).strip()
+
+
+class Stepper:
+    """Prints while a workgroup executes."""
+
+    def __init__(self, args: argparse.Namespace, launch: Recorded, kernel: Kernel):
+        self.args, self.launch, self.kernel = args, launch, kernel
+        self.line, self.exec = "", None
+
+    def shown(self, instruction: Instruction) -> bool:
+        place = instruction.line.rpartition(":")[2]
+        low, high = self.args.lines
+        return not high or (place.isdigit() and low <= int(place) <= high)
+
+    def name(self, place: int) -> None:
+        """Print an instruction, below its line of the source where another begins."""
+        instruction = self.kernel.program.code[place]
+        if instruction.line != self.line:
+            self.line = instruction.line
+            print(f"\n{self.line}  {source_of(self.launch, self.line)}")
+        print(f"  {place:4}  {instruction.text:44} {meaning(instruction)}".rstrip())
+
+    def listing(self) -> None:
+        """All instructions, without executing them."""
+        for place, instruction in enumerate(self.kernel.program.code):
+            if self.shown(instruction):
+                self.name(place)
+
+    def run(self) -> None:
+        args, kernel = self.args, self.kernel
+        loaded = Loaded(kernel, self.launch.grid, self.launch.with_tensors(self.launch.before))
+        sizes = (*self.launch.grid, 1, 1)[:3]
+        if args.workgroup >= np.prod(sizes) or args.wave >= kernel.waves:
+            raise ToolError(f"there are {np.prod(sizes)} workgroups of {kernel.waves} waves")
+        group = np.array([np.unravel_index(args.workgroup, sizes, order="F")])
+        waves = loaded.start(group)
+        steps = itertools.count()
+        try:
+            while waves.running:
+                place, here = waves.pc, bool(waves.here[args.wave, 0])
+                instruction = kernel.program.code[place]
+                wanted = here and self.shown(instruction) and next(steps) < args.most
+                before = contents(waves, instruction, args.wave, args.lanes) if wanted else {}
+                with np.errstate(all="ignore"):
+                    waves.step()
+                if wanted:
+                    self.show(waves, place, before)
+        except Fault as fault:
+            raise ToolError(str(explained(fault, waves, group)), status=1) from fault
+        if (done := next(steps)) > args.most:
+            print(f"\n{done - args.most} more instructions: --most shows them, --lines chooses")
+
+    def show(self, waves: Waves, place: int, before: dict[str, str]) -> None:
+        """An instruction and what it has changed."""
+        self.name(place)
+        instruction = self.kernel.program.code[place]
+        after = contents(waves, instruction, self.args.wave, self.args.lanes)
+        for name, text in after.items():
+            if text != before[name]:
+                print(f"        {name:7} {before[name]}\n{'':12}->  {text}")
+        mask = waves.exec[self.args.wave]
+        if self.exec is None or (mask != self.exec).any():
+            print(f"        exec    {dots(mask)}")
+            self.exec = mask.copy()
+
+
+def meaning(instruction: Instruction) -> str:
+    """What the manual's table says of an instruction."""
+    name = instruction.mnemonic
+    row = ROWS.get(name) or ROWS.get(name.replace("_pk", "", 1))
+    return row.meaning if row else next((MOVES[m] for m in MOVES if name.startswith(m)), "")
+
+
+def counts_of(launch: Recorded, kernel: Kernel) -> None:
+    """Print what the whole launch executes, and for each line of the source what it moves."""
+    counts = run_grid(kernel, launch.grid, launch.with_tensors(launch.before), watch=True)
+    kinds = [{"kind": kind, "number": number} for kind, number in counts.by_kind().items()]
+    print(render([Column("instructions of all waves", "kind"), Column("", "number", "d")], kinds))
+    print(f"\nwaves: {counts.waves}, floating-point operations: {counts.flop()}")
+    least = ", ".join(f"{us:.3g} us by its {what}" for what, us in counts.bounds().items())
+    print(f"An MI300X takes at least (a bound, no prediction): {least}\n")
+    noted = sorted({name for note in counts.noted.values() for name in note})
+    lines = sorted({kernel.program.code[number].line for number in counts.noted})
+    rows = [{"line": line} | {name: counts.by_line(name)[line] for name in noted} for line in lines]
+    rows.append({"line": "all"} | {name: counts.total(name) for name in noted})
+    print(render([Column("line", "line"), *(Column(name, name, "d") for name in noted)], rows))
+
+
+def lines(text: str) -> tuple[int, int]:
+    """argparse type: a line of the source, or a range such as 12-14."""
+    first, _, last = text.partition("-")
+    if not (first.isdigit() and (last or first).isdigit()):
+        raise argparse.ArgumentTypeError(f"must be lines such as 12-14, not {text!r}")
+    return int(first), int(last or first)
+
+
+def lane(text: str) -> int:
+    if not text.isdigit() or int(text) > 63:
+        raise argparse.ArgumentTypeError(f"must be a lane from 0 to 63, not {text!r}")
+    return int(text)
+
+
+def build_parser() -> Parser:
+    parser = documented_parser("fusion_lab.amd.step", __doc__)
+    parser.add_argument("file", type=Path, metavar="FILE.py", help="a program that launches it")
+    parser.add_argument("kernel", nargs="?", metavar="KERNEL", help="(default: the first launched)")
+    parser.add_argument("--target", choices=TARGETS, default=TARGETS[0], help="(default: gfx942)")
+    parser.add_count("--workgroup", 0, "which is executed", least=0)
+    parser.add_count("--wave", 0, "of it, which is shown", least=0)
+    text = "whose values are shown (default: 0,1,16,63)"
+    parser.add_argument("--lanes", type=several(lane), default=[0, 1, 16, 63], help=text)
+    text = "show only what these lines of the source became (default: all)"
+    parser.add_argument("--lines", type=lines, default=(0, 0), metavar="FIRST-LAST", help=text)
+    parser.add_count("--most", 100, "instructions are shown")
+    what = parser.add_mutually_exclusive_group()
+    text = "the instructions and what they mean, executing nothing"
+    what.add_argument("--listing", action="store_true", help=text)
+    text = "count instructions, bytes, cache lines and bank conflicts of the whole launch"
+    what.add_argument("--counts", action="store_true", help=text)
+    parser.add_path("--save", "FILE.s", "write the assembly")
+    parser.add_path("--assembly", "FILE.s", "execute this in place of what the compiler made")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    if not args.file.is_file():
+        raise ToolError(f"{args.file}: no such file")
+    found = [x for x in launches_of(args.file) if args.kernel in (None, x.kernel)]
+    if not found:
+        raise ToolError(f"{args.file} launches no kernel of the name {args.kernel}")
+    launch = found[0]
+    try:
+        text = reads(args.assembly).read_text() if args.assembly else None
+        compiled = compiled_launch(launch, args.target)
+        kernel = Kernel(compiled, text)
+    except Unknown as error:
+        raise ToolError(str(error)) from error
+    if args.save:
+        write_text(args.save, compiled.asm["amdgcn"])
+    sizes = " x ".join(map(str, launch.grid))
+    print(f"{launch.kernel} for {args.target}: {sizes} workgroups of {kernel.waves} waves, "
+          f"{len(kernel.program.code)} instructions, {kernel.lds} bytes of LDS")  # fmt: skip
+    if args.counts:
+        counts_of(launch, kernel)
+    elif args.listing:
+        Stepper(args, launch, kernel).listing()
+    else:
+        print(f"workgroup {args.workgroup}, wave {args.wave}, "
+              f"lanes {', '.join(map(str, args.lanes))}")  # fmt: skip
+        Stepper(args, launch, kernel).run()
+    return 0
+
+
+main = program(build_parser, run)
+
+if __name__ == "__main__":
+    sys.exit(main())

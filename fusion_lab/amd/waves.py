@@ -1,0 +1,253 @@
+"""The waves of some workgroups at work: their registers, and which of them stand where.
+
+All waves at one instruction execute it at once, those that are furthest back first. A vector
+register is an array [waves, 64], a scalar one a column of `scalars`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from fusion_lab.amd.assembly import Operand, Program, Unknown
+from fusion_lab.amd.memory import Fault, Lds, Memory
+
+EXEC, VCC = 126, 106  # their places among the scalar registers
+UNSET = 0x7FDEAD00  # what registers hold that nobody wrote; as a float32 it is NaN
+END = 1 << 60  # where a wave stands that has ended
+TURN = 20_000  # instructions before waves that stand further ahead, and may be waited for, go on
+MOST = 2_000_000  # instructions before it is taken that a kernel never ends
+
+
+def packed(mask: np.ndarray) -> np.ndarray:
+    """Bits [waves, 64] as two words [waves, 2]."""
+    return np.packbits(mask, axis=1, bitorder="little").view(np.uint32)
+
+
+def unpacked(words: np.ndarray) -> np.ndarray:
+    """Two words [waves, 2] as bits [waves, 64]."""
+    return np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").view(bool)
+
+
+def word(op: Operand, place: int = 0, high: bool = False) -> Callable[[Waves], np.ndarray]:
+    """A function that gives a register of an operand, or a constant, in 32 bits; `high` ones are
+    the upper half of a number."""
+    index = op.index + place
+    if op.kind in "vs" and place >= op.count:
+        raise Unknown(f"register {place} of {op.text}")
+    if op.kind == "v":
+        return lambda waves: waves.vector(index, high)
+    if op.kind == "s":
+        return lambda waves: waves.scalar_word(index, high)
+    if op.kind != "number":
+        raise Unknown(f"operand {op.text}")
+    value = np.array([[op.bits("u", 32)]], np.uint32)
+    return lambda waves: value
+
+
+class Waves:
+    """`count` = groups x waves of each; wave w belongs to group w // waves."""
+
+    def __init__(self, program: Program, registers: int, groups: int, waves: int, lds: int):
+        self.program, self.groups, self.waves, self.count = program, groups, waves, groups * waves
+        self.vectors = np.full((registers, self.count, 64), UNSET, np.uint32)
+        self.scalars = np.full((self.count, 128), UNSET, np.uint32)
+        self.scc = np.zeros((self.count, 1), bool)
+        # lanes for which nobody has written a vector register, waves for which nobody has a scalar
+        # one, by their numbers
+        nowhere = np.ones((self.count, 64), bool)
+        self.unwritten = dict.fromkeys(range(registers), nowhere)
+        self.unwritten_scalars = dict.fromkeys(range(EXEC), nowhere[:, :1])
+        # of these registers' lanes, what the instruction has read: low words and high ones
+        self.undefined: list[np.ndarray | None] = [None, None]
+        self.memory: Memory | None = None
+        self.scratch: np.ndarray | None = None  # addresses of the lanes' own memory
+        self.lds = Lds(groups, waves, lds)
+        self.pc = 0  # of the waves that are here
+        self.at = np.zeros(self.count, np.int64)  # of the others
+        self.at_barrier = np.zeros(self.count, bool)
+        self.here = np.ones((self.count, 1), bool)
+        self.exec = np.ones((self.count, 64), bool)
+        self.scalars[:, EXEC : EXEC + 2] = packed(self.exec)
+        self.furthest_first, self.steps = False, 0
+        self.executed = [0] * len(program.code)  # how many waves, for each instruction
+        self.watch = None  # what counters.py notes at accesses of memory
+        self.meet()
+
+    def choose(self, here: np.ndarray) -> None:
+        """These waves execute now."""
+        self.here = here
+        self.number = int(here.sum())
+        self.lanes = self.exec & here
+        self.all_lanes = bool(self.lanes.all())
+
+    # --- reading registers
+
+    def vector(self, index: int, high: bool = False) -> np.ndarray:
+        """A vector register. Where nobody has written it, what is made of it counts as unwritten,
+        too: the compiler lets numbers be undefined that decide nothing."""
+        if index in self.unwritten:
+            self.note_undefined(self.unwritten[index] & self.lanes, high)
+        return self.vectors[index]
+
+    def note_undefined(self, bad: np.ndarray, high: bool) -> None:
+        """This instruction has read in these lanes what nobody has written."""
+        if bad.any():
+            before = self.undefined[high]
+            self.undefined[high] = bad if before is None else bad | before
+
+    def take_high(self) -> None:
+        """What is written from here on depends on upper halves, too."""
+        low, high = self.undefined
+        if high is not None:
+            self.undefined[0] = high if low is None else low | high
+
+    def must_be_written(self) -> None:
+        """What has been read decides something: where to go, or what is in memory."""
+        self.take_high()
+        if self.undefined[0] is not None:
+            raise Fault("uses a vector register that nobody has written", self.undefined[0])
+
+    def scalar(self, index: int, count: int = 1) -> np.ndarray:
+        for place in range(index, index + count):
+            unwritten = self.unwritten_scalars.get(place)
+            if unwritten is not None and (bad := unwritten & self.here).any():
+                raise Fault(f"uses s{place}, which nobody has written", bad)
+        return self.scalars[:, index : index + count]
+
+    def scalar_word(self, index: int, high: bool) -> np.ndarray:
+        """One scalar register. A move to vector registers may take one that nobody has written, of
+        which half a number is enough."""
+        if index in self.unwritten_scalars:
+            if not self.program.code[self.pc - 1].mnemonic.startswith("v_mov"):
+                return self.scalar(index)
+            self.note_undefined(self.unwritten_scalars[index] & self.lanes, high)
+        return self.scalars[:, index : index + 1]
+
+    # --- writing registers, where waves are here and lanes are at work
+
+    def put(
+        self,
+        index: int,
+        words: np.ndarray,
+        allowed: np.ndarray | None = None,
+        field: tuple[int, int, bool] | None = None,
+    ) -> None:
+        """Write a vector register: the lanes that are `allowed`, and of each all bits or those from
+        `field[0]` on, `field[1]` of them; the others become 0 or stay, if field[2]."""
+        register = self.vectors[index]
+        if field:
+            first, bits, stay = field
+            mask = np.uint32(((1 << bits) - 1) << first)
+            words = words << first & mask | (register & ~mask if stay else 0)
+        if self.all_lanes and allowed is None and self.undefined[0] is None:
+            register[:] = words
+            self.unwritten.pop(index, None)
+            return
+        self.put_lanes(index, words, self.lanes if allowed is None else self.lanes & allowed)
+
+    def put_lanes(self, index: int, words: np.ndarray, lanes: np.ndarray) -> None:
+        """Write a vector register in these lanes, whether they are at work or not."""
+        np.copyto(self.vectors[index], words, where=lanes)
+        left = self.unwritten.pop(index, None)
+        if left is not None:
+            left = left & ~lanes
+        if self.undefined[0] is not None:
+            more = self.undefined[0] & lanes
+            left = more if left is None else left | more
+        if left is not None and left.any():
+            self.unwritten[index] = left
+
+    def put_scalar(self, index: int, words: np.ndarray) -> None:
+        """Write one scalar register [waves, 1], two [waves, 2] or more."""
+        columns = self.scalars[:, index : index + words.shape[1]]
+        np.copyto(columns, words, where=self.here)
+        for place in range(index, index + words.shape[1]):
+            if place in self.unwritten_scalars:
+                left = self.unwritten_scalars.pop(place) & ~self.here
+                if left.any():
+                    self.unwritten_scalars[place] = left
+        if index + words.shape[1] > EXEC:
+            self.exec = unpacked(self.scalars[:, EXEC : EXEC + 2])
+            self.choose(self.here)
+
+    def put_mask(self, index: int, mask: np.ndarray) -> None:
+        """Write two scalar registers with a bit for each lane, 0 for those that are not at work."""
+        self.put_scalar(index, packed(mask.astype(bool) & self.lanes))
+
+    def put_scc(self, value: np.ndarray) -> None:
+        np.copyto(self.scc, value, where=self.here)
+
+    def mask(self, index: int) -> np.ndarray:
+        return unpacked(self.scalar(index, 2))
+
+    # --- the way through the program
+
+    def branch(self, taken: np.ndarray, target: int) -> None:
+        """Waves [waves, 1] for which `taken` is true go on at another place."""
+        taken = taken & self.here
+        if not taken.any():
+            return
+        if self.number == taken.sum():
+            self.pc = target
+            return
+        self.at[self.here[:, 0]] = self.pc
+        self.at[taken[:, 0]] = target
+        self.meet()
+
+    def barrier(self) -> None:
+        """Wait for all waves of the workgroup."""
+        self.at_barrier |= self.here[:, 0]
+        self.at[self.here[:, 0]] = self.pc
+        together = self.at_barrier.reshape(self.groups, self.waves).all(1)
+        places = self.at.reshape(self.groups, self.waves)
+        if (together & (places != places[:, :1]).any(1)).any():
+            raise Fault("waves of a workgroup wait at different barriers", self.here)
+        self.lds.forget(together)
+        self.at_barrier &= ~np.repeat(together, self.waves)
+        self.meet()
+
+    def end(self) -> None:
+        self.at[self.here[:, 0]] = END
+        self.meet()
+
+    def meet(self) -> None:
+        """Choose the waves that execute next: those that stand furthest back."""
+        ready = ~self.at_barrier & (self.at < END)
+        self.running = bool(ready.any())
+        if not self.running:
+            if self.at_barrier.any():
+                alone = self.at_barrier[:, None]
+                raise Fault("waits at a barrier that other waves of its group never reach", alone)
+            return
+        places = self.at[ready]
+        self.pc = int(places.max() if self.furthest_first else places.min())
+        ahead = places[places > self.pc]
+        self.others = int(ahead.min()) if len(ahead) else END
+        self.choose((ready & (self.at == self.pc))[:, None])
+        self.left = TURN
+
+    def step(self) -> None:
+        """Execute one instruction."""
+        instruction = self.program.code[self.pc]
+        self.executed[self.pc] += self.number
+        self.pc += 1
+        self.left -= 1
+        self.steps += 1
+        if self.steps > MOST:
+            raise Fault(f"does not end after {MOST:,} instructions: a loop, or a wait for "
+                        "workgroups that come later?", self.here)  # fmt: skip
+        self.undefined = [None, None]
+        instruction.run(self)
+        if self.pc >= self.others or self.left < 0:
+            if self.left < 0:
+                self.furthest_first ^= True
+            self.at[self.here[:, 0]] = self.pc
+            self.meet()
+
+    def run(self) -> None:
+        """Execute the program to its end, for all waves."""
+        with np.errstate(all="ignore"):
+            while self.running:
+                self.step()

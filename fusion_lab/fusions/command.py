@@ -1,0 +1,337 @@
+"""Which operators of a training step could be one kernel, where in the code they are, and what that
+would save: of a version script, or of a model of your own.
+
+Every operator of a step is recorded with the memory that it reads and writes, and the profiler
+times its kernels. Streaming operators, which do little but read and write, are joined to those that
+make what they read. A chain is then predicted to take as long as a copy of the bytes that must
+still cross memory; rates are measured in the same run. Matrix products keep their time, as do
+operators that are not understood, which are named. Lines are those outside of PyTorch that call the
+operators, in a backward pass those of its forward pass.
+
+--model FILE.py:FUNCTION names a function without arguments, in a file that is imported as `python
+FILE.py` would run it; the file's own arguments stand behind --. It returns (model, batch), and
+model(**batch) is the loss, a scalar or with a .loss: the step is forward, backward and AdamW. Or it
+returns a function without arguments that takes one training step, on the device of its choice. It
+takes --use-amp, --matmul-precision and --device as the version scripts do. What torch.compile has
+made, and kernels of your own, are measured as they are, named, and never fused.
+
+--check takes both sides in turns as graphs. Where one cannot be a graph, as it waits for the
+device, they are compared by the time in which any of their kernels runs, from traces.
+
+Without a GPU nothing is computed, unless the step asks for values: which operator does is said, and
+two steps are taken on the CPU. Operators, bytes and FLOPs are those of a CPU's operators, each
+counted as a kernel; a GPU can have other ones for attention, norms and dropout. Autocast and
+optimizers choose as on a GPU, and a DataLoader loads here, without workers. Times need --rates DIR,
+such as results/h100, and are estimates for that GPU.
+
+--trace FILE[.gz] predicts from a trace of torch.profiler.profile(record_shapes=True), of NVIDIA or
+AMD: times are its own. Where it has several processes, it is the one whose GPU was busy longest.
+
+Examples:
+  find-fusions tiny_llama_v1.py --use-amp --seq-len 128
+  find-fusions tiny_llama_v1.py --use-amp --check
+  find-fusions --model my_model.py:build --use-amp --json found.json
+  find-fusions --model train.py:build --plot found.png -- --lr 1e-3
+  find-fusions --trace trace.json.gz
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fusion_lab.cli import Parser, ToolError, documented_parser, program
+from fusion_lab.files import write_text
+from fusion_lab.profile.kernels import category
+from fusion_lab.script import interpret_without_gpu
+from fusion_lab.show import Column, drawing, render, save_figure
+
+if TYPE_CHECKING:  # where PyTorch is missing, --help works
+    from fusion_lab.fusions.rates import Rates
+    from fusion_lab.fusions.record import Recorded
+
+PROG = "find-fusions"
+
+
+def build_parser() -> Parser:
+    """The command line."""
+    usage = "%(prog)s SCRIPT|--model FILE.py:FUNCTION [arguments] [its own: of a FILE.py behind --]"
+    parser = documented_parser(PROG, __doc__, usage)
+    model = "a function that returns a model and a batch, or a step"
+    parser.add_argument("--model", metavar="FILE.py:FUNCTION", help=model)
+    parser.add_path("--trace", "FILE", "a trace of torch.profiler with shapes, of any GPU")
+    parser.add_count("--top", 12, "chains to print")
+    parser.add_flag(
+        "--check", "compile the same with inductor, and measure both in turns: graphs, or traces"
+    )
+    parser.add_flag("--fake", "without a GPU: run nothing, even if that ends without a result")
+    parser.add_flag("--real", "without a GPU: really take two steps on the CPU")
+    parser.add_path("--rates", "DIR", "without a GPU: times with the rates in this folder")
+    parser.add_path("--json", "FILE.json", "also write all that was found")
+    parser.add_path("--plot", "FILE.png", "also draw a bar for each chain, now and fused")
+    return parser
+
+
+def model_options(argv: Sequence[str]) -> argparse.Namespace:
+    """What --model takes beside."""
+    parser = Parser(prog=PROG, allow_abbrev=False)
+    parser.add_argument("--use-amp", action="store_true")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    precisions = ("highest", "high", "medium")
+    parser.add_argument("--matmul-precision", choices=precisions, default="highest")
+    return parser.parse_args(argv)
+
+
+def script_of(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """The version script among arguments, and the others, which are its own."""
+    script = next((word for word in argv if word.endswith(".py") and word[0] != "-"), "")
+    rest = [*argv]
+    if script:
+        rest.remove(script)
+    return script, rest
+
+
+def behind(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Arguments before and behind the first `--`."""
+    end = [*argv, "--"].index("--")
+    return [*argv[:end]], [*argv[end + 1 :]]
+
+
+def examine(args: argparse.Namespace, argv: Sequence[str]) -> dict:
+    """Record and predict, and check if asked for: all that the report and --json have."""
+    import torch
+
+    from fusion_lab.fusions import step as steps
+    from fusion_lab.fusions.groups import Finding
+    from fusion_lab.fusions.rates import measure_rates, read_rates
+
+    start = time.perf_counter()
+    if args.trace:
+        from fusion_lab.fusions.trace import from_trace
+
+        others = args.model, args.check, args.rates, args.fake, args.real
+        if argv or any(others):
+            raise ToolError("--trace FILE takes --top, --json and --plot alone: the step is in it")
+        *told, remarks = from_trace(args.trace)
+        result = described(*told, start)
+        return result | {"remarks": result["remarks"] + remarks}
+    argv, own = behind(argv) if args.model else (argv, [])
+    script, rest = script_of(argv)
+    if bool(script) == bool(args.model):
+        raise ToolError("name a version script, or --model FILE.py:FUNCTION: one of the two")
+    if args.fake and args.real:
+        raise ToolError("--fake or --real: one of the two")
+    rates = read_rates(args.rates) if args.rates else None
+    if args.model:
+        options = model_options(rest)
+        device = steps.device_of(options.device)
+        torch.set_float32_matmul_precision(options.matmul_precision)
+        user = steps.function_of(args.model, own)
+        build = partial(steps.from_function, args.model, *user, options.use_amp, device)
+    else:
+        device = steps.device_of(steps.script_device(script, rest))
+        build = partial(steps.from_script, script, rest)
+    gpu = device.type == "cuda"
+    if args.check and not gpu:
+        raise ToolError("--check compares times, and needs a GPU", status=4)
+    if gpu and (args.rates or args.fake or args.real):
+        raise ToolError("--rates, --fake and --real are for where no GPU runs the step")
+    if gpu:
+        step = build()
+        recorded, rates = steps.measure(step), measure_rates()
+    else:
+        step, recorded = steps.count(build, "real" if args.real else "fake" * args.fake)
+    result = described(step.name, recorded, rates, start)
+    if args.check:
+        check = result["check"] = steps.compared(step, recorded.launched)
+        as_measured = Finding(recorded, rates.in_trace() if "traced" in check else rates)
+        check["predicted_us"] = {
+            "now": as_measured.levels["now"]["us"],
+            "compiled": as_measured.compiled_us(),
+        }
+    return result
+
+
+def described(name: str, recorded: Recorded, rates: Rates | None, start: float) -> dict:
+    """What the report and --json have of a step."""
+    from fusion_lab.fusions.groups import Finding
+
+    found, flop = Finding(recorded, rates), recorded.flop()
+    return {
+        "schema_version": 2,
+        "name": name,
+        "precision": ", ".join(dtype for dtype, _ in flop.most_common()) or "no products counted",
+        "run": recorded.run,
+        "call": recorded.call,
+        "measured": recorded.run == "measured",
+        "rates": rates and asdict(rates),
+        "without_rate": sorted(found.without),
+        "operators": len({operator.call for operator in recorded.operators}),
+        "flop": sum(flop.values()),
+        "flop_by_type": dict(flop),
+        "levels": found.levels,
+        "untouched_us": found.untouched_us(),
+        "otherwise_us": found.otherwise_us(),
+        "chains": found.rows(),
+        "not_understood": found.unknown(),
+        "unwritten": recorded.unwritten,
+        "remarks": found.remarks(),
+        "seconds": time.perf_counter() - start,
+    }
+
+
+RUN = {
+    "fake": "nothing was run",
+    "real": "two steps were really taken on this CPU",
+    "measured": "measured",
+}
+
+
+def report(result: dict, top: int) -> str:
+    """What a person reads."""
+    from fusion_lab.fusions.groups import LEVELS
+
+    levels, rates, rows = result["levels"], result["rates"], result["chains"]
+    now = levels["now"]["us"]
+    where = RUN[result["run"]]
+    if result["measured"]:
+        where = f"measured on {rates['device_name']}"
+    elif now is not None:
+        where += f", times are estimates with the rates of {rates['device_name']}"
+    where = f"call {result['call']} of the step, {where}" if result["call"] else where
+    counted = f"{result['operators']} operators, {result['flop'] / 1e9:.4g} GFLOP in products"
+    lacking = [row["operator"] for row in result["not_understood"] if "FLOP" in row["lacks"]]
+    counted += f" without {', '.join(lacking)}" if lacking else ""
+    lines = [f"{result['name']}, {result['precision']}: {counted}; {where}"]
+    if not result["measured"]:
+        lines += [
+            "These are a CPU's operators: attention, norms and dropout can be others on a GPU."
+            " Autocast and optimizers choose as there."
+        ]
+    if without := result["without_rate"]:
+        lines += [f"No times of the step: there is no rate for products in {', '.join(without)}."]
+
+    def part(key: str, unit: float):
+        return lambda row: None if row[key] is None else row[key] / unit
+
+    def saved(row: dict) -> float | None:
+        return None if now is None else 100 * (row["us_now"] - row["us_fused"]) / now
+
+    columns = [
+        Column("saves", saved, ".1f", " %"),
+        Column("ms now", part("us_now", 1e3), ".3f"),
+        Column("fused", part("us_fused", 1e3), ".3f"),
+        Column("MB now", part("bytes_now", 1e6), ".1f"),
+        Column("fused", part("bytes_fused", 1e6), ".1f"),
+        Column("places", "places"),
+        Column("kernels", "kernels_now"),
+        Column("fused", "kernels_fused"),
+        Column("pass", "pass", text=True),
+        Column("lines", "lines", text=True),
+        Column("chain", "chain", text=True),
+    ]
+    timed = now is not None
+    if rows:
+        lines += ["", render(columns[0 if timed else 1 if rates else 3 :], rows[:top], "text")]
+        lines += [f"and {len(rows) - top} more (--top {len(rows)})"] * (len(rows) > top)
+    whole = [{"what": text, **levels[level]} for level, text in LEVELS.items()]
+    columns = [
+        Column("", "what"),
+        Column("ms", part("us", 1e3), ".3f"),
+        Column("speed-up", lambda row: row["us"] and now / row["us"], ".2f", "x"),
+        Column("GB", part("bytes", 1e9), ".3f"),
+        Column("kernels", "kernels"),
+    ]
+    lines += ["", render(columns if timed else [columns[0], *columns[3:]], whole, "text")]
+    if timed:
+        lines += [f"No chain touches {result['untouched_us'] / 1e3:.3f} ms of it."]
+        if less := result.get("otherwise_us"):
+            what = "convolutions turn no pictures and add no bias, and odd rows are padded"
+            lines += [f"Compiled, {what}: {less / 1e3:.3f} ms less."]
+        lines += [f"A large copy reaches {rates['gb_per_s']:.0f} GB/s, "
+                  f"the least kernel takes {rates['least_us']:.2f} us."]  # fmt: skip
+    for row in result["not_understood"]:
+        spent = f", {row['us'] / 1e3:.3f} ms" if timed else ""
+        missing = f"; missing in the totals: {row['lacks']}" if row["lacks"] else ""
+        lines += [
+            f"Not understood: {row['operator']} ({row['calls']}x{spent}) at {row['lines']}{missing}"
+        ]
+    if unwritten := result["unwritten"]:
+        what = "operators read what no operator wrote: kernels that PyTorch does not see; the first"
+        lines += [f"Not understood: {len(unwritten)} {what} is {unwritten[0]}"]
+    lines += [f"Note: {remark}" for remark in result["remarks"]]
+    return "\n".join(lines + (checked(result) if "check" in result else []))
+
+
+def checked(result: dict) -> list[str]:
+    """What the step and the same compiled took, beside the prediction; what is another program than
+    was profiled is no verdict on it."""
+    check = result["check"]
+    now, fused = check["predicted_us"]["now"], check["predicted_us"]["compiled"]
+    lines = ["", "as graphs in turns, and compiled by inductor:"]
+    if "traced" in check:
+        how = "in turns, not as graphs: the time in which any of its kernels runs, from traces"
+        lines = ["", f"{how}, and compiled by inductor; {check['traced']}:"]
+    for what, key, predicted, sides in (
+        ("ms now", "now_ms", now / 1e3, ("now",)),
+        ("ms fused", "compiled_ms", fused / 1e3, ("compiled",)),
+        ("speed-up", "speedup", now / fused, ("now", "compiled")),
+    ):
+        if (measured := check.get(key)) is not None:
+            off = f"{100 * (predicted / measured - 1):+.1f} %"
+            if any(check["other"][side] for side in sides):
+                off = "another program"
+            elif check.get("unchanged") and "compiled" in sides:
+                off = "nothing is compiled"
+            lines += [f"{what}: predicted {predicted:.3f}, measured {measured:.3f} ({off})"]
+    if check.get("unchanged"):
+        lines += ["Compiled the step runs the kernels that it had before: no verdict either."]
+    for side, names in check.get("other", {}).items():
+        if names:
+            kinds = " and ".join(dict.fromkeys(map(category, names)))
+            how = "In the traces" if "traced" in check else "As a graph"
+            how = how if side == "now" else "Compiled"
+            lines += [
+                f"{how} the step runs other kernels for {kinds} than were profiled: it is another"
+                " program, and no verdict on the prediction. --json has some of their names."
+            ]
+    return lines + [f"not compared: {check[key]}" for key in ("error",) if key in check]
+
+
+def draw(path: Path, result: dict, top: int) -> None:
+    """A bar for each chain, now and fused: time, or bytes where there is none."""
+    timed = result["levels"]["now"]["us"] is not None
+    key, scale, unit = ("us", 1e3, "ms") if timed else ("bytes", 1e6, "MB")
+    rows = result["chains"][:top][::-1]
+    figure, axes = drawing().subplots(figsize=(11, 1.5 + 0.5 * len(rows)), layout="constrained")
+    for shift, when, colour in ((0.2, "now", "#9aa5b1"), (-0.2, "fused", "#1f77b4")):
+        values = [row[f"{key}_{when}"] / scale for row in rows]
+        axes.barh([i + shift for i in range(len(rows))], values, 0.38, label=when, color=colour)
+    labels = [f"{row['chain'][:60]}\n{row['pass']}, {row['lines'][:60]}" for row in rows]
+    axes.set_yticks(range(len(rows)), labels, fontsize="small")
+    axes.set(xlabel=f"{unit} of a step", title=f"{result['name']}: chains, each as one kernel")
+    axes.legend()
+    save_figure(figure, path)
+
+
+def find(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Examine, print, write; returns the exit status."""
+    if args.plot:
+        drawing()  # before anything is measured
+    interpret_without_gpu()
+    result = examine(args, argv)
+    if args.json:
+        write_text(args.json, json.dumps(result, indent=1) + "\n")
+    print(report(result, args.top))
+    if args.plot:
+        draw(args.plot, result, args.top)
+    return 0
+
+
+main = program(build_parser, find, of_scripts=True)

@@ -1,0 +1,164 @@
+"""FLOPs of matrix products by their shapes, two for a multiplication and its addition, and the type
+that they are computed in.
+
+Most formulas are those of PyTorch's counter. Those here count what it does not know or counts
+otherwise: convolutions with groups, recurrent layers, grouped products, products with vectors.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from fusion_lab.profile.kernels import category
+from fusion_lab.profile.roofline import flop_counter
+
+# A product by its name, of which the FLOPs are missing if there is no formula
+PRODUCT = re.compile(r"conv(?!ert)|scaled_dot|rnn|attention|transformer")
+TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.complex64: "fp32",
+    torch.complex128: "fp64",
+}
+
+
+def is_product(name: str) -> bool:
+    """Does an operator multiply matrices, as its name says?"""
+    return bool(PRODUCT.search(name)) or category(f"aten::{name}") == "GEMM"
+
+
+def type_of(name: str, dtype: torch.dtype) -> str:
+    """The type in which a GPU multiplies: TF32 where PyTorch is allowed to."""
+    tf32 = torch.backends.cudnn.allow_tf32
+    if "conv" not in name and "rnn" not in name:
+        tf32 = torch.get_float32_matmul_precision() != "highest"
+    return "TF32" if tf32 and dtype == torch.float32 else TYPES.get(dtype, str(dtype)[6:])
+
+
+def convolution(x: str, out: str) -> Callable:
+    """Of one pass: each weight of a filter is used once for each element of the result; of a
+    transposed one, for each of the input."""
+
+    def flop(given: dict, result) -> int:
+        over = given[x] if given["transposed"] else given.get(out, result)
+        passes = sum(given["output_mask"][:2]) if "output_mask" in given else 1
+        return passes * 2 * over.numel() * math.prod(given["weight"].shape[1:])
+
+    return flop
+
+
+def recurrent(given: dict, result) -> int:
+    """Each weight is used once for each time and sample."""
+    x = given["input"]
+    weights = given.get("weight") or [given["weight0"], given["weight1"]]
+    return 2 * x.numel() // x.shape[-1] * sum(w.numel() for w in weights if w.dim() > 1)
+
+
+def recurrent_backward(given: dict, result) -> int:
+    """The same for the weights' gradients, and for those of input and states where wanted: that of
+    the first state often is not."""
+    x = given["input"]
+    weights = given.get("weight") or [given["weight1"], given["weight2"]]
+    layer = given.get("weight_stride0") or len(weights)
+    wanted = given.get("output_mask") or needs_gradients()
+    batch_first = given.get("batch_first") and "weight" in given  # oneDNN's is time first
+    steps = len(given.get("batch_sizes") or ()) or x.shape[1 if batch_first else 0]
+    total = 0.0
+    for number, weight in enumerate(weights):
+        share = 1.0
+        if number % layer == 0:
+            first = number < layer * (2 if given.get("bidirectional") else 1)
+            share = 1.0 if wanted[0] or not first else 0.0
+        elif number % layer == 1 and not wanted[1]:
+            share = (steps - 1) / steps
+        total += (1 + share) * weight.numel() if weight.dim() > 1 else 0
+    return round(2 * x.numel() // x.shape[-1] * total)
+
+
+def needs_gradients() -> tuple[bool, bool]:
+    """Whether the input and the first state of the layer that is going backward want gradients."""
+    node = torch._C._current_autograd_node()
+    to = [after is not None for after, _ in node.next_functions] if node else []
+    return (to[0], any(to[5:])) if to else (True, True)
+
+
+def grouped(given: dict, result) -> int:
+    """Products of groups of rows; of two matrices, over groups of what is added up."""
+    a, b = (given.get("self", given.get("mat_a")), given.get("mat2", given.get("mat_b")))
+    if a.dim() == b.dim() == 2:
+        return 2 * a.numel() * b.shape[-1]
+    return 2 * result.numel() * a.shape[-1]
+
+
+def attention(given: dict, heads: int) -> int:
+    """Each query meets each key, whose heads can be fewer, and each value, whose size can be
+    another; backward the scores are computed again, and there are two products for each."""
+    query, size = given["query"], given["value"].shape[-1]
+    keys = given["key"].shape[3 - heads]
+    scores, values = (3, 2) if any(name.startswith("grad_out") for name in given) else (1, 1)
+    rows = query.numel() // query.shape[-1]
+    return 2 * rows * keys * (scores * query.shape[-1] + values * size)
+
+
+def heads_of(name: str, given: dict) -> int:
+    """The dimension of the heads of an attention whose sequences are equally long; 0 of others."""
+    if not {"query", "key", "value"} <= given.keys() or given["query"].dim() != 4:
+        return 0
+    ends = given.get("cum_seq_q", given.get("cu_seqlens_q"))
+    return 1 if "scaled_dot" in name else 2 if ends is None else 0
+
+
+FORMULAS: dict[str, Callable[[dict, object], int]] = {
+    "convolution": convolution("input", ""),
+    "convolution_overrideable": convolution("input", ""),
+    "convolution_backward": convolution("input", "grad_output"),
+    "convolution_backward_overrideable": convolution("input", "grad_output"),
+    "mkldnn_rnn_layer": recurrent,
+    "mkldnn_rnn_layer_backward": recurrent_backward,
+    "_cudnn_rnn": recurrent,
+    "_cudnn_rnn_backward": recurrent_backward,
+    "miopen_rnn": recurrent,
+    "miopen_rnn_backward": recurrent_backward,
+    "_grouped_mm": grouped,
+    "_scaled_grouped_mm": grouped,
+    "mv": lambda given, result: 2 * given["self"].numel(),
+    "addmv": lambda given, result: 2 * given["mat"].numel(),
+    "addbmm": lambda given, result: 2 * given["batch1"].numel() * given["batch2"].shape[-1],
+    "_addmm_activation": lambda given, result: 2 * result.numel() * given["mat1"].shape[-1],
+    "dot": lambda given, result: 2 * given["self"].numel(),
+    "vdot": lambda given, result: 2 * given["self"].numel(),
+}
+
+
+@cache
+def registry() -> dict:
+    """PyTorch's formulas by operator."""
+    return flop_counter().flop_registry
+
+
+def flop_of(
+    function, name: str, args: tuple, kwargs: dict, given: dict, result
+) -> tuple[int | None, str]:
+    """FLOPs of a call, None if there is no formula for it; and what is missing, where a formula
+    does not take the call. `given` are its arguments by name."""
+    formula = registry().get(getattr(function, "overloadpacket", function))
+    try:
+        if name in FORMULAS:
+            flop = FORMULAS[name](given, result)
+        elif heads := heads_of(name, given):
+            flop = attention(given, heads)
+        elif formula:
+            flop = formula(*args, **kwargs, out_val=result)
+        else:
+            return None, "FLOPs" if is_product(name) else ""
+    except Exception as error:  # a formula of PyTorch's refuses in a way of its own
+        return None, f"FLOPs ({type(error).__name__}: {str(error).partition(chr(10))[0]:.80})"
+    is_complex = isinstance(result, torch.Tensor) and result.is_complex()
+    return (4 if is_complex else 1) * flop, ""  # four real products

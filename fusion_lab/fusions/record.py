@@ -1,0 +1,586 @@
+"""The operators of a training step: the memory that each reads and writes, the line that calls it.
+
+What an operator does is told by PyTorch's own schemas and tags, by its category in
+fusion_lab/profile/kernels.py, and by the few lists here. What none of these knows is `unknown`,
+and is never fused.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import os
+import re
+import sys
+import sysconfig
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from types import CodeType
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass_type,
+)
+from torch.utils._pytree import tree_leaves
+
+from fusion_lab.files import ROOT
+from fusion_lab.fusions.flops import flop_of, type_of
+from fusion_lab.profile.kernels import category
+from fusion_lab.profile.traffic import OVERWRITING, bytes_behind
+
+NO_WORK = ("empty", "new_empty", "lift_fresh")
+RANDOM = ("normal_", "uniform_", "bernoulli_", "exponential_", "random_")  # nor do these read it
+# The first tensor must lie in memory, as any element of it may be wanted: some, or all
+GATHERS = re.compile("embedding|index|_unsafe_index|index_select|gather|take")
+WINDOWS = re.compile(  # their gradients are scatters
+    r"(_?adaptive_)?(max|avg)_pool\dd(_with_indices)?|im2col|upsample_\w+|grid_sampler_\dd"
+    r"|(reflection|replication)_pad\dd|searchsorted|bucketize"
+)
+SCATTERS = re.compile(  # complete when the last source has been added
+    r"(index_(add|put|copy)|_unsafe_index_put|_index_put_impl|scatter(_add|_reduce)?)_?|col2im"
+    r"|embedding_dense_backward"
+)
+SCANS = re.compile("cum(sum|prod|max|min)|logcumsumexp|sort|topk")  # inductor leaves most
+BAGS = re.compile(
+    "_embedding_bag(_forward_only|_backward|_dense_backward)?"
+)  # it leaves these, too
+MOVES = re.compile(  # what comes out is elsewhere than what went in
+    r"constant_pad_nd|(slice|select)_(backward|scatter)|roll|flip|cat|stack|repeat|pixel_(un)?shuffle"
+)
+STREAMS = re.compile(  # element by element, or a loss of elements
+    r"native_dropout|(nll|mse|huber|smooth_l1)_loss\w*|binary_cross_entropy\w*|rand\w*"
+    r"|bernoulli|normal|uniform|exponential|(hardswish|log_sigmoid|glu|_prelu_kernel)(_forward)?"
+    r"|leaky_relu|celu|selu|rrelu_with_noise|(hard|soft)shrink|mish|hardsigmoid|logit"
+    r"|polar|complex|arange|linspace|eye|scalar_tensor|diagonal_backward|lift_fresh_copy"
+    r"|pixel_(un)?shuffle|floor_divide"
+)
+OWN = tuple(f"{ROOT / folder}{os.sep}" for folder in ("fusion_lab", "analysis_tools"))
+TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+SECTOR = 32  # bytes that a GPU reads at least
+# Of these PyTorch runs other operators backward as soon as a mode, such as a recorder, looks on.
+OTHERWISE = {"CumprodBackward0": "cumprod", "ProdBackward0": "prod", "ProdBackward1": "prod"}
+COUNTING = ("_local_scalar_dense", "add_", "_foreach_add_")
+ON_HOST = ("_get_value", "_single_tensor_", "_multi_tensor_")  # functions of torch.optim
+KERNELS = ("triton.runtime", "KernelInterface", "__getitem__")
+GRAPHS = ("torch._inductor.output_code", "CompiledFxGraph", "__call__")
+COMPILED = "compiled code"  # the name of what torch.compile has made of a part of the step
+
+
+class Use(NamedTuple):
+    """Bytes of a storage, in the version that in-place operators before have left."""
+
+    key: tuple[int, int]  # storage, version
+    offset: int  # below 0 of what a gather or scatter touches, in no order
+    bytes: int
+
+    @property
+    def old(self) -> tuple[int, int]:
+        """What was there before a write."""
+        return self.key[0], self.key[1] - 1
+
+
+@dataclass
+class Operator:
+    """One call of an operator, or one of the passes over its data that it cannot do without."""
+
+    name: str
+    call: int  # its number; two passes have the same
+    phase: str  # forward, backward, optimizer
+    line: str
+    reads: list[Use]
+    writes: list[Use]
+    numel: int = 0  # elements that it goes over
+    kind: str = "unknown"  # stream, matrix, library (left as it is)
+    # elements, length, and whether columns, of what it adds up
+    sums: tuple[int, int, bool] | None = None
+    closed: bool = False  # its results are complete when its last block has ended
+    source: set = field(default_factory=set)  # keys that must lie in memory before
+    operands: list[tuple] = field(default_factory=list)  # both of a product: key, shape, strides
+    groups: int = 1  # of a convolution
+    random: bool = False  # a second time it would make other numbers
+    alone: bool = False  # long sums of columns are a kernel of their own
+    apart: bool = False  # what it adds up lies in many pieces
+    meets: bool = False  # it adds at indices, many to each place
+    barrier: bool = False  # the host waits for its result, or nobody sees what it does
+    dtype: str = ""  # in which a product is computed
+    flop: int = 0
+    lacks: str = ""  # what is not known of it
+    moved: int = 0  # bytes, read and written; like kernels and time of the first pass alone
+    kernels: int = 1
+    queued: int = 1  # of its kernels, those that ran one after the other
+    us: float | None = None  # of its kernels, where they were timed
+    turned: float = 0.0  # of these in kernels that only turn a picture
+    biased: float = 0.0  # and in those that add the bias to it
+
+
+@dataclass
+class Recorded:
+    """What a step did: its operators, and the storages that they name by number."""
+
+    operators: list[Operator] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)  # bytes of each storage
+    alive: set[tuple[int, int]] = field(default_factory=set)  # there when the step is over
+    weights: set[int] = field(default_factory=set)  # storages of weights
+    unwritten: list[str] = field(default_factory=list)  # operators that read what none wrote
+    run: str = "fake"  # or "real" on a CPU, or "measured" on a GPU
+    launched: dict[str, float] = field(default_factory=dict)  # microseconds by name of the kernel
+    call: int = 0  # which call of the step it was
+    idle: dict[int, str] = field(default_factory=dict)  # optimizers without a step in it, by id
+    remarks: list[str] = field(default_factory=list)
+
+    def flop(self) -> Counter:
+        """FLOPs by the type of the products."""
+        found: Counter = Counter()
+        for operator in self.operators:
+            found[operator.dtype] += operator.flop
+        return +found
+
+
+# --- which line
+
+
+@cache
+def whose(path: str) -> str:
+    """The path of the user's code as a reader wants it; "" of a file that no user looks into, and
+    "optimizer"."""
+    if path.startswith(TORCH):
+        return "optimizer" if "/torch/optim/" in path else ""
+    packages = re.search(r"(?:site|dist)-packages/(.*)", path)
+    own = path.startswith((*OWN, "<")) or "/torchinductor_" in path
+    own = own or (packages and packages[1].startswith("einops/"))
+    if own or (path.startswith(sysconfig.get_paths()["stdlib"]) and not packages):
+        return ""
+    here = Path(path).is_relative_to(Path.cwd())
+    return packages[1] if packages else str(Path(path).relative_to(Path.cwd())) if here else path
+
+
+def code_of(function: object) -> CodeType | None:
+    """The code of a function, also of one that is bound, wrapped or partial, or of an object that
+    can be called."""
+    while isinstance(function, partial) or hasattr(function, "__wrapped__"):
+        function = getattr(function, "func", None) or function.__wrapped__
+    if not hasattr(function, "__code__") and callable(function):
+        function = type(function).__call__ if not inspect.ismethod(function) else function.__func__
+    return getattr(function, "__code__", None)
+
+
+def of_optimizer(frame, inner: set[CodeType]) -> bool | None:
+    """Is what runs in this frame an optimizer's? None if the frame does not tell. Of `inner` code
+    between, that of a function which the optimizer was given, a closure, is not."""
+    code = frame.f_code
+    path = whose(code.co_filename)
+    if not path:
+        return False if f"{TORCH}nn{os.sep}modules" in code.co_filename else None
+    owner = frame.f_locals.get("self") if code.co_varnames[:1] == ("self",) else None
+    if isinstance(owner, nn.Module) and path != "optimizer":
+        return False
+    if path != "optimizer" and not isinstance(owner, torch.optim.Optimizer):
+        inner.add(code)
+        return None
+    given = [*frame.f_locals.values(), *getattr(owner, "__dict__", {}).values()] if inner else ()
+    return not any(callable(value) and code_of(value) in inner for value in given)
+
+
+def counts_steps(name: str, tensors: Sequence[Tensor]) -> bool:
+    """Does an optimizer of PyTorch count its steps, or read the number? That is no kernel: without
+    `capturable` and `fused` the number is on the host."""
+    if name not in COUNTING or any(t.dim() or not t.is_cpu for t in tensors):
+        return False
+    frame = sys._getframe(2)
+    while frame and not whose(frame.f_code.co_filename):
+        frame = frame.f_back
+    optimizer = frame and whose(frame.f_code.co_filename) == "optimizer"
+    return bool(optimizer) and frame.f_code.co_name.startswith(ON_HOST)
+
+
+# --- what runs
+
+
+class Recorder(TorchDispatchMode):
+    """Records the operators inside, and keeps no tensor alive.
+
+    With `timed` each call is a range of the profiler, `#` and its number.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What torch.compile has made runs as it is, see `seen_kernels`."""
+        return True
+
+    def __init__(self, timed: bool = False):
+        super().__init__()
+        self.timed, self.calls, self.inside = timed, 0, False
+        self.recorded = Recorded()
+        self.operators, self.sizes = self.recorded.operators, self.recorded.sizes
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.version: list[int] = []
+        self.blank: set[int] = set()  # storages that no operator has written
+        self.lines: dict[tuple[int, int], str] = {}  # by thread and number of the autograd node
+        self.main = threading.get_ident()
+        self.otherwise: set[tuple[str, str]] = set()  # operators and lines, see OTHERWISE
+
+    # --- which memory
+
+    def number(self, tensor: Tensor) -> int:
+        """The number of a storage; the weak reference keeps its address from being used again."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.storages:
+            self.storages[storage._cdata] = StorageWeakRef(storage), len(self.sizes)
+            self.add(storage.nbytes())
+        return self.storages[storage._cdata][1]
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Has an operator touched the storage of this tensor?"""
+        return tensor.untyped_storage()._cdata in self.storages
+
+    def add(self, size: int) -> Use:
+        """A storage of its own, also for what no tensor is."""
+        self.sizes.append(size)
+        self.version.append(0)
+        return Use((len(self.sizes) - 1, 0), 0, size)
+
+    def use(self, tensor: Tensor, write: bool = False) -> Use:
+        number = self.number(tensor)
+        if write:
+            self.version[number] += 1
+            self.blank.discard(number)
+        offset = tensor.storage_offset() * tensor.element_size()
+        size = min(bytes_behind(tensor), self.sizes[number])  # of views whose rows overlap
+        return Use((number, self.version[number]), offset, size)
+
+    def __enter__(self) -> Recorder:
+        self.outer = seen_kernels(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.outer.close()
+        found = self.storages.values()
+        self.recorded.alive = {(n, self.version[n]) for ref, n in found if not ref.expired()}
+        self.recorded.remarks += [
+            f"the backward pass of {name} at {line} runs other operators while it is looked at:"
+            " what it moves and launches otherwise is missing in the totals"
+            for name, line in sorted(self.otherwise)
+        ]
+
+    def place(self) -> tuple[str, str]:
+        """Phase and line of what runs now: the innermost line outside of PyTorch. In the backward
+        pass it is that of the forward pass, unless code of the user runs in it: that of a custom
+        Function, or once more that of a checkpoint."""
+        line, optimizer, frame, inner = "", None, sys._getframe(2), set()
+        while frame and frame.f_code.co_name != "_engine_run_backward":
+            path = whose(frame.f_code.co_filename)
+            if path not in ("", "optimizer") and not line:
+                line = f"{path}:{frame.f_lineno}"
+            if optimizer is None:
+                optimizer = of_optimizer(frame, inner)
+            frame = frame.f_back
+        node, thread = torch._C._current_autograd_node(), threading.get_ident()
+        if line and (node is None or thread != self.main or frame):
+            made = torch.autograd._get_sequence_nr() - 1  # of the node around this operator
+            self.lines.setdefault((thread, made), line)
+        elif node is not None:
+            number, thread = node._sequence_nr(), thread if frame else self.main
+            while number >= 0 and (thread, number) not in self.lines and number < 2**62:
+                number -= 1  # an in-place operator on a view has a second node
+            line = self.lines.get((thread, number), "")
+        if node is not None and node.name() in OTHERWISE:
+            self.otherwise.add((OTHERWISE[node.name()], line))
+        phase = "backward" if node is not None else "optimizer" if optimizer else "forward"
+        return phase, line or "?"
+
+    # --- the operators
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # of which tensors it is made, it says itself
+        if getattr(function, "namespace", "") in ("prim", "profiler"):
+            return function(*args, **kwargs)
+        if is_composite(function):  # inference mode leaves it to us to take it apart
+            with self:
+                return function.decompose(*args, **kwargs)
+        name = getattr(function, "overloadpacket", function).__name__
+        return self.call(name, function, args, kwargs)
+
+    def call(
+        self,
+        name: str,
+        function: Callable,
+        args: Sequence,
+        kwargs: dict,
+        written: Sequence[Tensor] = (),
+        lacks: str = "",
+    ) -> object:
+        """Run an operator, and record what it is; of what is none, what it writes and lacks."""
+        place, call, within = self.place(), self.calls, self.inside
+        self.calls += 1
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if counts_steps(name, tensors):
+            return function(*args, **kwargs)
+        dense = [t for t in tensors if t.layout == torch.strided and not t.is_nested]
+        before = [self.use(t) for t in dense]
+        self.inside = True
+        try:
+            with torch.profiler.record_function(f"#{call}") if self.timed else nullcontext():
+                result = function(*args, **kwargs)
+        finally:
+            self.inside = within
+        if getattr(function, "is_view", False):
+            return result
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        operator = Operator(name, call, *place, list(dict.fromkeys(before)), [], lacks=lacks)
+        if len(dense) < len(tensors) or any(t.layout != torch.strided or t.is_nested for t in made):
+            operator.barrier = True  # sparse, or another kind whose memory is not one piece
+            operator.lacks = "bytes and FLOPs"
+            self.operators.append(operator)
+        else:
+            found = self.describe(function, operator, args, kwargs, dense, made, result, written)
+            for whole in found[:1]:
+                known = not lacks or name == COMPILED
+                whole.moved = sum(u.bytes for u in (*operator.reads, *operator.writes)) * known
+            for each in found if within else ():
+                each.kind = "library"  # of compiled code
+            self.operators += found
+        return result
+
+    def describe(
+        self, function, operator, args, kwargs, inputs, made, result, written
+    ) -> list[Operator]:
+        """What a call does, as one or more passes over its data; none for a view, or a question."""
+        name, reads, tags = operator.name, operator.reads, getattr(function, "tags", ())
+        arguments = getattr(getattr(function, "_schema", None), "arguments", ())
+        given = [args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(arguments)]
+        pairs = [*zip(arguments, given, strict=True)]
+        changed = [t for a, value in pairs if a.is_write for t in tree_leaves(value)]
+        written = [*written, *(t for t in changed if isinstance(t, Tensor))]
+        known = {self.number(t) for t in inputs}
+        fresh = [t for t in made if self.number(t) not in known]
+        waits = torch.Tag.data_dependent_output in tags
+        if not fresh and (not written or torch.Tag.inplace_view in tags) and not waits:
+            return []
+        if name.startswith(NO_WORK):
+            self.blank |= {self.number(t) for t in fresh if "empty" in name}
+            return []
+        if name.startswith((*OVERWRITING, *RANDOM)) or "out" in kwargs:
+            blind = [self.use(t) for t in written]
+            rest = [use._replace(bytes=0) for use in blind if use.bytes < self.sizes[use.key[0]]]
+            reads[:] = [use for use in reads if use not in blind] + rest
+        own = getattr(function, "namespace", "") != "aten"
+        blank = [u for u in reads if u.key[0] in self.blank and u.bytes]
+        if not own and blank and not SCATTERS.fullmatch(name):
+            self.recorded.unwritten.append(f"{name} at {operator.line}")
+        operator.writes = [self.use(t, write=True) for t in [*written, *fresh]]
+        operator.numel = max((t.numel() for t in [*inputs, *made]), default=0)
+        kind, named = category(f"aten::{name}"), {a.name: value for a, value in pairs}
+        window = WINDOWS.fullmatch(name.removesuffix("_backward"))
+        if named.get("training"):  # a batch norm changes these without a word in its schema
+            averages = [named.get("running_mean"), named.get("running_var")]
+            operator.writes += [self.use(t, write=True) for t in averages if t is not None]
+        flop, missing = flop_of(function, name, args, kwargs, named, result)
+        if flop is not None or missing:
+            operator.flop = flop or 0
+            operator.dtype = type_of(name, made[0].dtype if made else inputs[0].dtype)
+        if own:
+            operator.lacks = operator.lacks or missing or ("FLOPs" if flop is None else "")
+            return [operator]
+        operator.lacks = missing
+        first = inputs[0] if inputs else None
+        masks = any(t.dtype in (torch.bool, torch.uint8) for t in inputs[1:])
+        dynamic = torch.Tag.dynamic_output_shape in tags and (name != "index" or masks)
+        plain = name.removeprefix("_foreach_")
+        if waits or dynamic:
+            operator.kind, operator.barrier = "library", True
+        elif operator.dtype:
+            operator.kind = "matrix"
+            if name in ("mm", "addmm") or "conv" in name:
+                both = [t for t in args if isinstance(t, Tensor)]
+                both = both[-2:] if "mm" in name else both[name.endswith("backward") :][:2]
+                operator.operands = [(self.use(t).key, (*t.shape,), t.stride()) for t in both]
+                operator.groups = named.get("groups", 1)
+        elif (
+            (kind == "optimizer" and plain == name)
+            or SCANS.fullmatch(name)
+            or (name == "index_add" and first.dtype == torch.bfloat16)  # inductor leaves these
+            or (name.startswith(("index_put", "_index_put")) and masks)
+            or (window and left_alone(name))
+        ):
+            operator.kind = "library"
+        elif BAGS.fullmatch(name):
+            operator.kind = "library"
+            if "backward" not in name:  # of the table only the rows
+                reads[0] = reads[0]._replace(bytes=inputs[1].numel() * first[0].nbytes)
+        elif kind == "normalisation" or "softmax" in name:
+            return self.passes(operator, args, inputs, made)
+        elif GATHERS.fullmatch(name):
+            row = (first.shape[-1] if first.dim() > 1 else 1) * first.element_size()
+            wanted = sum(w.bytes for w in operator.writes) * max(1, SECTOR // max(1, row))
+            operator.kind, operator.source = "stream", {reads[0].key}
+            reads[0] = Use(reads[0].key, -1 - operator.call, wanted)
+            operator.numel = max(t.numel() for t in made)
+        elif window and not name.endswith("_backward"):
+            operator.kind, operator.source = "stream", {reads[0].key}
+        elif window or SCATTERS.fullmatch(name):
+            operator.kind, operator.closed = "stream", True
+            target = operator.writes[0]
+            added = max(t.numel() for t in inputs[bool(written) :])
+            adds = "add" in name or "backward" in name or bool(named.get("accumulate"))
+            operator.meets = adds and added >= sum(t.numel() for t in [*written, *fresh])
+            added *= inputs[0].element_size()
+            if written:  # only what is added to is touched, and its reads meet its writes
+                reads[0], operator.source = reads[0]._replace(bytes=0), {reads[0].key}
+            whole = 0 if written else target.bytes
+            operator.writes[0] = Use(target.key, -1 - operator.call, whole + added)
+        elif category(f"aten::{plain}") == "reductions":
+            operator.kind, operator.alone = "stream", True
+            dim = [*args[2 if "norm" in name else 1 :], kwargs.get("dim")][0]
+            operator.sums = reduced(first, None if plain != name else dim)
+        elif torch.Tag.pointwise in tags or kind in ("element-wise", "copies") or streams(plain):
+            operator.kind = "stream"
+            operator.random = torch.Tag.nondeterministic_seeded in tags
+            if "_loss" in name and made[0].numel() < first.numel():
+                operator.sums = (first.numel(), first.numel(), False)
+            if name == "nll_loss_forward":  # one element of each row
+                operator.sums, operator.closed = None, True
+                reads[0] = reads[0]._replace(bytes=SECTOR * inputs[1].numel())
+            elif name == "nll_loss_backward":  # of the logarithms only the shape
+                reads[1] = reads[1]._replace(bytes=0)
+        if operator.kind == "unknown":
+            operator.lacks = operator.lacks or "FLOPs, and bytes beside those of its tensors"
+        return [operator]
+
+    def passes(self, operator: Operator, args, inputs, made) -> list[Operator]:
+        """A norm or a softmax: sums, then each element, then the gradients of weights.
+
+        One kernel does the first two if a block has the whole of what is summed.
+        """
+        name, x = operator.name, inputs[0]
+        backward = "backward" in name
+        operator.apart = "batch" in name and x.dim() in (3, 5)
+        if "softmax" in name:
+            sums = reduced(x, next(a for a in args if isinstance(a, int)))
+        else:  # one sum for each mean or deviation, which are the second result
+            means = next((t.numel() for t in (inputs[2:] if backward else made[1:])), 0)
+            length, columns = x.numel() // (means or x.shape[1]), "batch" in name and x.dim() == 2
+            summed = inputs[1] if backward else x
+            operator.apart |= "layer" in name and summed.stride(-1) > 1
+            sums = x.numel(), max(1, length), columns
+        between = self.add(8 * max(1, x.numel() // max(1, sums[1])))
+        first, *rest = operator.writes
+        alone = backward and rest and "batch" not in name  # whose gradients are the same sums
+        writes = [between, *([] if alone else rest)]
+        one = replace(operator, kind="stream", numel=x.numel(), writes=writes, sums=sums)
+        reads = [*operator.reads, between]
+        two = replace(one, reads=reads, writes=[first], sums=None, kernels=0)
+        if not alone:
+            return [one, two]
+        weights = x.numel(), max(1, x.numel() * x.element_size() // max(1, rest[0].bytes)), True
+        more = {"sums": weights, "closed": True, "alone": True, "kernels": 1}
+        three = replace(two, reads=operator.reads, writes=rest, **more)
+        three.moved = sum(use.bytes for use in (*three.reads, *rest))
+        return [one, two, three]
+
+
+def patched(method: tuple[str, str, str], make: Callable) -> AbstractContextManager:
+    """While it lasts a method of a class, by module, class and name, is what `make` does with it as
+    its first argument; nothing where the package is not installed."""
+    module, owner, name = method
+    try:
+        owner = getattr(importlib.import_module(module), owner)
+    except ImportError:
+        return nullcontext()
+    old = getattr(owner, name)
+    return mock.patch.object(owner, name, lambda *args, **named: make(old, *args, **named))
+
+
+def unseen(launch: Callable) -> Callable:
+    """The same, of which no operator inside is recorded: those of Triton's interpreter."""
+
+    def run(*args, **kwargs) -> object:
+        with _disable_current_modes():
+            return launch(*args, **kwargs)
+
+    return run
+
+
+def seen_kernels(recorder: Recorder) -> ExitStack:
+    """What launches kernels without an operator is recorded like one: code that torch.compile has
+    made, whose products are operators inside, and Triton kernels, which may write what they get."""
+
+    def run(old: Callable, graph: object, inputs: list) -> object:
+        written = [inputs[i] for i in graph.mutated_input_idxs]
+        lacks, given = "kernels, bytes and FLOPs inside", [*inputs]
+        inputs.clear()  # it frees what it has used
+        return recorder.call(COMPILED, lambda *x: old(graph, [*x]), given, {}, written, lacks)
+
+    def choose(old: Callable, kernel: object, grid: object) -> Callable:
+        launch, name = old(kernel, grid), f"Triton kernel {kernel.fn.__name__}"
+
+        def run(*args, **kwargs) -> object:
+            if recorder.inside:  # of an operator
+                return launch(*args, **kwargs)
+            written = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+            return recorder.call(name, unseen(launch), args, kwargs, written, "bytes and FLOPs")
+
+        return run
+
+    stack = ExitStack()
+    stack.enter_context(patched(GRAPHS, run))
+    stack.enter_context(patched(KERNELS, choose))
+    return stack
+
+
+@cache
+def is_composite(function: Callable) -> bool:
+    """Is it made of other operators, as it has no kernels of its own?"""
+    if not isinstance(function, torch._ops.OpOverload):
+        return False
+    keys, has = torch._C.DispatchKey, torch._C._dispatch_has_kernel_for_dispatch_key
+    own = any(has(function.name(), key) for key in (keys.CPU, keys.CUDA))
+    return not own and has(function.name(), keys.CompositeImplicitAutograd)
+
+
+@cache
+def left_alone(name: str) -> bool:
+    """Does a compiled step call PyTorch's own kernel for it, as inductor's tables say?"""
+    from torch._inductor import decomposition, lowering  # some seconds
+
+    packet = getattr(torch.ops.aten, name)
+    forms = {packet, *(getattr(packet, overload) for overload in packet.overloads())}
+    return bool(forms & lowering.fallbacks) and not forms & {*decomposition.decompositions}
+
+
+@cache
+def streams(name: str) -> bool:
+    """Does it go element by element, as its name or that of its forward operator says? PyTorch tags
+    only some gradients."""
+    plain = name.removesuffix("_").removesuffix("_backward")
+    forward = getattr(torch.ops.aten, plain, None)
+    tags = [getattr(forward, overload).tags for overload in forward.overloads()] if forward else []
+    return bool(STREAMS.fullmatch(plain)) or any(torch.Tag.pointwise in found for found in tags)
+
+
+def reduced(x: Tensor, dim: object) -> tuple[int, int, bool]:
+    """Elements of a reduction over these dimensions, all unless given; how many of them make one
+    result; and whether it goes along columns: the innermost dimension stays."""
+    dims = [dim] if isinstance(dim, int) else dim
+    if not isinstance(dims, (list, tuple)) or not dims:
+        dims = range(x.dim())
+    dims = {d % max(1, x.dim()) for d in dims}
+    wide = [d for d in range(x.dim()) if x.shape[d] > 1]
+    length = math.prod(x.shape[d] for d in dims)
+    return x.numel(), max(1, length), bool(wide) and min(wide, key=x.stride) not in dims

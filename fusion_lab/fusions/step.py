@@ -1,0 +1,539 @@
+"""A training step to look at, of a version script or of a model: counted, timed, and compiled."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import tempfile
+import threading
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map_only
+
+from fusion_lab.cli import ToolError, note
+from fusion_lab.fusions.fakes import (
+    NeedsRun,
+    estimate,
+    fake_mode,
+    faked,
+    needs_values,
+    where,
+    without_values,
+)
+from fusion_lab.fusions.forms import gone
+from fusion_lab.fusions.namespace import Namespace
+from fusion_lab.fusions.record import Operator, Recorded, Recorder
+from fusion_lab.fusions.target import as_on_gpu
+from fusion_lab.host import free_memory
+from fusion_lab.profile.kernels import (
+    NO_KERNELS,
+    ON_GPU,
+    Kernel,
+    category,
+    complete,
+    kernels_of,
+    load_trace,
+    range_of_each,
+    ranges_of,
+)
+from fusion_lab.profile.spans import alone
+from fusion_lab.script import load_script, script_arguments
+from fusion_lab.turns import (
+    Turns,
+    alternating,
+    captured,
+    compare_in_turns,
+    warm_up,
+)
+
+REPEATS = 3  # profiled steps
+MORE_CALLS = 32  # in which an optimizer is looked for that takes no step in each
+TRACED_TURNS = 5  # each is a call
+SIGN_S = 10.0  # seconds from one sign of life to the next
+OTHER = 0.05  # of a step's time in kernels of which the other side has none: another program
+NEEDED = (
+    "it must return (model, batch) so that model(**batch) is the loss, a scalar or with a .loss;"
+    " or a function without arguments that takes a training step"
+)
+
+
+@dataclass
+class Step:
+    """A training step on inputs that stay, its weights, and what makes the same compiled."""
+
+    name: str
+    take: Callable[[], object]
+    weights: list[Tensor] = field(default_factory=list)
+    compiled: Callable[[], Callable[[], object]] | None = None
+    calls: int = 0
+    # by call the optimizers, as id, that took a step in it
+    optimized: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+
+    def call(self) -> object:
+        """Take the step once more."""
+        self.calls += 1
+        own = self.optimized[self.calls]
+        hook = register_optimizer_step_pre_hook(lambda optimizer, *_: own.add(id(optimizer)))
+        try:
+            return self.take()
+        finally:
+            hook.remove()
+
+
+def placed(value: Tensor, device: torch.device) -> Tensor:
+    """A tensor on the device, or without its values where tensors are fake."""
+    value = without_values(value)
+    if value.is_meta and device.type != "meta":  # there are no values to move
+        return torch.empty_like(value, device=device).requires_grad_(value.requires_grad)
+    return value if fake_mode() else value.to(device)
+
+
+def device_of(name: str) -> torch.device:
+    """The device of --device; ToolError if it is not there."""
+    there = torch.cuda.is_available()
+    if name == "cuda" and not there:
+        raise ToolError("--device cuda: PyTorch finds no GPU", status=4)
+    return torch.device("cuda" if there and name != "cpu" else "cpu")
+
+
+def script_device(name: str, argv: Sequence[str]) -> str:
+    """The --device of a version script with these arguments."""
+    return script_arguments(load_script(name), argv, tempfile.gettempdir())[1].device
+
+
+def from_script(name: str, argv: Sequence[str]) -> Step:
+    """The step of a version script with these arguments of its own."""
+    module = load_script(name)
+    _, args = script_arguments(module, argv, tempfile.gettempdir())
+    if args.torch_compile or args.cuda_graph:
+        raise ToolError("operators are looked at one by one: give no compiling and no graph here")
+    args.cuda_graph = args.device == "cuda"  # an optimizer that a graph can have
+    device = module.prepare(args)
+    with unset_fake_temporarily():
+        batch = module.make_batches(args, torch.device("cpu"), args.seed).next_batch()
+    batch = {key: placed(value, device) for key, value in batch.items()}
+
+    def build(compiled: bool) -> tuple[Callable[[], object], list[Tensor]]:
+        chosen = argparse.Namespace(**{**vars(args), "torch_compile": compiled})
+        trainer = module.Trainer(chosen).build()
+        return partial(trainer.compute, batch), [*trainer.model.parameters()]
+
+    return Step(module.SCRIPT, *build(False), lambda: build(True)[0])
+
+
+def function_of(place: str, argv: Sequence[str] = ()) -> tuple[Callable[[], object], Namespace]:
+    """The function of a file, FILE.py:function, and where its code runs: as `python FILE.py argv`
+    runs it."""
+    file, _, name = place.rpartition(":")
+    if not file.endswith(".py") or not Path(file).is_file():
+        raise ToolError(f"--model {place}: it must be FILE.py:function, of a file that is there")
+    namespace = Namespace(file, argv)
+    with of_the_user(f"--model {file}"), as_on_gpu():
+        make = getattr(namespace.run(), name, None)
+    if not callable(make):
+        raise ToolError(f"--model {place}: {file} has no function {name!r}; {NEEDED}")
+    return namespace.around(make), namespace
+
+
+def from_function(
+    place: str,
+    make: Callable[[], object],
+    namespace: Namespace,
+    use_amp: bool,
+    device: torch.device,
+) -> Step:
+    """The step of what a function returns, which `place` names."""
+    with of_the_user(f"--model {place}"):
+        try:
+            made = make()
+        except Exception:
+            if not fake_mode():
+                raise
+            with unset_fake_temporarily():  # it may ask for values, which are taken away behind it
+                made = make()
+    if callable(made) and not isinstance(made, nn.Module):
+        around = namespace.around
+        return Step(place, around(made), [], lambda: around(torch.compile(made)))
+    pair = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(pair[0], nn.Module) or not isinstance(pair[1], Mapping):
+        found = ", ".join(type(part).__name__ for part in pair)
+        raise ToolError(f"--model {place} returned {found}: {NEEDED}")
+    step = from_model(place, *pair, use_amp, device)
+    step.take = namespace.around(step.take)
+    step.compiled = lambda make=step.compiled: namespace.around(make())
+    return step
+
+
+def loss_of(title: str, out: object) -> Tensor:
+    """The loss in what a model returns: a scalar, .loss, ["loss"], or the first of several."""
+    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
+    loss = loss[0] if isinstance(loss, tuple) and loss else loss
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = [*loss.shape] if isinstance(loss, Tensor) else type(loss).__name__
+        raise ToolError(f"{title}: the loss is of shape or type {shape}: {NEEDED}")
+    return loss
+
+
+def from_model(
+    title: str, model: nn.Module, batch: Mapping, use_amp: bool, device: torch.device
+) -> Step:
+    """The step of a model on a batch, both moved to the device: forward, backward, AdamW."""
+    if fake_mode():
+        if isinstance(model, torch.jit.ScriptModule):
+            raise NeedsRun("a model of torch.jit")
+        moved: dict[int, Tensor] = {}  # weights can be shared
+        for module in model.modules():
+            for held in (module._parameters, module._buffers):
+                known = {k: x for k, x in held.items() if x is not None}
+                held |= {k: moved.setdefault(id(x), placed(x, device)) for k, x in known.items()}
+    elif any(weight.is_meta for weight in model.parameters()):
+        model.to_empty(device=device)
+    else:
+        model.to(device)
+    batch = tree_map_only(Tensor, partial(placed, device=device), dict(batch))
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    if not weights:
+        raise ToolError(f"{title}: the model has no weight to train")
+
+    def train(compiled: bool) -> Callable[[], Tensor]:
+        forward = torch.compile(model) if compiled else model
+        gpu = device.type == "cuda"
+        fused = all(weight.is_floating_point() for weight in weights) or None  # no complex ones
+        optimizer = torch.optim.AdamW(weights, 1e-5, fused=fused, capturable=gpu)
+
+        def take() -> Tensor:
+            optimizer.zero_grad()
+            with torch.autocast(device.type, torch.bfloat16, enabled=use_amp):
+                out = forward(**batch)
+            loss = loss_of(title, out)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return take
+
+    return Step(title, train(False), weights, partial(train, True))
+
+
+# --- counted and timed
+
+
+@contextmanager
+def of_the_user(name: str) -> Iterator[None]:
+    """Errors of the user's own code are one line, with the place where they came from; so is that
+    it ends the program."""
+    try:
+        yield
+    except (ToolError, KeyboardInterrupt):
+        raise
+    except SystemExit as end:
+        what = f"ended the program with status {end.code or 0}{where(end)}"
+        raise ToolError(f"{name} {what}; its own arguments stand behind --", status=1) from end
+    except Exception as error:
+        what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise ToolError(f"{name} failed{where(error)}: {what}", status=1) from error
+
+
+def record(step: Step, timed: bool = False, look: bool = False) -> Recorded:
+    """One step, of which no tensor stays; with `look` also which optimizers were idle in it."""
+    recorder = Recorder(timed)
+    recorder.recorded.weights = {recorder.number(weight) for weight in step.weights}
+    with recorder, of_the_user(step.name):
+        loss = step.call()  # which is there when the step is over
+    del loss
+    recorder.recorded.call = step.calls
+    for optimizer in optimizers_of(recorder) if look else ():
+        if id(optimizer) not in step.optimized[step.calls]:
+            recorder.recorded.idle[id(optimizer)] = type(optimizer).__name__
+    return recorder.recorded
+
+
+def optimizers_of(recorder: Recorder) -> list[Optimizer]:
+    """The optimizers there are of weights that a recorded step has used."""
+
+    def used(optimizer: Optimizer) -> bool:
+        groups = getattr(optimizer, "param_groups", ())  # of one that is being made there are none
+        weights = (weight for group in groups for weight in group["params"])
+        return any(recorder.knows(weight) for weight in weights)
+
+    found = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+    return [each for each in found if used(each)]
+
+
+def counted(build: Callable[[], Step]) -> tuple[Step, Recorded]:
+    """A step, and what it does: the second one, as the first makes the optimizer's state."""
+    step = build()
+    with of_the_user(step.name):
+        step.call()
+    return step, record(step, look=True)
+
+
+def look_for_optimizers(step: Step, recorded: Recorded, calls: int) -> None:
+    """Where an optimizer took no step in the recorded call: say in which call one does, of so many
+    more."""
+    if not recorded.idle:
+        return
+
+    def stepped() -> list[int]:
+        return [call for call, own in step.optimized.items() if own & recorded.idle.keys()]
+
+    last = step.calls + calls
+    while not stepped() and step.calls < last:
+        try:
+            step.call()
+        except Exception:  # such as the end of the data: what was recorded is whole
+            break
+    other = f"but in call {min(stepped())}" if stepped() else f"nor in the first {step.calls}"
+    recorded.remarks += [
+        f"{', '.join(sorted(recorded.idle.values()))} takes no step in the recorded call"
+        f" {recorded.call}, {other}: a function that takes all calls from one step of the optimizer"
+        " to the next is the whole step"
+    ]
+
+
+@as_on_gpu()
+def count(build: Callable[[], Step], run: str = "") -> tuple[Step, Recorded]:
+    """Operators, bytes and FLOPs of a step of fake tensors, with which nothing is computed. A step
+    that these cannot take is really taken on the CPU, which is said before; never if `run` is
+    "fake", at once if it is "real"."""
+    if run != "real":
+        try:
+            with faked() as between:
+                step, recorded = counted(build)
+                look_for_optimizers(step, recorded, MORE_CALLS)
+                return step, recorded
+        except Exception as error:
+            cause = error.__cause__ if isinstance(error, ToolError) else error
+            if cause is None or not (reason := needs_values(cause, between)):
+                raise
+        if run == "fake":
+            raise ToolError(f"it cannot be looked at without running it: {reason}", status=1)
+        spent = estimate(lambda: counted(build)[1])
+        note(f"{reason}: the step is really taken on this CPU, twice; {spent}")
+    gc.collect()  # what the attempts before have left, such as workers of a DataLoader
+    step, recorded = counted(build)
+    look_for_optimizers(step, recorded, 0)
+    recorded.run = "real"
+    return step, recorded
+
+
+def measure(step: Step) -> Recorded:
+    """The operators of a step with the times of their kernels, medians of some steps."""
+    with of_the_user(step.name):
+        for _ in range(REPEATS):
+            step.call()
+    times: dict[tuple, list[list[float]]] = {}  # of steps that were the same
+    for _ in range(REPEATS):
+        torch.cuda.synchronize()
+        found, events = profiled(lambda: record(step, timed=True, look=True))
+        attribute(found, events)
+        found.run = "measured"
+        same = tuple(operator.name for operator in found.operators)
+        times.setdefault(same, []).append([operator.us for operator in found.operators])
+    for operator, us in zip(found.operators, zip(*times[same], strict=True), strict=True):
+        operator.us = statistics.median(us)
+    look_for_optimizers(step, found, MORE_CALLS)
+    return found
+
+
+def profiled(work: Callable[[], object]) -> tuple[object, list[dict]]:
+    """What this returns, and the events of its trace."""
+    warnings.filterwarnings("ignore", "Warning: Profiler clears events")
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds) as profile:
+        found = work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        return found, load_trace(path)
+
+
+def side_by_side(streams: Sequence[Sequence[float]]) -> float:
+    """Which part of the time of kernels an operator takes that has them on several streams, as the
+    layers of cuDNN's recurrent ones: a host that launches them late lets none run beside another.
+
+    Graham's bound of 1966: streams that are about as long share all there is, and for the rest of
+    the longest one nothing is left to run beside it.
+    """
+    busy = sorted(map(sum, streams))
+    total, longest = sum(busy), busy[-1]
+    alike = sum(us > longest / 2 for us in busy)
+    return (total / alike + longest * (1 - 1 / alike)) / total if total else 1.0
+
+
+def kernel_us(events: Sequence[dict]) -> list[tuple[Kernel, float]]:
+    """The kernels in a trace, with the microseconds that each adds to those in which any runs;
+    without a GPU the operators, with their times."""
+    kernels, on_gpu = kernels_of(events), complete(events, *ON_GPU)
+    union = alone(on_gpu)
+    own = [union[id(event)] for event in on_gpu] or [k.duration_ns / 1e3 for k in kernels]
+    return [*zip(kernels, own, strict=True)]
+
+
+def attribute(found: Recorded, events: list[dict]) -> None:
+    """Give each operator the time of the kernels that its call launched; kernels that no operator
+    launched become operators that are not understood."""
+    first = {operator.call: operator for operator in reversed(found.operators)}
+    for operator in found.operators:
+        operator.us, operator.kernels, operator.queued = 0.0, 0, 0
+    ranges = ranges_of(events, {f"#{call}" for call in range(1 + max(first, default=0))})
+    pairs = kernel_us(events)
+    if not any(kernel.launch_us for kernel, _ in pairs):
+        raise ToolError(NO_KERNELS, status=1)
+    pairs.sort(key=lambda pair: pair[0].launch_us or 0)
+    named = range_of_each([kernel for kernel, _ in pairs], ranges)
+    streams: dict[int, dict[object, list[float]]] = defaultdict(lambda: defaultdict(list))
+    call = -1
+    for name, (kernel, us) in zip(named, pairs, strict=True):
+        call = int(name[1:]) if name else call
+        found.launched[kernel.name] = found.launched.get(kernel.name, 0.0) + us
+        if name is None or call not in first:  # it comes behind the one before
+            own = Operator(f"kernel {kernel.name[:40]}", call, "forward", "?", [], [], barrier=True)
+            own.us, own.lacks = us, "bytes and FLOPs"
+            found.operators.append(own)
+        else:
+            streams[call][kernel.stream].append(us)
+            if part := gone(first[call], kernel.name):
+                setattr(first[call], part, getattr(first[call], part) + us)
+    for call, queues in streams.items():
+        part, number = side_by_side([*queues.values()]), sum(map(len, queues.values()))
+        first[call].us = part * sum(map(sum, queues.values()))
+        first[call].kernels, first[call].queued = number, round(part * number)
+    found.operators.sort(key=lambda operator: operator.call)
+
+
+# --- compiled
+
+
+WORK = {"now": "taking the step", "compiled": "compiling"}
+
+
+@contextmanager
+def signs_of_life(what: str) -> Iterator[None]:
+    """Say on stderr how long this has taken, while it does."""
+    begin, over = time.perf_counter(), threading.Event()
+
+    def say() -> None:
+        while not over.wait(SIGN_S):
+            note(f"{what} for {time.perf_counter() - begin:.0f} s")
+
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def compared(step: Step, launched: Mapping[str, float]) -> dict:
+    """A step beside the same compiled: medians of the turns and of their ratios, and where one is
+    another program than what was profiled, whose kernels took so many microseconds; or is
+    `unchanged` by compiling. Both are graphs; where one cannot be captured they are `traced`, for
+    that reason. What cannot be compared at all is an `error`."""
+    result, sides = {}, {}
+    # A graph is how this measures, and no part of the step: Hugging Face's models ask for one, and
+    # would make masks in it that they do not make in training.
+    with mock.patch("torch.cuda.is_current_stream_capturing", return_value=False):
+        try:
+            for name, make in (("now", lambda: step.take), ("compiled", step.compiled)):
+                with of_the_user(f"{step.name}, {name}"), signs_of_life(WORK[name]):
+                    take = make()
+                    take()
+                    take()  # whose gradients may be other memory
+                sides[name] = take
+        except (ToolError, torch.OutOfMemoryError) as error:
+            result["error"] = " ".join(str(error).split())
+        if not sides:
+            return result
+        try:
+            with of_the_user(step.name):
+                turns, kernels = in_turns(sides, result)
+        except (ToolError, torch.OutOfMemoryError) as error:
+            return result | {"error": " ".join(str(error).split())}
+    result |= {f"{name}_ms": statistics.median(ms) for name, ms in turns.ms.items()}
+    result["other"] = {name: others(name, kernels[name], launched) for name in sides}
+    result["turns_ms"] = turns.ms
+    if "compiled" in sides:
+        result["speedup"] = statistics.median(turns.ratios("compiled"))
+        result["unchanged"] = kernels["compiled"].keys() <= launched.keys()
+    return result
+
+
+Sides = Mapping[str, Callable[[], object]]
+Measured = tuple[Turns, dict[str, Counter]]
+
+
+def in_turns(sides: Sides, result: dict) -> Measured:
+    """The turns of these steps, and microseconds of the kernels of each by name: as graphs, or
+    traced, with the reason in the result."""
+    try:
+        return graphs_in_turns(sides)
+    except (ToolError, torch.OutOfMemoryError) as error:
+        reason = f"{error}{where(error.__cause__ or error)}"
+        result["traced"] = " ".join(reason.split())
+    free_memory()
+    return traced_in_turns(sides)
+
+
+def graphs_in_turns(sides: Sides) -> Measured:
+    """The same as graphs."""
+    for name, take in sides.items():
+        compare_in_turns({name: take}, turns=1)
+    turns, kernels = compare_in_turns(sides), {}
+    for name, take in sides.items():
+        warm_up(take)
+        replay = captured(take, 1)
+        replay()
+        kernels[name] = by_name(profiled(replay)[1])
+    return turns, kernels
+
+
+def traced_in_turns(sides: Sides) -> Measured:
+    """The same without graphs: a turn is a call in a trace, and takes as long as any of its kernels
+    runs. What the host does between them does not count."""
+    ms, kernels = {name: [] for name in sides}, {}
+    for turn, name in alternating(sides, TRACED_TURNS + 1):
+        kernels[name] = by_name(profiled(sides[name])[1])
+        if turn:  # the first one warms up
+            ms[name].append(kernels[name].total() / 1e3)
+    return Turns(ms), kernels
+
+
+def by_name(events: Sequence[dict]) -> Counter:
+    """Microseconds of the kernels in a trace by name."""
+    found: Counter = Counter()
+    for kernel, us in kernel_us(events):
+        found[kernel.name] += us
+    return found
+
+
+def others(side: str, kernels: Mapping[str, float], launched: Mapping[str, float]) -> list[str]:
+    """Kernels that tell that a graph is another program than what was profiled; compiled, these are
+    those of attention, but for a softmax that is fused."""
+    found = []
+    for mine, other in ((kernels, launched), (launched, kernels)):
+        only = {name: us for name, us in mine.items() if name not in other}
+        if side == "compiled":
+            kept = (n for n in only if category(n) == "attention" and "softmax" not in n.lower())
+            only = {name: only[name] for name in kept}
+        if sum(only.values()) > OTHER * sum(mine.values()):
+            found += sorted(only, key=only.get, reverse=True)[:3]
+    return found

@@ -1,0 +1,196 @@
+#!/usr/bin/env python3
+"""Read the files that the ROCm profilers write; the run_rocprof*.sh wrappers call it.
+
+Usage:
+  files.py statistics DIR OUT.csv    merge *_kernel_stats.csv, or databases, of all processes in DIR
+  files.py convert FILE.db OUT.csv   kernel statistics of a ROCm 7 database, by rocpd or from SQLite
+  files.py show DIR                  top kernels of DIR/stats.csv
+  files.py dispatches DIR OUT.csv    kernels and their times of a profile of rocprof-compute
+  files.py newest DIR                print the folder of the newest profile of rocprof-compute
+  files.py counters DIR PATTERN      print the counter files below DIR, after a look at each row
+  files.py require DIR PATTERN       print the files below DIR that match; none is an error
+
+A file that is missing, cut off or of another format is one line on stderr and status 1.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from fusion_lab.cli import ToolError
+from fusion_lab.profile.dispatches import (
+    Dispatch,
+    read_counters,
+    read_database,
+    read_kernel_trace,
+    read_table,
+)
+from fusion_lab.profile.kernels import (
+    KernelStatistics,
+    category,
+    merge_statistics,
+    read_process,
+    read_statistics,
+    short_name,
+    statistics_of_dispatches,
+    write_statistics,
+)
+from fusion_lab.show import Column, render, write_csv
+
+# What releases of rocprof-compute leave in the folder of a profile, the newest first: databases of
+# each process and pass (with the counters beside), or of each pass; a table of each pass; all in
+# one table, which its analysis makes of these.
+COUNTERS = (
+    "out/*/*/*.db",
+    "pmc_perf*.db",
+    "results_pmc_perf_*.csv.gz",
+    "results_pmc_perf_*.csv",
+    "pmc_perf.csv.gz",
+    "pmc_perf.csv",
+    "pmc_perf_*.csv",
+)
+
+
+def matching(directory: Path, pattern: str, writer: str) -> list[Path]:
+    """Files below a directory; a ToolError if there are none or one is empty."""
+    paths = sorted(path for path in directory.rglob(pattern) if path.is_file())
+    if not paths:
+        missing = f"{writer} wrote no {pattern.lstrip('*_')} into {directory}"
+        raise ToolError(f"{missing}: did anything run on an AMD GPU?")
+    if empty := [path for path in paths if not path.stat().st_size]:
+        raise ToolError(f"{empty[0]}: the file is empty")
+    return paths
+
+
+def statistics(directory: Path, out: Path) -> None:
+    if databases := sorted(directory.rglob("*_results.db")):
+        dispatches = [each for path in databases for each in of_database(path)]
+        write_statistics(out, of_dispatches(dispatches, directory))
+        return
+    paths = matching(directory, "*_kernel_stats.csv", "rocprofv3")
+    files = [rows for rows in map(read_process, paths) if rows]
+    if not files:
+        raise ToolError(f"{directory}: no process has launched a kernel")
+    merged = merge_statistics([row for rows in files for row in rows])
+    write_statistics(out, files[0] if len(files) == 1 else merged)
+
+
+def of_dispatches(dispatches: Sequence[Dispatch], source: Path) -> list[KernelStatistics]:
+    """The statistics of all dispatches; a ToolError where there are none."""
+    if not dispatches:
+        raise ToolError(f"{source}: it has no kernel dispatches")
+    return statistics_of_dispatches(dispatches)
+
+
+def of_database(database: Path) -> list[Dispatch]:
+    """The dispatches in a rocpd database, through rocpd where it is installed."""
+    if not shutil.which("rocpd"):
+        return read_database(database)
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["rocpd", "convert", "-i", str(database)]
+        command += ["-f", "csv", "-d", folder, "-o", "converted"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise ToolError(f"rocpd convert {database}: status {done.returncode}: {reason}")
+        try:
+            return read_kernel_trace(matching(Path(folder), "*kernel_trace.csv", "rocpd")[0])
+        except ToolError as error:
+            reason = str(error).replace(f"{folder}/", "")
+            raise ToolError(f"rocpd convert {database}: {reason}") from error
+
+
+def convert(database: Path, out: Path) -> None:
+    write_statistics(out, of_dispatches(of_database(database), database))
+
+
+def show(directory: Path) -> None:
+    rows = read_statistics(directory / "stats.csv")
+    columns = [
+        Column("share", lambda row: f"{row.percentage:.1f}%".rjust(7)),
+        Column("calls", "calls"),
+        Column("total ms", lambda row: row.total_ns / 1e6, ".3f"),
+        Column("mean us", lambda row: row.average_ns / 1e3, ".1f"),
+        Column("kernel", lambda row: short_name(row.name, 70), text=True),
+    ]
+    print(render(columns, rows[:10], "text"))
+    print(f"Distinct kernels: {len(rows)}\nDispatches: {sum(row.calls for row in rows)}")
+    print(f"All kernels: {directory / 'stats.csv'}")
+
+
+def dispatches(directory: Path, out: Path) -> None:
+    """What rocprof-compute profiled; with categories, so that `grep gemm` finds Cijk_ kernels."""
+    lines = []
+    for dispatch in read_counters(next(iter(profiles(directory).values())))[1]:
+        line = {"Dispatch_ID": dispatch.row.cells["Dispatch_ID"]}
+        line["Category"] = category(dispatch.name).lower()
+        line["TimeNs"] = dispatch.end - dispatch.start
+        lines.append({**line, "Kernel_Name": dispatch.name})
+    write_csv(out, lines)
+
+
+def profiles(directory: Path) -> dict[Path, list[Path]]:
+    """The folders below one in which rocprof-compute has left a profile, each with the files of its
+    counters: those that its newest release has written, should there be others beside."""
+    found: dict[Path, tuple[str, list[Path]]] = {}
+    for pattern in COUNTERS:
+        for path in sorted(directory.rglob(pattern)):
+            folder = next((p.parent for p in path.parents if p.name == "out"), path.parent)
+            kept, files = found.setdefault(folder, (pattern, []))
+            if kept == pattern:
+                files.append(path)
+    paths = {folder: files for folder, (_, files) in found.items()}
+    if not paths:
+        missing = f"rocprof-compute wrote no {', '.join(COUNTERS[::-1])} into {directory}"
+        raise ToolError(f"{missing}: did anything run on an AMD GPU?")
+    if empty := [path for files in paths.values() for path in files if not path.stat().st_size]:
+        raise ToolError(f"{empty[0]}: the file is empty")
+    return paths
+
+
+def newest(directory: Path) -> None:
+    """Print the folder of the profile that was written last, but for those of failed runs."""
+
+    def written(item: tuple[Path, list[Path]]) -> float:
+        return max(path.stat().st_mtime for path in item[1])
+
+    found = profiles(directory).items()
+    good = [item for item in found if not any(p.suffix == ".failed" for p in item[0].parents)]
+    if good:
+        print(max(good, key=written)[0])
+
+
+def require(directory: Path, pattern: Path) -> None:
+    for path in matching(directory, str(pattern), "the profiler"):
+        print(path)
+
+
+def counters(directory: Path, pattern: Path) -> None:
+    """Print the counter files, none of which may be cut off."""
+    for path in matching(directory, str(pattern), "rocprofv3"):
+        if not read_table(path, "Dispatch_Id", "Kernel_Name", "Counter_Name", "Counter_Value")[1]:
+            raise ToolError(f"{path}: it has no dispatches")
+        print(path)
+
+
+def main(argv: list[str]) -> int:
+    alone = {f.__name__: f for f in (show, newest)}
+    pairs = {f.__name__: f for f in (statistics, convert, dispatches, counters, require)}
+    commands = alone | pairs
+    if not argv or argv[0] not in commands or len(argv) != (2 if argv[0] in alone else 3):
+        print(__doc__, file=sys.stderr)
+        return 2
+    sys.stdout.reconfigure(errors="surrogateescape")  # the wrappers want a path as it is
+    try:
+        commands[argv[0]](*map(Path, argv[1:]))
+    except (ToolError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
