@@ -137,7 +137,6 @@ class Recorded:
     run: str = "fake"  # or "real" on a CPU, or "measured" on a GPU
     launched: dict[str, float] = field(default_factory=dict)  # microseconds by name of the kernel
     call: int = 0  # which call of the step it was
-    idle: dict[int, str] = field(default_factory=dict)  # optimizers without a step in it, by id
     remarks: list[str] = field(default_factory=list)
 
     def flop(self) -> Counter:
