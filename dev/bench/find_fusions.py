@@ -6,7 +6,7 @@ graphs in alternating turns; of our own V1 also with the levels of fusion that V
 Half of the models, chosen by a checksum of their names before anything was measured, tell the one
 constant that is fitted, how long a kernel among others takes to begin and end. Errors are reported
 for the other half, for each model with the constant that all others tell, and for problems of
-KernelBench, which nobody here chose. Models of later_models.py are in a file of their own.
+KernelBench, which nobody here chose. Models that came later are in a file of their own.
 
 Rows are kept as they are measured, and the same command goes on after an interruption. A step that
 is compiled to another program, with another attention, or not at all, tells no error of a speed-up.
@@ -14,7 +14,6 @@ is compiled to another program, with another attention, or not at all, tells no 
 Examples:
   python dev/bench/find_fusions.py results/DIR/find_fusions.json
   python dev/bench/find_fusions.py results/DIR/find_fusions.json --kernelbench KernelBench/
-  python dev/bench/find_fusions.py new.json --again results/DIR/find_fusions.json     predict alone
   python dev/bench/find_fusions.py results/DIR/find_fusions.json --table errors
   python dev/bench/find_fusions.py counted.json --only GIN      without a GPU: bytes and kernels
 """
@@ -26,17 +25,16 @@ import math
 import statistics
 import sys
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from dev.bench.later_models import LATER
-from dev.bench.models_for_find_fusions import IN_FP32, MODELS, problems
+from dev.bench.models_for_find_fusions import IN_FP32, LATER, MODELS, problems
 from dev.bench.sizes import SHAPES
-from fusion_lab.cli import Parser, documented_parser, program
+from fusion_lab.cli import Parser, ToolError, documented_parser, program
 from fusion_lab.fusions import step as steps
 from fusion_lab.fusions.groups import Finding
 from fusion_lab.fusions.rates import CONSTANTS, Rates, measure_rates
@@ -128,20 +126,14 @@ def inference(name: str, make: Callable) -> steps.Step:
     return steps.Step(name, partial(forward, model), [*model.parameters()], compiled)
 
 
-def row(subject: Subject, part: str, rates: Rates | None, known: Mapping | None = None) -> dict:
-    """Predictions and measurements of a step, or those that are `known`; without rates what it
-    moves and launches."""
+def row(subject: Subject, part: str, rates: Rates | None) -> dict:
+    """Predictions and measurements of a step; without rates what it moves and launches."""
     build, newer, in_v3 = subject
     if rates is None:
         return {"part": part, **predicted(steps.count(build)[1], None, in_v3)}
     step = build()
     recorded = steps.measure(step)
-    if known:
-        free_memory()
-        kept = ("sides_ms", "other", "traced")
-        found = {key: known[key] for key in kept if key in known}
-    else:
-        found = compared(step, newer, recorded)
+    found = compared(step, newer, recorded)
     rates = rates.in_trace() if "traced" in found else rates
     return {"part": part, **predicted(recorded, rates, in_v3), **found}
 
@@ -190,15 +182,10 @@ def measure(args: argparse.Namespace) -> int:
     """Measure what is missing, or predict again, and print a table."""
     if not args.table:
         rates = measure_rates() if GPU else None
-        earlier = rows_of(args.again) if args.again else ()
-        known = {(each["shape"], each["precision"]): each for each in earlier}
         parts = [
-            (
-                {"shape": name, "precision": precision},
-                partial(row, subject, part, rates, known.get((name, precision))),
-            )
+            ({"shape": name, "precision": precision}, partial(row, subject, part, rates))
             for (name, precision, part), subject in subjects(args.kernelbench).items()
-            if name in (args.only or (name,)) and (not known or (name, precision) in known)
+            if name in (args.only or (name,))
         ]
         measure_study(args.output, parts, keep=True)
     rows = [judged(each) for each in rows_of(args.output)]
@@ -248,6 +235,8 @@ def errors(rows: Sequence[dict]) -> str:
     """How far off steps and speed-ups are, by part."""
     run = [row for row in rows if "offs" in row and not row["another"]]
     of = {part: [row for row in run if row["part"] == part] for part in PARTS}
+    if lacking := [part for part, found in of.items() if not found]:
+        raise ToolError(f"it has no row that is {lacking[0]}, so there are no errors by part")
     own = of["fitted"] + of["held out"]
     value, alone = fitted(of["fitted"]), []
     for row in own:  # in each of its precisions
@@ -318,7 +307,6 @@ def build_parser() -> Parser:
     parser.add_argument("output", type=Path, metavar="FILE.json")
     parser.add_argument("--only", nargs="+", metavar="MODEL", help="of these names alone")
     parser.add_path("--kernelbench", "DIR", "also problems of KernelBench: it has level2, level3")
-    parser.add_path("--again", "FILE.json", "compile nothing: sides as they were measured there")
     tables = {"choices": ("models", "errors"), "help": "measure nothing, print this table"}
     parser.add_argument("--table", **tables)
     return parser

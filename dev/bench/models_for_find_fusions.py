@@ -1,7 +1,7 @@
 """Steps on which find_fusions.py is held against torch.compile: a table of public libraries' models
 with random weights, some by hand, and the problems of KernelBench.
 
-Each entry of MODELS is a function without arguments that returns (model, batch), where
+Each entry of MODELS and LATER is a function without arguments that returns (model, batch), where
 model(**batch) is the loss. Sizes are such that a step keeps an H100 busy and compiles in about a
 minute. What a module makes is made on the default device.
 """
@@ -9,6 +9,7 @@ minute. What a module makes is made on the default device.
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 from collections.abc import Callable
 from functools import partial
@@ -108,48 +109,11 @@ def recurrent(kind: type[nn.Module], batch: int, length: int) -> Made:
     return Recurrent(kind, 10_000, 512), {"x": torch.randint(10_000, (batch, length))}
 
 
-class Residual(nn.Module):
-    """A residual block of a diffusion U-Net: group norm, SiLU, convolution, with a time."""
-
-    def __init__(self, channels: int, out: int, time: int):
-        super().__init__()
-        self.norm1, self.norm2 = nn.GroupNorm(8, channels), nn.GroupNorm(8, out)
-        self.conv1 = nn.Conv2d(channels, out, 3, padding=1)
-        self.conv2 = nn.Conv2d(out, out, 3, padding=1)
-        self.time = nn.Linear(time, out)
-        self.skip = nn.Conv2d(channels, out, 1) if channels != out else nn.Identity()
-
-    def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        y = self.conv1(F.silu(self.norm1(x))) + self.time(time)[:, :, None, None]
-        return self.skip(x) + self.conv2(F.silu(self.norm2(y)))
-
-
 def waves(time: Tensor, width: int) -> Tensor:
     """Times [B] as sines and cosines [B, width]."""
     steps = torch.arange(width // 2, device=time.device)
     angles = time[:, None] * torch.exp(-0.3 * steps)
     return torch.cat([angles.sin(), angles.cos()], 1)
-
-
-class UNet(nn.Module):
-    """The noise in a picture, by convolutions at three resolutions (Ho et al. 2020)."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        wide, self.width = 2 * width, width
-        self.first, self.last = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, 3, 3, padding=1)
-        self.down1, self.down2 = Residual(width, width, width), Residual(width, wide, width)
-        self.middle = Residual(wide, wide, width)
-        self.up2, self.up1 = Residual(2 * wide, wide, width), Residual(wide + width, width, width)
-        self.norm = nn.GroupNorm(8, width)
-
-    def forward(self, mixed: Tensor, time: Tensor) -> Tensor:
-        time = waves(time, self.width)
-        one = self.down1(self.first(mixed), time)
-        two = self.down2(F.avg_pool2d(one, 2), time)
-        x = F.interpolate(self.middle(F.avg_pool2d(two, 2), time), scale_factor=2)
-        x = F.interpolate(self.up2(torch.cat([x, two], 1), time), scale_factor=2)
-        return self.last(F.silu(self.norm(self.up1(torch.cat([x, one], 1), time))))
 
 
 class DiTBlock(nn.Module):
@@ -215,30 +179,112 @@ def diffusion(make: Callable[[], nn.Module], batch: int, size: int) -> Made:
     return Diffusion(make()), {"picture": picture, "noise": noise, "time": torch.rand(batch)}
 
 
-class MessagePassing(nn.Module):
-    """Rounds of messages along the edges of a graph, added up where they arrive."""
+# Of these a graph cannot have the first two: they wait for the device.
 
-    def __init__(self, width: int, rounds: int):
+
+class NeRF(nn.Module):
+    """Colours of rays through a field of density and colour (Mildenhall et al. 2020). The backward
+    pass of cumprod asks whether there are zeros."""
+
+    def __init__(self, width: int, octaves: int = 10):
         super().__init__()
-        self.edges = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(rounds))
-        self.nodes = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(rounds))
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(rounds))
-        self.head = nn.Linear(width, 10)
+        self.octaves = octaves
+        sizes = [6 * octaves, *[width] * 6]
+        layers = (
+            layer for a, b in itertools.pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())
+        )
+        self.field, self.out = nn.Sequential(*layers), nn.Linear(width, 4)
 
-    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
-        """Nodes [N, D] and the ends [2, E] of edges to a number for each class and node."""
-        source, target = edges
-        for edge, node, norm in zip(self.edges, self.nodes, self.norms, strict=True):
-            message = F.silu(edge(torch.cat([x[source], x[target]], 1)))
-            total = torch.zeros_like(x).index_add(0, target, message.to(x.dtype))
-            x = x + F.silu(node(torch.cat([norm(x), total], 1)))
-        return self.head(x)
+    def forward(self, points: Tensor, colours: Tensor) -> Tensor:
+        """Points [R, S, 3] along rays, and the colours [R, 3] that these have in the picture."""
+        scales = 2.0 ** torch.arange(self.octaves, device=points.device)
+        angles = (points[..., None] * scales).flatten(-2)
+        found = self.out(self.field(torch.cat([angles.sin(), angles.cos()], -1))).float()
+        alpha = 1 - torch.exp(-F.softplus(found[..., 3]) / points.shape[1])
+        seen = torch.cumprod(1 - alpha + 1e-10, 1)
+        weights = alpha * torch.cat([torch.ones_like(seen[:, :1]), seen[:, :-1]], 1)
+        return F.mse_loss((weights[..., None] * found[..., :3].sigmoid()).sum(1), colours)
 
 
-def messages(nodes: int, edges: int, width: int) -> Made:
-    batch = {"labels": torch.randint(10, (nodes,)), "x": torch.randn(nodes, width)}
-    batch["edges"] = torch.randint(nodes, (2, edges))
-    return WithLoss(MessagePassing(width, 4)), batch
+def nerf(rays: int, samples: int) -> Made:
+    return NeRF(256), {"points": torch.randn(rays, samples, 3), "colours": torch.rand(rays, 3)}
+
+
+class Masked(nn.Module):
+    """Words that are hidden, by a transformer whose head has these alone."""
+
+    def __init__(self, words: int, width: int, layers: int):
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        layer = nn.TransformerEncoderLayer(
+            width, width // 64, 4 * width, 0.1, "gelu", batch_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, words)
+
+    def forward(self, words: Tensor, hidden: Tensor) -> Tensor:
+        """Words [B, S] and which of them are hidden."""
+        x = self.layers(self.embedding(words.masked_fill(hidden, 0)))
+        return F.cross_entropy(self.head(x[hidden]).float(), words[hidden])
+
+
+def masked(batch: int, length: int) -> Made:
+    words = torch.randint(8192, (batch, length))
+    return Masked(8192, 768, 3), {"words": words, "hidden": torch.rand(batch, length) < 0.15}
+
+
+class RealNVP(nn.Module):
+    """The likelihood of vectors under a flow of affine couplings (Dinh et al. 2017)."""
+
+    def __init__(self, width: int, inner: int, layers: int):
+        super().__init__()
+        self.nets = nn.ModuleList(
+            nn.Sequential(nn.Linear(width // 2, inner), nn.SiLU(), nn.Linear(inner, width))
+            for _ in range(layers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Vectors [B, D]."""
+        a, b = x.chunk(2, 1)
+        total = 0.0
+        for net in self.nets:
+            scale, shift = net(a).float().chunk(2, 1)
+            scale = 2 * torch.tanh(scale / 2)
+            a, b = b * scale.exp() + shift, a
+            total = total + scale.sum(1)
+        return (0.5 * (a.square() + b.square()).sum(1) - total).mean()
+
+
+class DLRM(nn.Module):
+    """Clicks, from numbers and bags of words, and the products of each two (Naumov et al. 2019)."""
+
+    def __init__(self, tables: int, rows: int, width: int):
+        super().__init__()
+        self.bags = nn.ModuleList(nn.EmbeddingBag(rows, width, mode="sum") for _ in range(tables))
+        self.numbers = nn.Sequential(
+            nn.Linear(13, 512), nn.ReLU(), nn.Linear(512, width), nn.ReLU()
+        )
+        pairs = torch.tril_indices(tables + 1, tables + 1, -1)
+        self.register_buffer("one", pairs[0])
+        self.register_buffer("two", pairs[1])
+        self.top = nn.Sequential(
+            nn.Linear(width + len(pairs[0]), 1024), nn.ReLU(), nn.Linear(1024, 1)
+        )
+
+    def forward(self, numbers: Tensor, words: Tensor, clicks: Tensor) -> Tensor:
+        """Numbers [B, 13], words [tables, B, W], clicks [B]."""
+        x = self.numbers(numbers)
+        bags = [bag(each).to(x.dtype) for bag, each in zip(self.bags, words, strict=True)]
+        all = torch.stack([x, *bags], 1)
+        crossed = (all @ all.mT)[:, self.one, self.two]
+        logits = self.top(torch.cat([x, crossed], 1))[:, 0]
+        return F.binary_cross_entropy_with_logits(logits.float(), clicks)
+
+
+def dlrm(batch: int) -> Made:
+    words = torch.randint(100_000, (8, batch, 4))
+    batch = {"numbers": torch.rand(batch, 13), "words": words, "clicks": torch.rand(batch).round()}
+    return DLRM(8, 100_000, 64), batch
 
 
 # --- the tables
@@ -336,16 +382,24 @@ MODELS: dict[str, Make] = {
     "GAT": partial(graph, "GAT", 30_000, 300_000, 128, v2=True, heads=4, **NO_LOOPS),
     "GraphSAGE": partial(graph, "GraphSAGE", 50_000, 400_000, 128),
     "GIN": partial(graph, "GIN", 50_000, 400_000, 128),
-    "message passing": partial(messages, 50_000, 400_000, 128),
     "LSTM": partial(recurrent, nn.LSTM, 512, 24),
     "GRU": partial(recurrent, nn.GRU, 512, 24),
-    "diffusion U-Net": partial(diffusion, partial(UNet, 128), 32, 64),
     "DiT": partial(diffusion, partial(DiT, 64, 768, 4), 32, 64),
 }  # fmt: skip
-IN_FP32 = (
-    "video ResNet", "DINOv2", "BERT, plain", "Llama", "GPT-2", "DiT", "diffusion U-Net",
-    "GraphSAGE", "message passing", "LSTM",
-)  # fmt: skip
+IN_FP32 = ("video ResNet", "DINOv2", "BERT, plain", "Llama", "GPT-2", "DiT", "GraphSAGE", "LSTM")
+
+
+LATER: dict[str, Make] = {  # than the rules of the tool
+    "DeBERTa": partial(
+        transformer, "MaskedLM", "deberta-v2", 8, 256, hidden_size=768, num_attention_heads=12,
+        intermediate_size=3072, relative_attention=True, pos_att_type=["p2c", "c2p"],
+        position_buckets=128, vocab_size=32_000, num_hidden_layers=2,
+    ),
+    "NeRF": partial(nerf, 8192, 64),
+    "masked words": partial(masked, 32, 512),
+    "RealNVP": lambda: (RealNVP(512, 2048, 8), {"x": torch.randn(16_384, 512)}),
+    "DLRM": partial(dlrm, 16_384),
+}  # fmt: skip
 
 
 def problems(folder: Path) -> dict[str, Callable[[], tuple[nn.Module, list[Tensor]]]]:

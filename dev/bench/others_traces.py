@@ -24,7 +24,7 @@ from pathlib import Path
 
 from fusion_lab.cli import Parser, ToolError, documented_parser, note, program
 from fusion_lab.files import read_json, write_text
-from fusion_lab.fusions.trace import processes_of
+from fusion_lab.fusions.trace import replayed
 from fusion_lab.profile.laws import FEW, LARGE, Streaming, law_of
 from fusion_lab.show import Column, render
 
@@ -92,7 +92,7 @@ def study(paths: Iterable[Path]) -> dict:
             note(f"{path}: left out, it only says where Git LFS has the trace")
             continue
         print(path, file=sys.stderr)
-        (_, kernels, device), *_ = processes_of(path)
+        _, kernels, device = replayed(path)
         streaming[device.removesuffix(" VF")][path.name.partition("__")[0]] = kernels
     rows = []
     for device, models in streaming.items():

@@ -6,7 +6,7 @@ stream. Profilers write files where that is not so: an end that was never record
 belongs to a later kernel, timestamps that a spreadsheet has rounded. Kernels without a valid time
 are left out, those that end too late are shortened, and a note on stderr counts both. Where only
 the hardware queue of a kernel is known, on which the kernels of several streams run side by side,
-one is shortened only if it ends when all the others are long over.
+none is shortened for the next one.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ VIEWS = {
     "value": "Counter_Value",
 }
 COUNTER, VALUE = "Counter_Name", "Counter_Value"
-SECOND_NS = 10**9
-HOUR_NS = 3600 * SECOND_NS  # no kernel takes longer; where a start is 0, it seems to
+HOUR_NS = 3600 * 10**9  # no kernel takes longer; where a start is 0, it seems to
 
 
 class Dispatch(NamedTuple):
@@ -62,7 +61,7 @@ class Dispatch(NamedTuple):
     name: str
     start: int | None
     end: int | None
-    stream: Hashable
+    stream: Hashable  # None if only its queue is known
     row: Row  # of the file
 
 
@@ -74,11 +73,9 @@ def valid_ends(
     last: float = math.inf,
     longest: float = HOUR_NS,
     slack: float = 0.0,
-    queues: bool = False,
 ) -> list[float | None]:
-    """The end of each (start, end, stream), at most `last` and the next start; None if not
-    valid. Of `queues` in place of streams, the next start counts for those alone that end behind
-    `last`."""
+    """The end of each (start, end, stream), at most `last` and the next start of its stream, if
+    that is known; None if not valid."""
     ends: list[float | None] = [None] * len(spans)
     following: dict[Hashable, tuple[float, float]] = {}  # the earliest start so far, and the next
     known = [i for i, (start, end, _) in enumerate(spans) if None not in (start, end)]
@@ -88,22 +85,11 @@ def valid_ends(
             continue
         earliest, after = following.get(stream, (math.inf, math.inf))
         after = after if start == earliest else earliest
-        if end > after + slack and (not queues or end > last):
+        if stream is not None and end > after + slack:
             end = after
         if (end := min(end, last)) - start <= longest:
             ends[index], following[stream] = end, (start, after)
     return ends
-
-
-def latest_end(
-    spans: Sequence[tuple[float, float, Hashable]], others: Sequence[float], second: float
-) -> float:
-    """When everything must have ended, judged by the starts of all kernels and by `others`, moments
-    between which there was something else. A kernel that goes on by ten times that time, and by a
-    second, has another one's end; only what starts before the rest is over can be judged."""
-    last = max([*others, *(start for start, *_ in spans)])
-    longest = last + max(second, 10 * (last - min([*others, *(start for start, *_ in spans)])))
-    return last if any(end > longest and start < last for start, end, _ in spans) else math.inf
 
 
 def say_changes(source: object, total: int, left_out: int, shortened: int) -> None:
@@ -121,10 +107,7 @@ def say_changes(source: object, total: int, left_out: int, shortened: int) -> No
 def checked(dispatches: Sequence[Dispatch], source: object) -> list[Dispatch]:
     """Those with a valid time, in their order; a ToolError if there are some, but none is valid."""
     spans = [(d.start, d.end, d.stream) for d in dispatches]
-    queues = any(QUEUES & {*d.row.cells} and not STREAMS & {*d.row.cells} for d in dispatches)
-    known = [span for span in spans if None not in span]
-    last = latest_end(known, (), SECOND_NS) if known and queues else math.inf
-    ends = valid_ends(spans, last, queues=queues)
+    ends = valid_ends(spans)
     both = [(d, end) for d, end in zip(dispatches, ends, strict=True) if end not in (None, d.start)]
     if dispatches and not both:
         raise ToolError(f"{source}: none of its kernels has a valid start and end")
@@ -183,6 +166,8 @@ class Row:
     def dispatch(self) -> Dispatch:
         """The dispatch that this row of a table is of."""
         stream = tuple(self.cells[name] for name in STREAM if name in self.cells)
+        if QUEUES & self.cells.keys() and not STREAMS & self.cells.keys():
+            stream = None
         return Dispatch(self.cells[NAME], *self.times(), stream, self)
 
 
