@@ -134,21 +134,16 @@ def test_streams_may_overlap_and_nothing_ends_behind_the_last():
     assert valid_ends(spans, last=65) == [40, 65, 60, None, None, None]
     assert valid_ends(spans[:3], slack=10) == [50, 70, 60]
     assert valid_ends([(0, 10, "x")], longest=9) == [None]
+    assert valid_ends([(0, 50, None), (10, 70, None)], last=65) == [50, 65]  # on one queue
     assert valid_ends([(5, 9, "x"), (5, 6, "x"), (8, 9, "x")]) == [8, 6, 9]
 
 
 def test_a_kernel_lies_within_its_trace(tmp_path: Path):
-    """The profiler marks the end; without a mark no last kernel takes longer than all the rest."""
+    """The profiler marks the end."""
     late = event("kernel", "a", 20, 1_600_000.0)
     mark = {"ph": "i", "name": "Record Window End", "ts": 90.5}
-    host = event("cpu_op", "aten::mm", 0, 80)
-    for events, expected in (([host, late, mark], 70.5), ([host, late], 60)):
-        assert kernels.check_events(events, "x")[1]["dur"] == expected
-    plausible = [host, event("kernel", "a", 20, 100)]
-    assert kernels.check_events(plausible, "x") == plausible
-
-    last = [event("cpu_op", "aten::mm", 0, 20), event("kernel", "a", 30, 21_000.0)]
-    assert kernels.check_events(last, "x") == last  # nothing says that it ended before
+    assert kernels.check_events([late, mark], "x")[0]["dur"] == 70.5
+    assert kernels.check_events([late], "x") == [late]  # nothing says that it ended before
 
 
 @pytest.mark.parametrize("streams", ["", ",Stream_Id"])
@@ -169,29 +164,6 @@ def test_a_queue_is_no_stream(streams: str, tmp_path: Path):
     assert sum(e["dur"] for e in kernels.check_events(alone, "x")) == 11_500
     hip["name"] = "cudaLaunchKernel"  # whose streams are streams
     assert sum(e["dur"] for e in kernels.check_events(events, "x")[1:]) == 1_500 + 0.009
-
-
-def of_rank(host: int, gpu: int, us: float) -> list[dict]:
-    """The trace of a process that launches one kernel, as its first."""
-    launch = event("cuda_runtime", "hipLaunchKernel", 5, 3, correlation=1)
-    kernel = event("kernel", "gemm", 30, us, correlation=1, **{"External id": 1})
-    call = event("cpu_op", "aten::mm", 0, 20, **{"External id": 1})
-    for each, pid in ((call, host), (launch, host), (kernel, gpu)):
-        each["pid"] = pid
-    return [call, launch, kernel, {"ph": "i", "name": "Record Window End", "ts": 2000}]
-
-
-@pytest.mark.parametrize(
-    ("host", "gpu", "mixed"), [(200, 1, False), (200, 1, True), (100, 0, False)]
-)
-def test_ranks_in_one_file_stay_apart(host: int, gpu: int, mixed: bool):
-    """Each counts from one; in containers each has the same process and GPU, too."""
-    events = [*of_rank(100, 0, 100.0), *of_rank(host, gpu, 900.0)]
-    if mixed:
-        events.sort(key=lambda each: (each["ts"], each.get("dur", 0)))
-    found = kernels.check_events(events, "x")
-    launched = {k.operator: k.duration_ns for k in kernels.kernels_of(found)}
-    assert [*launched.values()] == [100_000, 900_000]
 
 
 # --- names
