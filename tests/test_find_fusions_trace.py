@@ -170,7 +170,6 @@ def test_errors_are_those_of_kernels_that_told_nothing(tmp_path: Path, capsys):
         ("all", 20),
     ]
     assert all(row["error_percent"] < 2 for row in rows)
-    assert rows[0]["time_off_percent"] < -5
     assert others_traces.main([str(result), "--table"]) == 0
     assert capsys.readouterr().out == printed
 

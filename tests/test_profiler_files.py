@@ -25,6 +25,7 @@ import run_pytorch_profiler
 from fusion_lab.cli import ToolError
 from fusion_lab.profile import kernels
 from fusion_lab.profile.dispatches import decimal_of, read_counters, read_kernel_trace, valid_ends
+from fusion_lab.profile.spans import communication_of
 from fusion_lab.rocm import files
 
 T = 13_386_710_965_731_450  # nanoseconds since boot: more than a float64 counts exactly
@@ -455,7 +456,7 @@ def test_communication_is_told_apart_from_what_hides_it(cat: str, name: str):
             events.append({**mark, "ts": start + 15 * index, "dur": 15.0})
         events.append(gemm | {"ts": start + 5, "dur": 25.0})
         events.append(collective | {"ts": start + 10, "dur": 40.0})
-    found = kernels.communication_of(events, PHASES)
+    found = communication_of(events, PHASES)
     assert (found.step_ms, found.ms, found.exposed_ms) == pytest.approx((0.060, 0.040, 0.020))
     alone = [event for event in events if event["name"] != name]
-    assert kernels.communication_of(alone, PHASES) is None
+    assert communication_of(alone, PHASES) is None

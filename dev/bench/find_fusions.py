@@ -6,7 +6,7 @@ graphs in alternating turns; of our own V1 also with the levels of fusion that V
 Half of the models, chosen by a checksum of their names before anything was measured, tell the one
 constant that is fitted, how long a kernel among others takes to begin and end. Errors are reported
 for the other half, for each model with the constant that all others tell, and for problems of
-KernelBench, which nobody here chose. Models that came later are in a file of their own.
+KernelBench, which nobody here chose.
 
 Rows are kept as they are measured, and the same command goes on after an interruption. A step that
 is compiled to another program, with another attention, or not at all, tells no error of a speed-up.
@@ -32,7 +32,7 @@ from pathlib import Path
 
 import torch
 
-from dev.bench.models_for_find_fusions import IN_FP32, LATER, MODELS, problems
+from dev.bench.models_for_find_fusions import IN_FP32, MODELS, problems
 from dev.bench.sizes import SHAPES
 from fusion_lab.cli import Parser, ToolError, documented_parser, program
 from fusion_lab.fusions import step as steps
@@ -92,8 +92,6 @@ def subjects(kernelbench: Path | None) -> dict[tuple[str, str, str], Subject]:
         for name in names:
             build = partial(training, name, precision == "bf16")
             found[name, precision, part_of(name)] = build, None, ()
-    for name in LATER:
-        found[name, "bf16", "later"] = partial(training, name, True), None, ()
     for name, make in (problems(kernelbench) if kernelbench else {}).items():
         found[name, "fp32", "KernelBench"] = partial(inference, name, make), None, ()
     return found
@@ -109,7 +107,7 @@ def training(name: str, use_amp: bool) -> steps.Step:
     """Forward, backward and AdamW of a model in the table."""
     place = device()
     with steps.unset_fake_temporarily():  # what initialises weights may ask for values
-        made = (MODELS | LATER)[name]()
+        made = MODELS[name]()
     return steps.from_model(name, *made, use_amp, place)
 
 

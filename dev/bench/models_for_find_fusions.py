@@ -1,7 +1,7 @@
 """Steps on which find_fusions.py is held against torch.compile: a table of public libraries' models
 with random weights, some by hand, and the problems of KernelBench.
 
-Each entry of MODELS and LATER is a function without arguments that returns (model, batch), where
+Each entry of MODELS is a function without arguments that returns (model, batch), where
 model(**batch) is the loss. Sizes are such that a step keeps an H100 busy and compiles in about a
 minute. What a module makes is made on the default device.
 """
@@ -9,7 +9,6 @@ minute. What a module makes is made on the default device.
 from __future__ import annotations
 
 import importlib
-import itertools
 import re
 from collections.abc import Callable
 from functools import partial
@@ -179,115 +178,7 @@ def diffusion(make: Callable[[], nn.Module], batch: int, size: int) -> Made:
     return Diffusion(make()), {"picture": picture, "noise": noise, "time": torch.rand(batch)}
 
 
-# Of these a graph cannot have the first two: they wait for the device.
-
-
-class NeRF(nn.Module):
-    """Colours of rays through a field of density and colour (Mildenhall et al. 2020). The backward
-    pass of cumprod asks whether there are zeros."""
-
-    def __init__(self, width: int, octaves: int = 10):
-        super().__init__()
-        self.octaves = octaves
-        sizes = [6 * octaves, *[width] * 6]
-        layers = (
-            layer for a, b in itertools.pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())
-        )
-        self.field, self.out = nn.Sequential(*layers), nn.Linear(width, 4)
-
-    def forward(self, points: Tensor, colours: Tensor) -> Tensor:
-        """Points [R, S, 3] along rays, and the colours [R, 3] that these have in the picture."""
-        scales = 2.0 ** torch.arange(self.octaves, device=points.device)
-        angles = (points[..., None] * scales).flatten(-2)
-        found = self.out(self.field(torch.cat([angles.sin(), angles.cos()], -1))).float()
-        alpha = 1 - torch.exp(-F.softplus(found[..., 3]) / points.shape[1])
-        seen = torch.cumprod(1 - alpha + 1e-10, 1)
-        weights = alpha * torch.cat([torch.ones_like(seen[:, :1]), seen[:, :-1]], 1)
-        return F.mse_loss((weights[..., None] * found[..., :3].sigmoid()).sum(1), colours)
-
-
-def nerf(rays: int, samples: int) -> Made:
-    return NeRF(256), {"points": torch.randn(rays, samples, 3), "colours": torch.rand(rays, 3)}
-
-
-class Masked(nn.Module):
-    """Words that are hidden, by a transformer whose head has these alone."""
-
-    def __init__(self, words: int, width: int, layers: int):
-        super().__init__()
-        self.embedding = nn.Embedding(words, width)
-        layer = nn.TransformerEncoderLayer(
-            width, width // 64, 4 * width, 0.1, "gelu", batch_first=True
-        )
-        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-        self.head = nn.Linear(width, words)
-
-    def forward(self, words: Tensor, hidden: Tensor) -> Tensor:
-        """Words [B, S] and which of them are hidden."""
-        x = self.layers(self.embedding(words.masked_fill(hidden, 0)))
-        return F.cross_entropy(self.head(x[hidden]).float(), words[hidden])
-
-
-def masked(batch: int, length: int) -> Made:
-    words = torch.randint(8192, (batch, length))
-    return Masked(8192, 768, 3), {"words": words, "hidden": torch.rand(batch, length) < 0.15}
-
-
-class RealNVP(nn.Module):
-    """The likelihood of vectors under a flow of affine couplings (Dinh et al. 2017)."""
-
-    def __init__(self, width: int, inner: int, layers: int):
-        super().__init__()
-        self.nets = nn.ModuleList(
-            nn.Sequential(nn.Linear(width // 2, inner), nn.SiLU(), nn.Linear(inner, width))
-            for _ in range(layers)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Vectors [B, D]."""
-        a, b = x.chunk(2, 1)
-        total = 0.0
-        for net in self.nets:
-            scale, shift = net(a).float().chunk(2, 1)
-            scale = 2 * torch.tanh(scale / 2)
-            a, b = b * scale.exp() + shift, a
-            total = total + scale.sum(1)
-        return (0.5 * (a.square() + b.square()).sum(1) - total).mean()
-
-
-class DLRM(nn.Module):
-    """Clicks, from numbers and bags of words, and the products of each two (Naumov et al. 2019)."""
-
-    def __init__(self, tables: int, rows: int, width: int):
-        super().__init__()
-        self.bags = nn.ModuleList(nn.EmbeddingBag(rows, width, mode="sum") for _ in range(tables))
-        self.numbers = nn.Sequential(
-            nn.Linear(13, 512), nn.ReLU(), nn.Linear(512, width), nn.ReLU()
-        )
-        pairs = torch.tril_indices(tables + 1, tables + 1, -1)
-        self.register_buffer("one", pairs[0])
-        self.register_buffer("two", pairs[1])
-        self.top = nn.Sequential(
-            nn.Linear(width + len(pairs[0]), 1024), nn.ReLU(), nn.Linear(1024, 1)
-        )
-
-    def forward(self, numbers: Tensor, words: Tensor, clicks: Tensor) -> Tensor:
-        """Numbers [B, 13], words [tables, B, W], clicks [B]."""
-        x = self.numbers(numbers)
-        bags = [bag(each).to(x.dtype) for bag, each in zip(self.bags, words, strict=True)]
-        all = torch.stack([x, *bags], 1)
-        crossed = (all @ all.mT)[:, self.one, self.two]
-        logits = self.top(torch.cat([x, crossed], 1))[:, 0]
-        return F.binary_cross_entropy_with_logits(logits.float(), clicks)
-
-
-def dlrm(batch: int) -> Made:
-    words = torch.randint(100_000, (8, batch, 4))
-    batch = {"numbers": torch.rand(batch, 13), "words": words, "clicks": torch.rand(batch).round()}
-    return DLRM(8, 100_000, 64), batch
-
-
-# --- the tables
+# --- the list
 
 FOUR = {"num_hidden_layers": 4}
 TWO = {"num_hidden_layers": 2}
@@ -387,19 +278,6 @@ MODELS: dict[str, Make] = {
     "DiT": partial(diffusion, partial(DiT, 64, 768, 4), 32, 64),
 }  # fmt: skip
 IN_FP32 = ("video ResNet", "DINOv2", "BERT, plain", "Llama", "GPT-2", "DiT", "GraphSAGE", "LSTM")
-
-
-LATER: dict[str, Make] = {  # than the rules of the tool
-    "DeBERTa": partial(
-        transformer, "MaskedLM", "deberta-v2", 8, 256, hidden_size=768, num_attention_heads=12,
-        intermediate_size=3072, relative_attention=True, pos_att_type=["p2c", "c2p"],
-        position_buckets=128, vocab_size=32_000, num_hidden_layers=2,
-    ),
-    "NeRF": partial(nerf, 8192, 64),
-    "masked words": partial(masked, 32, 512),
-    "RealNVP": lambda: (RealNVP(512, 2048, 8), {"x": torch.randn(16_384, 512)}),
-    "DLRM": partial(dlrm, 16_384),
-}  # fmt: skip
 
 
 def problems(folder: Path) -> dict[str, Callable[[], tuple[nn.Module, list[Tensor]]]]:

@@ -67,7 +67,6 @@ def percent(predicted: Iterable[tuple]) -> float | None:
 def row_of(device: str, model: str, within: list[tuple], across: list[tuple]) -> dict:
     """The errors of a model, or of all models on a device."""
     large = [pair for pair in within if pair[0].bytes >= LARGE]
-    measured = sum(kernel.us for kernel, _ in within)
     return {
         "device": device,
         "model": model,
@@ -75,12 +74,7 @@ def row_of(device: str, model: str, within: list[tuple], across: list[tuple]) ->
         "large": len(large),
         "error_percent": percent(within),
         "large_error_percent": percent(large),
-        **{
-            f"{access}_error_percent": percent(p for p in within if p[0].access == access)
-            for access in ACCESS
-        },
         "across_error_percent": percent(across),
-        "time_off_percent": 100 * (sum(us for _, us in within) / measured - 1),
     }
 
 
@@ -114,7 +108,6 @@ def table(rows: list[dict]) -> str:
         Column("kernels", "kernels"),
         Column("median error", "error_percent", ".0f", " %"),
         Column("from 4 MB", "large_error_percent", ".0f", " %"),
-        *(Column(access, f"{access}_error_percent", ".0f", " %") for access in ACCESS),
         Column("by other models", "across_error_percent", ".0f", " %"),
     ]
     return render(columns, rows)

@@ -306,34 +306,32 @@ def checked(result: dict) -> list[str]:
     was profiled is no verdict on it."""
     check = result["check"]
     now, fused = check["predicted_us"]["now"], check["predicted_us"]["compiled"]
-    lines = ["", "as graphs in turns, and compiled by inductor:"]
+    how = "as graphs in turns, and compiled by inductor"
     if "traced" in check:
-        how = "in turns, not as graphs: the time in which any of its kernels runs, from traces"
-        lines = ["", f"{how}, and compiled by inductor; {check['traced']}:"]
-    for what, key, predicted, sides in (
-        ("ms now", "now_ms", now / 1e3, ("now",)),
-        ("ms fused", "compiled_ms", fused / 1e3, ("compiled",)),
-        ("speed-up", "speedup", now / fused, ("now", "compiled")),
+        how = "in turns, not as graphs: the time in which any of its kernels runs, from traces, and"
+        how += f" compiled by inductor; {check['traced']}"
+    lines = ["", f"{how}:"]
+    for what, key, predicted in (
+        ("ms now", "now_ms", now / 1e3),
+        ("ms fused", "compiled_ms", fused / 1e3),
+        ("speed-up", "speedup", now / fused),
     ):
         if (measured := check.get(key)) is not None:
             off = f"{100 * (predicted / measured - 1):+.1f} %"
-            if any(check["other"][side] for side in sides):
+            if check["other"]["now"] or (key != "now_ms" and check["other"]["compiled"]):
                 off = "another program"
-            elif check.get("unchanged") and "compiled" in sides:
+            elif check.get("unchanged") and key != "now_ms":
                 off = "nothing is compiled"
             lines += [f"{what}: predicted {predicted:.3f}, measured {measured:.3f} ({off})"]
-    if check.get("unchanged"):
-        lines += ["Compiled the step runs the kernels that it had before: no verdict either."]
     for side, names in check.get("other", {}).items():
         if names:
             kinds = " and ".join(dict.fromkeys(map(category, names)))
-            how = "In the traces" if "traced" in check else "As a graph"
-            how = how if side == "now" else "Compiled"
+            where = "Compiled" if side == "compiled" else "Here"
             lines += [
-                f"{how} the step runs other kernels for {kinds} than were profiled: it is another"
+                f"{where} the step runs other kernels for {kinds} than were profiled: it is another"
                 " program, and no verdict on the prediction. --json has some of their names."
             ]
-    return lines + [f"not compared: {check[key]}" for key in ("error",) if key in check]
+    return lines + ([f"not compared: {check['error']}"] if "error" in check else [])
 
 
 def find(args: argparse.Namespace, argv: Sequence[str]) -> int:

@@ -11,15 +11,12 @@ import math
 import re
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 
+from fusion_lab.fusions.call import Call
 from fusion_lab.profile.kernels import category
 from fusion_lab.profile.roofline import flop_counter
-
-if TYPE_CHECKING:
-    from fusion_lab.fusions.record import Call
 
 # A product by its name, of which the FLOPs are missing if there is no formula
 PRODUCT = re.compile(r"conv(?!ert)|scaled_dot|rnn|attention|transformer")

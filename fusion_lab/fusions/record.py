@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from fusion_lab.files import ROOT
+from fusion_lab.fusions.call import Call
 from fusion_lab.fusions.flops import flop_of, type_of
 from fusion_lab.profile.kernels import category
 from fusion_lab.profile.traffic import OVERWRITING, bytes_behind
@@ -205,53 +206,6 @@ def counts_steps(name: str, tensors: Sequence[Tensor]) -> bool:
 
 
 # --- what runs
-
-
-class Call:
-    """A call of an operator: its arguments by name, and the tensors that it reads, writes, and
-    makes."""
-
-    def __init__(
-        self,
-        function: Callable,
-        name: str,
-        args: Sequence,
-        kwargs: dict,
-        inputs: list[Tensor],
-        result: object,
-        written: Sequence[Tensor],
-    ):
-        self.function, self.name, self.args, self.kwargs = function, name, args, kwargs
-        self.inputs, self.result, self.plain = inputs, result, name.removeprefix("_foreach_")
-        self.made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-        self.fresh = self.made  # those in memory of their own
-        self.tags = getattr(function, "tags", ())
-        self.is_own = getattr(function, "namespace", "") != "aten"
-        self.is_pointwise = torch.Tag.pointwise in self.tags
-        arguments = getattr(getattr(function, "_schema", None), "arguments", ())
-        given = [args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(arguments)]
-        pairs = [*zip(arguments, given, strict=True)]
-        self.named = {argument.name: value for argument, value in pairs}
-        changed = [t for a, value in pairs if a.is_write for t in tree_leaves(value)]
-        self.written = [*written, *(t for t in changed if isinstance(t, Tensor))]
-        self.has_mask = any(t.dtype in (torch.bool, torch.uint8) for t in inputs[1:])
-
-    @property
-    def has_dynamic_shape(self) -> bool:
-        """Does the shape of the result depend on values?"""
-        dynamic = torch.Tag.dynamic_output_shape in self.tags
-        return dynamic and (self.name != "index" or self.has_mask)
-
-    def is_left_alone(self, window: bool, kind: str) -> bool:
-        """Does a compiler leave it as it is?"""
-        name = self.name
-        return bool(
-            (kind == "optimizer" and self.plain == name)
-            or SCANS.fullmatch(name)
-            or (name == "index_add" and self.inputs[0].dtype == torch.bfloat16)
-            or (name.startswith(("index_put", "_index_put")) and self.has_mask)
-            or (window and left_alone(name))
-        )
 
 
 class Recorder(TorchDispatchMode):
@@ -431,7 +385,7 @@ class Recorder(TorchDispatchMode):
             operator.kind, operator.barrier = "library", True
         elif operator.dtype:
             self.multiply(operator, call)
-        elif call.is_left_alone(window, kind):
+        elif is_left_alone(call, window, kind):
             operator.kind = "library"
         elif BAGS.fullmatch(name):
             operator.kind = "library"
@@ -614,6 +568,18 @@ def is_composite(function: Callable) -> bool:
     keys, has = torch._C.DispatchKey, torch._C._dispatch_has_kernel_for_dispatch_key
     own = any(has(function.name(), key) for key in (keys.CPU, keys.CUDA))
     return not own and has(function.name(), keys.CompositeImplicitAutograd)
+
+
+def is_left_alone(call: Call, window: bool, kind: str) -> bool:
+    """Does a compiler leave a call as it is?"""
+    name = call.name
+    return bool(
+        (kind == "optimizer" and call.plain == name)
+        or SCANS.fullmatch(name)
+        or (name == "index_add" and call.inputs[0].dtype == torch.bfloat16)
+        or (name.startswith(("index_put", "_index_put")) and call.has_mask)
+        or (window and left_alone(name))
+    )
 
 
 @cache

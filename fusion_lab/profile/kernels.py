@@ -419,44 +419,6 @@ def kernels_of(events: Sequence[dict]) -> list[Kernel]:
 
 
 @dataclass(frozen=True)
-class Communication:
-    """Collectives in profiled steps, in milliseconds per step."""
-
-    step_ms: float  # from the first phase to the end of the last phase or kernel
-    ms: float  # a collective was running
-    exposed_ms: float  # and nothing beside it: what communication costs
-
-
-def communication_of(events: Sequence[dict], phases: Sequence[str]) -> Communication | None:
-    """How long collectives ran, and how far other work hid them; None without any."""
-    marks = [e for e in complete(events, "user_annotation") if e["name"] in phases]
-    work = complete(events, "kernel") or [
-        event
-        for event in complete(events, "cpu_op", "user_annotation")
-        if event["cat"] == "cpu_op" or BACKEND.match(event["name"])
-    ]
-    begin = min((mark["ts"] for mark in marks), default=0.0)
-    edges = []
-    for event in work:
-        if event["ts"] < begin:  # the processes meeting before the first step
-            continue
-        collective = category(event["name"]) == "communication"
-        edges += [(event["ts"], collective, 1), (event["ts"] + event["dur"], collective, -1)]
-    running, last, total, exposed = {True: 0, False: 0}, 0.0, 0.0, 0.0
-    for moment, collective, change in sorted(edges):
-        if running[True]:
-            total += moment - last
-            exposed += 0 if running[False] else moment - last
-        running[collective] += change
-        last = moment
-    steps = sum(mark["name"] == phases[0] for mark in marks)
-    if not total or not steps:
-        return None
-    span = max(e["ts"] + e["dur"] for e in [*marks, *work]) - begin
-    return Communication(*(value / 1e3 / steps for value in (span, total, exposed)))
-
-
-@dataclass(frozen=True)
 class Range:
     """A marked region of the host's time (record_function), in microseconds of its clock."""
 
