@@ -28,7 +28,7 @@ from fusion_lab.fusions import command as find_fusions
 from fusion_lab.fusions import forms
 from fusion_lab.fusions import step as steps
 from fusion_lab.fusions.flops import registry
-from fusion_lab.fusions.groups import Finding, Group, Joiner
+from fusion_lab.fusions.groups import Finding, Group
 from fusion_lab.fusions.rates import Rates
 from fusion_lab.fusions.record import Operator, Recorded, Recorder, Use
 from fusion_lab.fusions.step import Step, attribute, compared, profiled, record
@@ -288,17 +288,14 @@ PARTS = [
     lambda x, w: F.layer_norm(x, (D,), w[0], w[1]),
     lambda x, w: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * w[0],
     lambda x, w: (x @ x.t()).softmax(-1) @ x,
-    lambda x, w: F.dropout(x, 0.1) + x.sum(0),
     lambda x, w: torch.cat([x[:, ::2], x[:, 1::2].exp()], 1) @ w,
     lambda x, w: F.embedding(ROWS % D, w).cumsum(0) + x,
     lambda x, w: F.batch_norm(x @ w, None, None, w[0], w[1], training=True).relu(),
-    lambda x, w: F.max_pool1d(x.view(1, N, D), 2).repeat(1, 1, 2)[0],
     lambda x, w: x.index_add(0, ROWS // 2, x @ w) + x[ROWS.flip(0)],
     lambda x, w: F.conv2d(x.view(2, 16, 8, 8), w.view(16, 16, 2, 2), padding=1)[
         ..., 1:, 1:
     ].reshape(N, D),
     lambda x, w: x.clone().mul_(2).add_(x @ w),
-    lambda x, w: torch.var_mean(x, 1)[0][:, None] * x,
 ]
 
 
@@ -431,25 +428,6 @@ def test_a_module_and_the_same_by_hand(module, hand):
     one, other = (found(step(part), rates=RATES).levels["chains"] for part in (module, hand))
     assert one["kernels"] == other["kernels"]
     assert one["bytes"] == pytest.approx(other["bytes"], rel=0.05)
-
-
-def test_time_grows_with_the_length_of_a_step():
-    """Groups that are looked at for a pair of operators are those between them: 5,000 of them."""
-    w = torch.randn(16, 16, requires_grad=True)
-
-    def loop(steps):
-        h = torch.randn(4, 16)
-        for _ in range(steps):
-            h = h + 0.1 * torch.tanh(h @ w)
-        return h.sum().backward()
-
-    seen = []
-    for length in (50, 200):
-        recorded = found(lambda length=length: loop(length)).recorded
-        with mock.patch.object(Joiner, "between", autospec=True, side_effect=Joiner.between) as spy:
-            Finding(recorded, None)
-        seen.append(spy.call_count / length)
-    assert seen[1] == pytest.approx(seen[0], rel=0.1)
 
 
 # --- FLOPs

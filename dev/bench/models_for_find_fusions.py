@@ -90,24 +90,6 @@ def graph(name: str, nodes: int, edges: int, width: int, **sizes: object) -> Mad
 # --- by hand
 
 
-class Recurrent(nn.Module):
-    """The next word, by layers of nn.LSTM or nn.GRU."""
-
-    def __init__(self, kind: type[nn.Module], words: int, width: int):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(words, width), nn.Linear(width, words)
-        self.layers = kind(width, width, 2, batch_first=True, dropout=0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Words [B, S]."""
-        logits = self.head(self.layers(self.embedding(x))[0][:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1).float(), x[:, 1:].flatten())
-
-
-def recurrent(kind: type[nn.Module], batch: int, length: int) -> Made:
-    return Recurrent(kind, 10_000, 512), {"x": torch.randint(10_000, (batch, length))}
-
-
 def waves(time: Tensor, width: int) -> Tensor:
     """Times [B] as sines and cosines [B, width]."""
     steps = torch.arange(width // 2, device=time.device)
@@ -212,31 +194,14 @@ MODELS: dict[str, Make] = {
     ),
     "DistilBERT": partial(transformer, "MaskedLM", "distilbert", 32, 256, n_layers=4),
     "ModernBERT": partial(transformer, "MaskedLM", "modernbert", 16, 512, **FOUR),
-    "ESM": partial(
-        transformer, "MaskedLM", "esm", 16, 512, hidden_size=768, num_attention_heads=12,
-        intermediate_size=3072, vocab_size=33, pad_token_id=1, mask_token_id=32,
-        position_embedding_type="rotary", **FOUR,
-    ),
     "GPT-2": partial(transformer, "CausalLM", "gpt2", 8, 1024, n_layer=4),
     "Llama": partial(
         transformer, "CausalLM", "llama", 4, 1024, hidden_size=1024, intermediate_size=2816,
         num_attention_heads=16, num_key_value_heads=4, **FOUR,
     ),
-    "OLMo 2": partial(
-        transformer, "CausalLM", "olmo2", 4, 1024, hidden_size=1024, intermediate_size=4096,
-        num_attention_heads=16, num_key_value_heads=16, vocab_size=32_000, **FOUR,
-    ),
     "Qwen": partial(
         transformer, "CausalLM", "qwen3", 4, 1024, hidden_size=1024, intermediate_size=3072,
         num_attention_heads=16, num_key_value_heads=8, vocab_size=32_000, **FOUR,
-    ),
-    "GPT-NeoX": partial(
-        transformer, "CausalLM", "gpt_neox", 8, 512, hidden_size=1024, num_attention_heads=16,
-        intermediate_size=4096, vocab_size=32_000, **FOUR,
-    ),
-    "Phi": partial(
-        transformer, "CausalLM", "phi", 4, 1024, hidden_size=1024, intermediate_size=4096,
-        num_attention_heads=16, **FOUR,
     ),
     "T5": partial(transformer, "Seq2SeqLM", "t5", 16, 256, num_layers=4, decoder_start_token_id=0),
     "BART": partial(
@@ -258,9 +223,6 @@ MODELS: dict[str, Make] = {
         transformer, "SpeechSeq2Seq", "whisper", 8, 80, 3000, words=64, d_model=512,
         encoder_layers=3, decoder_layers=3, encoder_attention_heads=8, decoder_attention_heads=8,
     ),
-    "spectrograms": partial(
-        transformer, "AudioClassification", "audio-spectrogram-transformer", 8, 1024, 128, **FOUR
-    ),
     "DINOv2": partial(transformer, "ImageClassification", "dinov2", 32, 3, 224, 224, **FOUR),
     "SegFormer": partial(
         transformer, "SemanticSegmentation", "segformer", 8, 3, 256, 256, num_labels=21
@@ -268,16 +230,13 @@ MODELS: dict[str, Make] = {
     "ConvNeXt V2": partial(
         transformer, "ImageClassification", "convnextv2", 32, 3, 224, 224, depths=[1, 1, 3, 1]
     ),
-    "BEiT": partial(transformer, "ImageClassification", "beit", 32, 3, 224, 224, **FOUR),
     "GCN": partial(graph, "GCN", 50_000, 400_000, 128, normalize=False, **NO_LOOPS),
     "GAT": partial(graph, "GAT", 30_000, 300_000, 128, v2=True, heads=4, **NO_LOOPS),
     "GraphSAGE": partial(graph, "GraphSAGE", 50_000, 400_000, 128),
     "GIN": partial(graph, "GIN", 50_000, 400_000, 128),
-    "LSTM": partial(recurrent, nn.LSTM, 512, 24),
-    "GRU": partial(recurrent, nn.GRU, 512, 24),
     "DiT": partial(diffusion, partial(DiT, 64, 768, 4), 32, 64),
 }  # fmt: skip
-IN_FP32 = ("video ResNet", "DINOv2", "BERT, plain", "Llama", "GPT-2", "DiT", "GraphSAGE", "LSTM")
+IN_FP32 = ("video ResNet", "DINOv2", "BERT, plain", "Llama", "GPT-2", "DiT", "GraphSAGE")
 
 
 def problems(folder: Path) -> dict[str, Callable[[], tuple[nn.Module, list[Tensor]]]]:

@@ -15,7 +15,6 @@ import csv
 import gzip
 import io
 import math
-import re
 import sqlite3
 import zlib
 from collections.abc import Hashable, Sequence
@@ -28,7 +27,6 @@ from typing import NamedTuple
 from fusion_lab.cli import ToolError, note
 from fusion_lab.files import reads
 
-THOUSANDS = re.compile(r"[+-]?\d{1,3}([,' ]\d{3})+(\.\d*)?")
 NAME, START, END = "Kernel_Name", "Start_Timestamp", "End_Timestamp"
 # What tells streams apart, where a tool writes it; with none of these all kernels are in one. The
 # first row are columns of CSV files, the second of rocpd's view `kernels`, see VIEWS.
@@ -120,11 +118,9 @@ def checked(dispatches: Sequence[Dispatch], source: object) -> list[Dispatch]:
 
 
 def decimal_of(text: str) -> Decimal | None:
-    """A number in any usual form; None for an empty cell, NaN, infinity; ValueError for other
-    text."""
-    text = text.strip(" \t\"'")
+    """A number; None for an empty cell, NaN, infinity; ValueError for other text."""
     try:
-        value = Decimal(re.sub("[,' ]", "", text) if THOUSANDS.fullmatch(text) else text or "nan")
+        value = Decimal(text or "nan")
     except InvalidOperation as error:
         raise ValueError(f"{text!r} is no number") from error
     if value.is_finite() and value.adjusted() > 30:  # a power of ten of that size takes hours
@@ -183,9 +179,7 @@ def unzipped(path: Path) -> bytes:
 def read_table(path: Path, *needed: str) -> tuple[list[str], list[Row]]:
     """The header of a CSV file, which has the needed columns in whatever order, and the rows;
     ToolError says what is wrong with the file."""
-    content = unzipped(path)
-    wide = content[:2] in (b"\xff\xfe", b"\xfe\xff")
-    text = content.decode("utf-16" if wide else "utf-8-sig", "replace")
+    text = unzipped(path).decode("utf-8-sig", "replace")
     try:
         lines = list(csv.reader(io.StringIO(text, newline=""), skipinitialspace=True))
     except csv.Error as error:

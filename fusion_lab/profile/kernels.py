@@ -62,10 +62,7 @@ KERNELS = (
     ("reductions", r"(block|warp)_?all_?reduce"),  # within one GPU
     # NCCL, RCCL, MSCCL, oneCCL; PyTorch's own, also of symmetric memory; NVSHMEM, rocSHMEM
     ("communication", r"[nrsexu]ccl|c10d|symm_mem|multimem_|shmem|_on_stream_kernel"),
-    # those of inference engines, and experts on several GPUs
-    ("communication", r"cross_device|(put|wait)_signal|userbuffers|(deep|hybrid)_ep|mori::"),
-    ("communication", r"(^ep|a2a_?)(dispatch|combine)"),
-    ("communication", r"all_?(reduce|gather(?!_copy)|to_?all)|reduce_?scatter"),
+    ("communication", r"cross_device|all_?(reduce|gather(?!_copy)|to_?all)|reduce_?scatter"),
     ("communication", BACKEND.pattern),
     # AOTriton (attn_fwd, bwd_kernel_*), composable kernel (Fmha), CUTLASS (MemEffAttention), cuDNN
     # (sdpa), V3's own
