@@ -3,7 +3,9 @@ loaders and optimizers."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -68,11 +70,17 @@ def write(tmp_path: Path):
 # --- as `python training.py` has it
 
 NAMES = ("lab", "tools", "bench", "dev", "analysis_tools", "compare_runs")
+COMMAND = "import sys; from fusion_lab.fusions.command import main; sys.exit(main())"
 
 
-def test_no_module_of_the_user_is_hidden_by_one_of_ours(tmp_path):
+@pytest.mark.parametrize("installed", [False, True])
+def test_no_module_of_the_user_is_hidden_by_one_of_ours(installed, tmp_path):
     """Not even a folder without __init__.py, one that is imported in the step, or a class that was
-    pickled in a run of the file; from any folder."""
+    pickled in a run of the file; from any folder, also where we are installed beside others."""
+    site = tmp_path / "site-packages"
+    shutil.copytree(ROOT / "fusion_lab", site / "fusion_lab")
+    (site / "beside.py").touch()
+    environment = {**os.environ, "PYTHONPATH": str(site)} if installed else None
     for name in NAMES:
         (tmp_path / name).mkdir()
         (tmp_path / name / "nets.py").write_text(f"NAME = {name!r}\n")
@@ -84,6 +92,7 @@ def test_no_module_of_the_user_is_hidden_by_one_of_ours(tmp_path):
     )
     text = f"""
 {imports}
+{"import beside" if installed else ""}
 PICKLED = __file__ + ".pickle"
 def build():
     with open(PICKLED, "rb") as file:
@@ -99,11 +108,11 @@ if __name__ == "__main__":
         pickle.dump(Net(), file)
 """
     (tmp_path / "training.py").write_text(HEAD + text)
-    subprocess.run([sys.executable, tmp_path / "training.py"], check=True, cwd=ROOT)
-    tool = [sys.executable, ROOT / "analysis_tools/find_fusions.py", "--model"]
-    done = subprocess.run(
-        [*tool, f"{tmp_path}/training.py:build"], capture_output=True, text=True, cwd="/"
-    )
+    python, place = [sys.executable], f"{tmp_path}/training.py:build"
+    subprocess.run([*python, tmp_path / "training.py"], check=True, cwd="/", env=environment)
+    tool = ["-c", COMMAND] if installed else [ROOT / "analysis_tools/find_fusions.py"]
+    command = [*python, *tool, "--model", place]
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment)
     assert (done.returncode, "tanh" in done.stdout) == (0, True), done.stderr
 
 
