@@ -109,12 +109,12 @@ def block_sizes(
     sizes: Sizes, *, hip_float32: Sizes | None = None, hip: Sizes | None = None,
     tf32: Sizes | None = None, float32: Sizes | None = None,
 ) -> Callable[[Callable], Callable]:  # fmt: skip
-    """Set the block sizes of the kernel below, and num_warps and num_stages of its launches.
+    """Set the block sizes of the kernel below, and its num_warps and num_stages.
 
-    num_warps: groups of 32 or 64 threads that run a program, 4 if not set; num_stages: rounds of a
-    loop whose loads are under way at once. `sizes` suit 16-bit tensors on NVIDIA's GPUs; the first
-    other case that holds (hip: AMD) says what differs. TILE: elements of a block of rows. PROGRAMS:
-    programs that share these blocks, or more, so that none has more than 16.
+    `sizes` suit 16-bit tensors on NVIDIA's GPUs. The first other case that holds (hip: AMD) says
+    what differs there. TILE: elements of a block of rows. PROGRAMS: programs that share the blocks,
+    or more, so that none has over 16. num_warps: groups of 32 or 64 threads that run a program (4
+    if not set). num_stages: rounds of a loop whose loads are under way at once.
     """
     cases = {"hip_float32": hip_float32, "hip": hip, "tf32": tf32, "float32": float32, "any": sizes}
 
@@ -135,7 +135,7 @@ def operator(function: Callable) -> Callable:
     if not INTERPRETED:
         return triton_op(name, function, mutates_args=())
     opaque = torch.library.custom_op(name, function, mutates_args=())
-    opaque.register_fake(function)  # the interpreter is not compiled: it gives shapes alone
+    opaque.register_fake(function)  # for shapes: torch.compile cannot look into it
     return opaque
 
 

@@ -2,11 +2,11 @@
 """TinyOpenFold V1: the baseline, a small AlphaFold 2 Evoformer stack in plain PyTorch operations.
 
 A protein is a chain of residues (amino acids). The input is an alignment, the MSA: rows are related
-proteins, columns are residues. Each place in it has a vector, and so has each pair of residues ij,
-called an edge, which predicts their distance. A block updates the MSA by attention within rows,
-where edge ij adds a number to the score of residues i and j (pair bias), then within columns. It
-updates edge ij from MSA columns i and j (outer product), then from edges ik and jk, which close a
-triangle (triangle multiplication and attention). Names: OpenFold's; AF2 SI: Jumper et al. 2021's.
+proteins, columns are residues. Each place has a vector, and so has each pair of residues ij, called
+an edge: it predicts their distance. A block updates the MSA by attention within rows, where edge ij
+adds a number to the score of residues i and j (pair bias), then within columns. It updates edge ij
+from columns i and j (outer product), then from edges ik and jk: triangle multiplication, triangle
+attention. Names follow OpenFold; AF2 SI is the supplement of Jumper et al. 2021.
 
 Nothing in the model is fused: each operation starts its own kernels (functions on the GPU). A
 kernel reads from memory and writes to it, which often takes longer than its arithmetic. Attention
@@ -52,7 +52,7 @@ except ImportError as error:
 # --- configuration
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model, and their letters in shapes; B is the batch size, C any channels."""
+    """Sizes of the model, and their letters in shapes; B: batch, C: channels, D: C / H."""
 
     msa_dim: int = 64  # c_m
     pair_dim: int = 128  # c_z
@@ -94,7 +94,7 @@ class GatedAttention(nn.Module):
         """
         if present is not None:
             bias = x.new_zeros(1) if bias is None else bias
-            # softmax makes this 0, and -inf NaN if all keys are padding; float16 has -1e4
+            # -1e4 fits float16 and gives a weight of 0; -inf gives NaN if all keys are padding
             bias = bias.masked_fill(~present[:, None, None], -1e4)
         linears = (self.linear_q, self.linear_k, self.linear_v, self.linear_g)
         q, k, v, gate = (linear(x) for linear in linears)

@@ -47,7 +47,7 @@ except ImportError as error:
 # --- configuration
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model, and their letters in shapes; B is the batch size, C any channels."""
+    """Sizes of the model, and their letters in shapes; B: batch, C: channels, D: C / H."""
 
     msa_dim: int = 64  # c_m
     pair_dim: int = 128  # c_z
@@ -100,7 +100,7 @@ class GatedAttention(nn.Module):
         """
         if present is not None:
             bias = x.new_zeros(1) if bias is None else bias
-            # softmax makes this 0, and -inf NaN if all keys are padding; float16 has -1e4
+            # -1e4 fits float16 and gives a weight of 0; -inf gives NaN if all keys are padding
             bias = bias.masked_fill(~present[:, None, None], -1e4)
         if self.flash_attention:
             return self.attend_flash(x, bias)

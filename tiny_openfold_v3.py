@@ -68,7 +68,7 @@ except ImportError as error:
 # --- configuration
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model, and their letters in shapes; B is the batch size, C any channels."""
+    """Sizes of the model, and their letters in shapes; B: batch, C: channels, D: C / H."""
 
     msa_dim: int = 64  # c_m
     pair_dim: int = 128  # c_z
@@ -99,7 +99,8 @@ class Fusions:
 # --- kernels
 # A kernel runs as many programs, each with its own block of numbers. No two add to one place, as
 # their order would change the bits: each writes the sum over its own rows, and one more launch adds
-# these up. Pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas.
+# these up. Pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas. What
+# a kernel calls stands below it, or in the section "what all kernels share".
 # --- blocks
 # Copied from dev/parts/blocks.py by dev/sync_parts.py: edit it there.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the kernels run on the CPU, in Python
@@ -114,12 +115,12 @@ def block_sizes(
     sizes: Sizes, *, hip_float32: Sizes | None = None, hip: Sizes | None = None,
     tf32: Sizes | None = None, float32: Sizes | None = None,
 ) -> Callable[[Callable], Callable]:  # fmt: skip
-    """Set the block sizes of the kernel below, and num_warps and num_stages of its launches.
+    """Set the block sizes of the kernel below, and its num_warps and num_stages.
 
-    num_warps: groups of 32 or 64 threads that run a program, 4 if not set; num_stages: rounds of a
-    loop whose loads are under way at once. `sizes` suit 16-bit tensors on NVIDIA's GPUs; the first
-    other case that holds (hip: AMD) says what differs. TILE: elements of a block of rows. PROGRAMS:
-    programs that share these blocks, or more, so that none has more than 16.
+    `sizes` suit 16-bit tensors on NVIDIA's GPUs. The first other case that holds (hip: AMD) says
+    what differs there. TILE: elements of a block of rows. PROGRAMS: programs that share the blocks,
+    or more, so that none has over 16. num_warps: groups of 32 or 64 threads that run a program (4
+    if not set). num_stages: rounds of a loop whose loads are under way at once.
     """
     cases = {"hip_float32": hip_float32, "hip": hip, "tf32": tf32, "float32": float32, "any": sizes}
 
@@ -140,14 +141,13 @@ def operator(function: Callable) -> Callable:
     if not INTERPRETED:
         return triton_op(name, function, mutates_args=())
     opaque = torch.library.custom_op(name, function, mutates_args=())
-    opaque.register_fake(function)  # the interpreter is not compiled: it gives shapes alone
+    opaque.register_fake(function)  # for shapes: torch.compile cannot look into it
     return opaque
 
 
 # --- end of operators
 # --- layer norm: y = weight * (x - mean) / sqrt(variance + eps) + bias over the channels
-# The pair bias that an attention makes of its result is made on the way. Functions that a kernel
-# calls, such as tile_of_rows, are in section "what all kernels share".
+# The pair bias that an attention makes of its result is made on the way.
 @block_sizes({"TILE": 1024, "num_warps": 1})
 @triton.jit
 def layer_norm_forward_kernel(
@@ -165,7 +165,7 @@ def layer_norm_forward_kernel(
     program = tl.program_id(0).to(tl.int64)
     row, at, inside = tile_of_rows(program * ROWS, rows, C, BLOCK_C, ROWS, True)
     channel = tl.arange(0, BLOCK_C)  # BLOCK_C: C or more, as ranges are powers of two
-    x, _ = normalise(load_tile(X, at, inside), inside, eps, C)
+    x, _ = normalise(load_tile(X, at, inside), inside, eps, C)  # x_hat
     weight = tl.load(WEIGHT + channel, mask=channel < C, other=0.0)
     bias = tl.load(BIAS + channel, mask=channel < C, other=0.0)
     y = x * weight[None, :] + bias[None, :]
@@ -203,8 +203,8 @@ def layer_norm_backward_kernel(
     grad_heads = tl.zeros([BLOCK_H, BLOCK_C], tl.float32)
     for start in range(program * ROWS, rows, PROGRAMS * ROWS):
         row, at, inside = tile_of_rows(start, rows, C, BLOCK_C, ROWS, True)
-        x, rstd = normalise(load_tile(X, at, inside), inside, eps, C)
-        grad = tl.zeros([ROWS, BLOCK_C], tl.float32)
+        x, rstd = normalise(load_tile(X, at, inside), inside, eps, C)  # x_hat
+        grad = tl.zeros([ROWS, BLOCK_C], tl.float32)  # dy
         if GRAD is not None:
             grad += load_tile(GRAD, at, inside)
         for head in tl.static_range(H):
@@ -213,7 +213,7 @@ def layer_norm_backward_kernel(
             grad_pair_bias = tl.load(at_pair, mask=row < rows, other=0.0).to(tl.float32)[:, None]
             grad += grad_pair_bias * projection[None, :]
             grad_head = tl.sum(grad_pair_bias * (x * weight[None, :] + bias[None, :]), 0)
-            is_head = (tl.arange(0, BLOCK_H) == head)[:, None]
+            is_head = (tl.arange(0, BLOCK_H) == head)[:, None]  # a block in registers has no [head]
             grad_heads += tl.where(is_head, grad_head[None, :], 0.0)
         grad_weight += grad * x
         grad_bias += grad
@@ -921,7 +921,7 @@ class GatedAttention(nn.Module):
         """
         if present is not None:
             bias = x.new_zeros(1) if bias is None else bias
-            # softmax makes this 0, and -inf NaN if all keys are padding; float16 has -1e4
+            # -1e4 fits float16 and gives a weight of 0; -inf gives NaN if all keys are padding
             bias = bias.masked_fill(~present[:, None, None], -1e4)
         if self.fused:
             qkvg = F.linear(x, self.linear_qkvg.weight).unflatten(-1, (self.heads, 4, -1))

@@ -73,7 +73,7 @@ except ImportError as error:
 # --- configuration
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model, and their letters in shapes; B is the batch size, C any channels."""
+    """Sizes of the model, and their letters in shapes; B: batch, C: channels, D: C / H."""
 
     msa_dim: int = 64  # c_m
     pair_dim: int = 128  # c_z
@@ -105,7 +105,8 @@ class Fusions:
 # --- kernels
 # A kernel runs as many programs, each with its own block of numbers. No two add to one place, as
 # their order would change the bits: each writes the sum over its own rows, and one more launch adds
-# these up. Pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas.
+# these up. Pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas. What
+# a kernel calls stands below it, or in the section "what all kernels share".
 # A backward pass launches what the gradient of its input needs. The gradients of its parameters
 # are for its function `compute`, which may run on a side stream: see parameter_gradients.
 # --- blocks
@@ -122,12 +123,12 @@ def block_sizes(
     sizes: Sizes, *, hip_float32: Sizes | None = None, hip: Sizes | None = None,
     tf32: Sizes | None = None, float32: Sizes | None = None,
 ) -> Callable[[Callable], Callable]:  # fmt: skip
-    """Set the block sizes of the kernel below, and num_warps and num_stages of its launches.
+    """Set the block sizes of the kernel below, and its num_warps and num_stages.
 
-    num_warps: groups of 32 or 64 threads that run a program, 4 if not set; num_stages: rounds of a
-    loop whose loads are under way at once. `sizes` suit 16-bit tensors on NVIDIA's GPUs; the first
-    other case that holds (hip: AMD) says what differs. TILE: elements of a block of rows. PROGRAMS:
-    programs that share these blocks, or more, so that none has more than 16.
+    `sizes` suit 16-bit tensors on NVIDIA's GPUs. The first other case that holds (hip: AMD) says
+    what differs there. TILE: elements of a block of rows. PROGRAMS: programs that share the blocks,
+    or more, so that none has over 16. num_warps: groups of 32 or 64 threads that run a program (4
+    if not set). num_stages: rounds of a loop whose loads are under way at once.
     """
     cases = {"hip_float32": hip_float32, "hip": hip, "tf32": tf32, "float32": float32, "any": sizes}
 
@@ -146,7 +147,7 @@ def without_second_derivative(backward: Callable) -> staticmethod:
     """Make a Function's backward pass fail where it would have to be differentiated itself."""
 
     def checked(ctx, *grads: Tensor | None):
-        if torch.is_grad_enabled():  # once_differentiable lets constant gradients pass
+        if torch.is_grad_enabled():  # PyTorch's once_differentiable lets constant gradients pass
             raise RuntimeError("create_graph: V4's kernels have no second derivatives; V1 has")
         return backward(ctx, *grads)
 
@@ -155,7 +156,7 @@ def without_second_derivative(backward: Callable) -> staticmethod:
 
 # --- norm and projection: out = y W^T + b with y = norm(x), and the pair bias of an attention
 # Norm and projection are one kernel; projection and residual, x + (o W^T + b), are another. So
-# neither y nor an update is ever in memory, and no other kernel adds up gradients of x. The
+# neither y nor an update is ever in memory, and no kernel is needed to add gradients of x. The
 # backward pass makes y again. The norm of a pair also makes a pair bias, by the weight HEADS
 # [H, C]. C must be a power of two.
 @block_sizes(
