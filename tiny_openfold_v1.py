@@ -5,8 +5,8 @@ A protein is a chain of residues (amino acids). The input is an alignment, the M
 proteins, columns are residues. Each place has a vector, and so has each pair of residues ij, called
 an edge: it predicts their distance. A block updates the MSA by attention within rows, where edge ij
 adds a number to the score of residues i and j (pair bias), then within columns. It updates edge ij
-from columns i and j (outer product), then from edges ik and jk: triangle multiplication, triangle
-attention. Names follow OpenFold; AF2 SI is the supplement of Jumper et al. 2021.
+by columns i and j (outer product), then by edges ik and jk (triangle multiplication and attention).
+Names follow OpenFold; AF2 SI is the supplement of Jumper et al. 2021.
 
 Nothing in the model is fused: each operation starts its own kernels (functions on the GPU). A
 kernel reads from memory and writes to it, which often takes longer than its arithmetic. Attention
