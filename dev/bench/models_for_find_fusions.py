@@ -1,5 +1,5 @@
-"""Steps on which find_fusions.py is held against torch.compile: a table of public libraries' models
-with random weights, some by hand, and the problems of KernelBench.
+"""Steps on which find-fusions is held against torch.compile: models of public libraries with random
+weights.
 
 Each entry of MODELS is a function without arguments that returns (model, batch), where
 model(**batch) is the loss. Sizes are such that a step keeps an H100 busy and compiles in about a
@@ -9,17 +9,12 @@ minute. What a module makes is made on the default device.
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from fusion_lab.cli import ToolError
-from fusion_lab.script import import_file
 
 Made = tuple[nn.Module, dict[str, object]]
 Make = Callable[[], Made]
@@ -85,79 +80,6 @@ def graph(name: str, nodes: int, edges: int, width: int, **sizes: object) -> Mad
     ends = torch.randint(nodes, (2, edges))
     model = getattr(models, name)(width, width, 3, 10, **sizes)
     return WithLoss(model), {"labels": labels, "x": x, "edges": ends}
-
-
-# --- by hand
-
-
-def waves(time: Tensor, width: int) -> Tensor:
-    """Times [B] as sines and cosines [B, width]."""
-    steps = torch.arange(width // 2, device=time.device)
-    angles = time[:, None] * torch.exp(-0.3 * steps)
-    return torch.cat([angles.sin(), angles.cos()], 1)
-
-
-class DiTBlock(nn.Module):
-    """A transformer layer whose norms are scaled and shifted by a condition."""
-
-    def __init__(self, width: int, heads: int):
-        super().__init__()
-        self.heads = heads
-        self.norm1 = nn.LayerNorm(width, elementwise_affine=False)
-        self.norm2 = nn.LayerNorm(width, elementwise_affine=False)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width)
-        )
-        self.condition = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
-
-    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        """[B, S, D] and [B, D] to the first."""
-        shift1, scale1, gate1, shift2, scale2, gate2 = self.condition(condition).chunk(6, -1)
-        y = self.norm1(x) * (1 + scale1[:, None]) + shift1[:, None]
-        q, k, v = self.qkv(y).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        x = x + gate1[:, None] * self.out(y)
-        y = self.norm2(x) * (1 + scale2[:, None]) + shift2[:, None]
-        return x + gate2[:, None] * self.mlp(y)
-
-
-class DiT(nn.Module):
-    """The noise in a picture, by transformer layers over its patches (Peebles and Xie 2023)."""
-
-    def __init__(self, size: int, width: int, layers: int, patch: int = 4):
-        super().__init__()
-        self.width, self.patch = width, patch
-        self.first = nn.Conv2d(3, width, patch, patch)
-        self.positions = nn.Parameter(0.02 * torch.randn(1, (size // patch) ** 2, width))
-        self.blocks = nn.ModuleList(DiTBlock(width, width // 64) for _ in range(layers))
-        self.norm, self.last = nn.LayerNorm(width), nn.Linear(width, 3 * patch**2)
-
-    def forward(self, mixed: Tensor, time: Tensor) -> Tensor:
-        patches = self.first(mixed)
-        x, condition = patches.flatten(2).mT + self.positions, waves(time, self.width)
-        for block in self.blocks:
-            x = block(x, condition)
-        x = self.last(self.norm(x)).mT.unflatten(-1, patches.shape[2:])
-        return F.pixel_shuffle(x, self.patch)
-
-
-class Diffusion(nn.Module):
-    """How far a model is from the noise that it is to see in a picture."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-
-    def forward(self, picture: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """Pictures and noise [B, 3, H, W], times [B] between 0 and 1."""
-        mixed = torch.lerp(picture, noise, time[:, None, None, None])
-        return F.mse_loss(self.model(mixed, time).float(), noise)
-
-
-def diffusion(make: Callable[[], nn.Module], batch: int, size: int) -> Made:
-    picture, noise = torch.randn(2, batch, 3, size, size)
-    return Diffusion(make()), {"picture": picture, "noise": noise, "time": torch.rand(batch)}
 
 
 # --- the list
@@ -234,23 +156,5 @@ MODELS: dict[str, Make] = {
     "GAT": partial(graph, "GAT", 30_000, 300_000, 128, v2=True, heads=4, **NO_LOOPS),
     "GraphSAGE": partial(graph, "GraphSAGE", 50_000, 400_000, 128),
     "GIN": partial(graph, "GIN", 50_000, 400_000, 128),
-    "DiT": partial(diffusion, partial(DiT, 64, 768, 4), 32, 64),
 }  # fmt: skip
-IN_FP32 = ("video ResNet", "DINOv2", "BERT, plain", "Llama", "GPT-2", "DiT", "GraphSAGE")
-
-
-def problems(folder: Path) -> dict[str, Callable[[], tuple[nn.Module, list[Tensor]]]]:
-    """Every second problem of KernelBench's levels 2 and 3 by its number: what makes the model and
-    its inputs. The folder has level2 and level3."""
-    paths = [path for level in (2, 3) for path in (folder / f"level{level}").glob("*.py")]
-    if not paths:
-        raise ToolError(f"{folder}: no level2/*.py or level3/*.py, which KernelBench has")
-    numbers = {path: int(re.match(r"\d+", path.name)[0]) for path in paths}
-    chosen = sorted((path.parent.name, n, path) for path, n in numbers.items() if n % 2 == 0)
-    return {f"{path.parent.name}/{path.stem}": partial(problem, path) for *_, path in chosen}
-
-
-def problem(path: Path) -> tuple[nn.Module, list[Tensor]]:
-    """A model of KernelBench and its inputs."""
-    module = import_file(path)
-    return module.Model(*module.get_init_inputs()), module.get_inputs()
+IN_FP32 = ("video ResNet", "DINOv2", "BERT, plain", "Llama", "GPT-2", "GraphSAGE")
