@@ -324,23 +324,30 @@ def values_of(
 def judge(
     exact: dict, unfused: list[dict], fused: dict, least: float
 ) -> dict[str, tuple[float, float]]:
-    """Return each value's relative error and its limit.
-
-    That is three times the largest error of the unfused runs, or `least` (at most 1e-3 for what is
-    no gradient) if that is more; 0 where one of these is NaN. No norm counts for less than 1e-5 of
-    that of all gradients. A gradient of zero in theory, as that of a bias which softmax takes out,
-    is the noise of sums in another order: it counts for 1e-3 of all, or for `least` / 10.
-    """
+    """Return each value's relative error and its limit: three times the largest error of the
+    unfused runs, or `least` (at most 1e-3 for what is no gradient) if that is more; 0 where one of
+    these is NaN."""
     norms = {name: float(value.norm()) for name, value in exact.items()}
     total = math.hypot(*(norm for name, norm in norms.items() if name.startswith(GRADIENT)))
     judged = {}
     for name, norm in norms.items():
-        norm = max(norm, total * (1e-5 if norm > 1e-12 * total else max(1e-3, least / 10)))
+        scale = scale_of(norm, total, least)
         sizes = [float((side[name] - exact[name]).norm()) for side in (fused, *unfused)]
-        error, *errors = (size / norm if math.isfinite(size) else math.inf for size in sizes)
+        error, *errors = (size / scale if math.isfinite(size) else math.inf for size in sizes)
         floor = least if name.startswith(GRADIENT) else min(least, 1e-3)
         judged[name] = error, max(floor, 3 * max(errors)) if max(errors) < math.inf else 0.0
     return judged
+
+
+def scale_of(norm: float, total: float, least: float) -> float:
+    """What errors of a value are measured against: its norm, or 1e-5 of that of all gradients.
+
+    A gradient of zero in theory, as that of a bias which softmax takes out, is the noise of sums in
+    another order: it counts for 1e-3 of all, or for `least` / 10.
+    """
+    if norm > 1e-12 * total:
+        return max(norm, 1e-5 * total)
+    return max(1e-3, least / 10) * total
 
 
 def worst_of(judged: Mapping[str, tuple[float, float]]) -> str:

@@ -9,11 +9,9 @@ standard library is needed.
 """
 
 import csv
-import gzip
 import json
 import math
 import re
-import zlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
@@ -21,13 +19,14 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from fusion_lab.cli import ToolError, note
-from fusion_lab.files import reads, write_file
+from fusion_lab.files import write_file
 from fusion_lab.profile.dispatches import (
     HOUR_NS,
     Dispatch,
     read_kernel_trace,
     read_table,
     say_changes,
+    unzipped,
     valid_ends,
 )
 
@@ -270,14 +269,11 @@ def load_trace(path: Path) -> list[dict]:
 def read_trace(path: Path) -> dict:
     """What is in a trace of the PyTorch profiler, its events checked; ToolError if it is none."""
     try:
-        content = reads(path).read_bytes()
-        if content[:2] == b"\x1f\x8b":
-            content = gzip.decompress(content)
-        content = json.loads(content.decode("utf-8-sig", "replace"))
+        content = json.loads(unzipped(path).decode("utf-8-sig", "replace"))
         events = content["traceEvents"]
         if not all(isinstance(event, dict) for event in events):
             raise TypeError("its events are no objects")
-    except (EOFError, zlib.error, gzip.BadGzipFile, ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError) as error:
         what = "not a trace of the PyTorch profiler, or cut off"
         raise ToolError(f"{path}: {what} ({error})") from error
     return content | {"traceEvents": check_events(events, path)}
