@@ -41,10 +41,10 @@ WIDE, ROWS = torch.randn(4, 100_000), torch.arange(N)
 TABLE, PICTURE = torch.randn(1000, D), torch.randn(1, 4, N, D)
 
 
-def found(take, weights=(), rates=None) -> Finding:
+def found(take, rates=None) -> Finding:
     """What is found in a step that is really taken, and whose result stays."""
     out = []
-    step = Step("test", lambda: out.append(take()), list(weights))
+    step = Step("test", lambda: out.append(take()))
     step.take()
     return Finding(record(step), rates)
 
@@ -588,7 +588,7 @@ def test_the_time_of_kernels_on_several_streams():
 
 def report_of_a_check(launched: dict, take=lambda: (SQUARE @ SQUARE).exp(), made=None) -> str:
     """On a CPU, where operators stand for kernels."""
-    step = Step("s", take, [], lambda: made or take)
+    step = Step("s", take, lambda: made or take)
     check = compared(step, launched)
     check["predicted_us"] = {"now": 100.0, "compiled": 100.0}
     return "\n".join(find_fusions.checked({"check": check}))

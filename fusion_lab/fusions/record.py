@@ -133,7 +133,6 @@ class Recorded:
     operators: list[Operator] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)  # bytes of each storage
     alive: set[tuple[int, int]] = field(default_factory=set)  # there when the step is over
-    weights: set[int] = field(default_factory=set)  # storages of weights
     unwritten: list[str] = field(default_factory=list)  # operators that read what none wrote
     run: str = "fake"  # or "real" on a CPU, or "measured" on a GPU
     launched: dict[str, float] = field(default_factory=dict)  # microseconds by name of the kernel

@@ -69,11 +69,10 @@ NEEDED = (
 
 @dataclass
 class Step:
-    """A training step on inputs that stay, its weights, and what makes the same compiled."""
+    """A training step on inputs that stay, and what makes the same compiled."""
 
     name: str
     take: Callable[[], object]
-    weights: list[Tensor] = field(default_factory=list)
     compiled: Callable[[], Callable[[], object]] | None = None
     calls: int = 0
     stepped: set[int] = field(default_factory=set)  # optimizers in the last call, by id
@@ -122,12 +121,12 @@ def from_script(name: str, argv: Sequence[str]) -> Step:
         batch = module.make_batches(args, torch.device("cpu"), args.seed).next_batch()
     batch = {key: placed(value, device) for key, value in batch.items()}
 
-    def build(compiled: bool) -> tuple[Callable[[], object], list[Tensor]]:
+    def build(compiled: bool) -> Callable[[], object]:
         chosen = argparse.Namespace(**{**vars(args), "torch_compile": compiled})
         trainer = module.Trainer(chosen).build()
-        return partial(trainer.compute, batch), [*trainer.model.parameters()]
+        return partial(trainer.compute, batch)
 
-    return Step(module.SCRIPT, *build(False), lambda: build(True)[0])
+    return Step(module.SCRIPT, build(False), partial(build, True))
 
 
 def function_of(place: str, argv: Sequence[str] = ()) -> tuple[Callable[[], object], Namespace]:
@@ -162,7 +161,7 @@ def from_function(
                 made = make()
     if callable(made) and not isinstance(made, nn.Module):
         around = namespace.around
-        return Step(place, around(made), [], lambda: around(torch.compile(made)))
+        return Step(place, around(made), lambda: around(torch.compile(made)))
     pair = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(pair[0], nn.Module) or not isinstance(pair[1], Mapping):
         found = ", ".join(type(part).__name__ for part in pair)
@@ -221,7 +220,7 @@ def from_model(
 
         return take
 
-    return Step(title, train(False), weights, partial(train, True))
+    return Step(title, train(False), partial(train, True))
 
 
 # --- counted and timed
@@ -265,7 +264,6 @@ def record(step: Step, timed: bool = False) -> Recorded:
     """One step, of which no tensor stays. Optimizers that took no step in it are in the remarks."""
     recorder = Recorder(timed)
     recorded = recorder.recorded
-    recorded.weights = {recorder.number(weight) for weight in step.weights}
     with recorder, of_the_user(step.name):
         loss = step.call()  # which is there when the step is over
     del loss
@@ -299,21 +297,19 @@ def counted(build: Callable[[], Step]) -> tuple[Step, Recorded]:
 
 
 @as_on_gpu()
-def count(build: Callable[[], Step], real: bool = False) -> tuple[Step, Recorded]:
+def count(build: Callable[[], Step]) -> tuple[Step, Recorded]:
     """Operators, bytes and FLOPs of a step of fake tensors, with which nothing is computed. A step
-    that these cannot take is really taken on the CPU, which is said before; at once if `real`."""
-    if not real:
-        try:
-            with faked():
-                return counted(build)
-        except Exception as error:
-            cause = error.__cause__ if isinstance(error, ToolError) else error
-            if cause is None or isinstance(cause, SystemExit):
-                raise
-            reason = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
-            if isinstance(cause, NeedsRun):
-                reason = str(cause)
-            note(f"{reason}{where(cause)}: the step is really taken on this CPU, twice")
+    that these cannot take is really taken on the CPU, which is said before."""
+    try:
+        with faked():
+            return counted(build)
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error, ToolError) else error
+        if cause is None or isinstance(cause, SystemExit):
+            raise
+        reason = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
+        reason = str(cause) if isinstance(cause, NeedsRun) else reason
+        note(f"{reason}{where(cause)}: the step is really taken on this CPU, twice")
     gc.collect()  # what the attempt before has left, such as workers of a DataLoader
     with signs_of_life("taking two steps on this CPU"):
         step, recorded = counted(build)
