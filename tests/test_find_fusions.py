@@ -27,6 +27,7 @@ from fusion_lab.cli import ToolError
 from fusion_lab.fusions import command as find_fusions
 from fusion_lab.fusions import forms
 from fusion_lab.fusions import step as steps
+from fusion_lab.fusions.flops import attention as flops_of_attention
 from fusion_lab.fusions.flops import registry
 from fusion_lab.fusions.groups import Finding, Group
 from fusion_lab.fusions.rates import Rates
@@ -442,7 +443,10 @@ def test_flop_of_attention_with_fewer_heads_of_keys_and_smaller_values(kind):
         q, k, v = torch.empty(2, 8, 16, 32), torch.empty(2, 4, 24, 32), torch.empty(2, 4, 24, 16)
         take = partial(getattr(torch.ops.aten, f"_scaled_dot_product_{kind}"), q, k, v)
         flop = found(take).recorded.flop()
-    assert sum(flop.values()) == 2 * (2 * 8 * 16) * 24 * (32 + 16)
+    product = 2 * (2 * 8 * 16) * 24
+    assert sum(flop.values()) == product * (32 + 16)
+    named = {"grad_out": None, "query": q, "key": k, "value": v}
+    assert flops_of_attention(named, 1) == product * (3 * 32 + 2 * 16)  # scores are made again
 
 
 def test_a_formula_that_does_not_take_a_call_ends_nothing():
@@ -903,6 +907,12 @@ def test_bad_input_is_one_line(argv, status, words, model):
     assert (found, out) == (status, "")
     (line,) = (line for line in err.splitlines() if ": note: " not in line)
     assert words in line, err
+
+
+def test_a_version_script_and_its_arguments():
+    few = "--num-layers 1 --vocab-size 50 --hidden-dim 32 --num-heads 2 --batch-size 2"
+    status, out, _ = find("--seq-len", "32", "tiny_llama_v1.py", *few.split(), "--device", "cpu")
+    assert (status, out.split(",")[0]) == (0, "tiny_llama_v1")
 
 
 def test_times_without_a_gpu_are_named_as_estimates(model):
