@@ -3,9 +3,6 @@
 SCRIPT = Path(__file__).stem
 RANK = int(os.getenv("RANK", "0"))  # of this process among those that torchrun started
 WORLD_SIZE = int(os.getenv("WORLD_SIZE", "1"))
-OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
-COMPILE_MODES = ("default", *OWN_GRAPHS, "max-autotune-no-cudagraphs")
-NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # like views, move no data
 PROFILES = ("enable_pytorch_profiler", "enable_memory_profiling", "enable_rocm_profiling")
 UNFINISHED = (1, "it did not finish")  # exit status and error of a run until its end
 
@@ -29,8 +26,9 @@ def measure(*sides: Trainer) -> list[dict]:
             for turn, steps in enumerate(np.array_split(range(args.num_steps), turns)):
                 for side in sides if turn % 2 == 0 else reversed(sides):
                     side.take(len(steps))
-        for side in sides if not args.under_profiler else ():
-            side.count(sides[0].groups["kernels"].get("per_step"))
+        if not args.under_profiler:
+            for side in sides:
+                side.count(sides[0].groups["kernels"].get("per_step"))
         end = (0, None)
     except (Exception, KeyboardInterrupt) as error:
         end = explain(error, args)
@@ -55,7 +53,6 @@ class Trainer:
         self.turns_ms: list[float] = []  # mean time of a step in each turn
         self.phases: dict[str, list[float]] = {}  # milliseconds of each phase in each step
         self.peak = 0  # bytes
-        self.steps = 0  # measured ones
         self.end = UNFINISHED
         # of the result, as far as they are known
         self.groups = {name: {} for name in ("config", "data", "timing", "kernels", "flops")}
@@ -125,8 +122,8 @@ class Trainer:
             own = value[RANK * share :][:share]
             if name not in self.inputs:
                 self.inputs[name] = torch.empty_like(own, device=self.device)
-            own = own.pin_memory() if self.gpu else own  # then nothing waits for the copy
-            self.inputs[name].copy_(own, non_blocking=True)
+            # from pinned memory, so that the host does not wait
+            self.inputs[name].copy_(own.pin_memory() if self.gpu else own, non_blocking=True)
         return self.inputs
 
     def capture(self) -> None:
@@ -198,7 +195,6 @@ class Trainer:
             self.losses += filter(math.isfinite, values)
             if measured and done:
                 self.show(losses, done, began, self.marks[-1][1])
-                self.steps += done
                 self.turns_ms.append(ms)
                 for (_, start), (phase, end) in zip(self.marks, self.marks[1:], strict=False):
                     phase_ms = start.elapsed_time(end) if self.gpu else 1e3 * (end - start)
@@ -210,7 +206,7 @@ class Trainer:
     def show(self, losses: Tensor, done: int, began: float, end: object) -> None:
         """Show the last of so many steps of a turn, if it is due; a GPU goes on with the next."""
         args = self.args
-        step = self.steps + done
+        step = len(self.phases.get("data", ())) + done  # with those of earlier turns
         if step % args.log_interval:
             return
         if self.gpu:
@@ -299,6 +295,9 @@ class Trainer:
             unfinished.unlink(missing_ok=True)  # where the disk is full
 
 
+NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # like views, move no data
+
+
 class OperatorCounter(torch.utils._python_dispatch.TorchDispatchMode):
     """Counts the operators inside that move data."""
 
@@ -327,8 +326,7 @@ def count_kernels(trainer: Trainer) -> dict:
     """Count the kernels of a step, on a CPU its operators; {} where none are seen."""
     if not trainer.gpu:  # of two samples: of a single one some copies are views
         batch = {n: torch.cat((t, t))[:2] for n, t in trainer.next_batch().items()}
-        for _ in range(2):  # the first ones of a new Trainer do more
-            trainer.compute(batch)
+        trainer.compute(batch)  # the first one of a new Trainer does more
         with OperatorCounter() as counter:
             trainer.compute(batch)
         return {"unit": "operator calls", "per_step": counter.calls}
@@ -510,6 +508,8 @@ def at_least(low: int) -> Callable[[str], int]:
     return number
 
 
+OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
+COMPILE_MODES = ("default", *OWN_GRAPHS, "max-autotune-no-cudagraphs")
 ARGUMENTS = {  # of every version: flag; type, choices, or bool for a switch; default; help
     "training": (
         ("num-steps", at_least(1), 50, "measured steps"),
@@ -596,7 +596,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     least = 12 if args.num_gpus > 1 else 2  # DDP needs 11 before a capture
     for wrong, message in (
         (RANK >= WORLD_SIZE, f"RANK {RANK} is not below WORLD_SIZE {WORLD_SIZE}"),
-        (launched and args.num_gpus != WORLD_SIZE, f"WORLD_SIZE {WORLD_SIZE} is not --num-gpus"),
+        (launched and args.num_gpus != WORLD_SIZE, f"--num-gpus is not WORLD_SIZE {WORLD_SIZE}"),
         (args.batch_size % args.num_gpus, f"--batch-size must divide by {args.num_gpus} GPUs"),
         (not FUSIONS and (args.all_fusion or args.compare_fusion), "V1 has nothing to compare"),
         (args.compare_fusion and args.verify_accuracy, "--verify-accuracy is a run of its own"),
@@ -686,7 +686,7 @@ def main(argv: list[str] | None = None) -> int:
     finally:  # also of a run whose result found no room on the disk
         progress()
         results = [side.summary() for side in sides]
-        whole = all(side.steps == args.num_steps for side in sides)
+        whole = all(result["timing"].get("steps") == args.num_steps for result in results)
         text = comparison(*results) if sides[1:] and whole else report(results[-1])
         print(text, end="\n" if text else "")
     if message:
