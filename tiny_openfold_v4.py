@@ -3685,7 +3685,7 @@ class Trainer:
         self.phases: dict[str, list[float]] = {}  # milliseconds of each phase in each step
         self.peak = 0  # bytes
         self.end = UNFINISHED
-        # of the result, as far as they are known
+        # parts of the result, as far as they are known
         self.groups = {name: {} for name in ("config", "data", "timing", "kernels", "flops")}
 
     def build(self) -> Trainer:
@@ -3787,8 +3787,9 @@ class Trainer:
         warmup_ms = []
         for step in range(1, args.warmup_steps + 1):
             capture = args.cuda_graph and step == args.warmup_steps
-            if self.gpu and (step == 2 or capture):  # the first step alone needs more,
-                torch.cuda.reset_peak_memory_stats()  # and a replay allocates nothing
+            if self.gpu and (step == 2 or capture):
+                # without what the first step alone needs; and a replay allocates nothing
+                torch.cuda.reset_peak_memory_stats()
             if capture:
                 self.capture()
             warmup_ms.append(self.take(1, measured=False))
@@ -3814,11 +3815,11 @@ class Trainer:
         self.mark("start")
         try:
             for step in range(steps):
-                earlier = len(self.marks)
+                first_mark = len(self.marks)
                 losses[step].copy_(self.step(), non_blocking=True)
                 done = step + 1
                 if measured and step:  # the step before, while a GPU takes this one
-                    self.show(losses, step, began, self.marks[earlier][1])
+                    self.show(losses, step, began, self.marks[first_mark][1])
         finally:
             synchronize()
             ms = 1e3 * (time.perf_counter() - began) / max(1, done)
@@ -3835,7 +3836,7 @@ class Trainer:
         return ms
 
     def show(self, losses: Tensor, done: int, began: float, end: object) -> None:
-        """Show the last of so many steps of a turn, if it is due; a GPU goes on with the next."""
+        """Show the loss after so many steps of a turn, if a line is due; wait for their end."""
         args = self.args
         step = len(self.phases.get("data", ())) + done  # with those of earlier turns
         if step % args.log_interval:
