@@ -485,7 +485,8 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         loss = loss.detach()
         if WORLD_SIZE > 1:
-            dist.all_reduce(loss := loss / WORLD_SIZE)
+            loss = loss / WORLD_SIZE
+            dist.all_reduce(loss)
         self.mark("optimizer")
         return loss
 
@@ -734,7 +735,11 @@ def memory_of_a_step(trainer: Trainer) -> list[tuple[float, float]]:
     events = [e for e in trace_of_a_step(trainer, profile_memory=True) if e["name"] == "[memory]"]
     events = [e for e in events if e["args"]["Device Type"] == int(trainer.gpu)]
     events.sort(key=lambda event: event["ts"])
-    return [(e["ts"] - events[0]["ts"], used := used + e["args"]["Bytes"]) for e in events]
+    course = []
+    for event in events:
+        used += event["args"]["Bytes"]
+        course.append((event["ts"] - events[0]["ts"], used))
+    return course
 
 
 def count_flops(args: argparse.Namespace, batch: dict[str, Tensor]) -> int:
