@@ -2628,6 +2628,12 @@ def parameter_gradients(
     return tuple(grads.get(parameter) for parameter in ctx.parameters)
 
 
+def fused_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of those parts of a module that kernels compute."""
+    parts = [part for part in module.modules() if getattr(part, "fused", False)]
+    return [parameter for part in parts for parameter in part.parameters()]
+
+
 # --- model
 class EvoformerBlock(nn.Module):
     """One block of the Evoformer stack, without dropout (AF2 SI, algorithm 6)."""
@@ -2665,9 +2671,7 @@ class EvoformerBlock(nn.Module):
         check_shape("residues", residues, samples, length)
         masks = (m if m is None else m.bool().contiguous() for m in (sequences, residues))
         sequences, residues = masks
-        parts = [part for part in self.children() if part.fused]
-        parameters = itertools.chain(*(part.parameters() for part in parts))
-        with cast_weights(parameters, gemm_dtype(msa), self.side):
+        with cast_weights(fused_parameters(self), gemm_dtype(msa), self.side):
             msa, pair = self.msa_att_row(msa, pair, residues)
             msa = self.msa_att_col(msa, sequences)
             msa = self.msa_transition(msa)
@@ -2731,13 +2735,21 @@ class TinyOpenFold(nn.Module):
         if self.side.active:  # the embedding's gradients, the last ones, are on the main stream
             msa.register_hook(self.side.join)
             pair.register_hook(self.side.join)
-        for block in self.blocks:
-            inputs = (msa, pair, sequences, residues)
-            if self.config.checkpoint_blocks:  # without random numbers: a block draws none
-                options = {"use_reentrant": False, "preserve_rng_state": False}
-                msa, pair = checkpoint(block, *inputs, **options)
-            else:
-                msa, pair = block(*inputs)
+        fused_loss = self.fusions.loss_fusion and true_tokens is not None
+        weights = fused_parameters(self.blocks)
+        of_heads = parameters_of(self.distogram.linear, self.masked_msa.linear)
+        weights += of_heads if fused_loss else []
+        with cast_weights(weights, gemm_dtype(msa), self.side):
+            for block in self.blocks:
+                inputs = (msa, pair, sequences, residues)
+                if self.config.checkpoint_blocks:  # without random numbers: a block draws none
+                    options = {"use_reentrant": False, "preserve_rng_state": False}
+                    msa, pair = checkpoint(block, *inputs, **options)
+                else:
+                    msa, pair = block(*inputs)
+            if fused_loss:
+                distogram = Projection.apply(pair, None, *of_heads[:2])
+                masked_msa = Projection.apply(msa, None, *of_heads[2:])
         if true_tokens is None:
             masked_msa, distogram = self.masked_msa(msa), self.distogram(pair)
             distogram = distogram[:, :length, :length]
@@ -2751,12 +2763,7 @@ class TinyOpenFold(nn.Module):
             true_tokens, masked = F.pad(true_tokens, padding), F.pad(masked, padding)
             coords, observed = F.pad(coords, (0, 0, *padding)), F.pad(observed, padding)
         bins, known = self.distogram.targets(coords, observed)
-        if self.fusions.loss_fusion:
-            of_pair = parameters_of(self.distogram.linear)
-            of_msa = parameters_of(self.masked_msa.linear)
-            with cast_weights([*of_pair, *of_msa], gemm_dtype(msa), self.side):
-                distogram = Projection.apply(pair, None, *of_pair)
-                masked_msa = Projection.apply(msa, None, *of_msa)
+        if fused_loss:
             self.side.return_workspaces()  # the backward pass, in another thread, has its own
             distogram = HeadLoss.apply(distogram, bins, known, True, 0.3)
             return distogram + HeadLoss.apply(masked_msa, true_tokens, masked, False, 2.0)
@@ -3128,18 +3135,33 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> P
 
 # --- streams
 # Copied from common/streams.py by tools/sync_common.py: edit it there.
-# A forward pass casts its weights together. In a step that is captured as a graph, casts, weight
-# gradients and updates overlap the rest.
+# A forward pass casts its weights together, and gradients are written where AdamW reads them. In a
+# step that is captured as a graph, casts, weight gradients and updates overlap the rest.
 CASTS: ContextVar[dict[Tensor, Tensor]] = ContextVar("CASTS")  # of parameters, in a forward pass
 
 
 def side_by_side(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Allocate tensors of these shapes as one piece, each from a multiple of 64 elements on."""
     sizes = [triton.cdiv(t.numel(), 64) * 64 for t in tensors]
-    make = torch.zeros if any(t.numel() % 64 for t in tensors) else torch.empty  # gaps are read
+    make = torch.zeros if INTERPRETED else torch.empty  # no interpreter warns of what is in gaps
     piece = make(sum(sizes), device=tensors[0].device, dtype=dtype)
     parts = zip(piece.split(sizes), tensors, strict=True)
     return [part[: t.numel()].view(t.shape) for part, t in parts]
+
+
+def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return tensors that lie as side_by_side allocates them as one [elements]; None for others.
+
+    It has the gaps between them, too, in which is anything.
+    """
+    first, last, size = tensors[0], tensors[-1], 0
+    for t in tensors:
+        place = first.data_ptr() + size * first.element_size()
+        if t.data_ptr() != place or t.dtype != first.dtype or not t.is_contiguous():
+            return None
+        size += triton.cdiv(t.numel(), 64) * 64
+    one = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    return first.detach().as_strided((size - -last.numel() % 64,), (1,)) if one else None
 
 
 def cast_of(parameter: Tensor, dtype: torch.dtype) -> Tensor:
@@ -3153,19 +3175,23 @@ def cast_of(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 def cast_weights(
     weights: Iterable[Tensor], dtype: torch.dtype, side: SideStreams
 ) -> Iterator[None]:
-    """Cast weights together, in few launches, for the operations inside.
+    """Cast weights for the operations inside, in one launch if they lie side by side.
 
     Each forward pass has casts of its own, which its backward pass keeps: so weights may change in
     any way between two passes.
     """
-    weights, casts = [w for w in weights if w.dtype != dtype], []
+    known = CASTS.get({})
+    weights, casts = [w for w in weights if w.dtype != dtype and w not in known], []
     if weights:  # on the main stream where a block is computed again in the backward pass
         with torch.no_grad(), side.beside(None if side.written else side.gradients):
-            casts = side_by_side(weights, dtype)
-            torch._foreach_copy_(casts, weights)
+            casts, one = side_by_side(weights, dtype), as_one(weights)
+            if one is None:
+                torch._foreach_copy_(casts, weights)
+            else:
+                as_one(casts).copy_(one)
         if side.active:
             side.casts += casts
-    token = CASTS.set(CASTS.get({}) | dict(zip(weights, casts, strict=True)))
+    token = CASTS.set(known | dict(zip(weights, casts, strict=True)))
     try:
         yield
     finally:
@@ -3194,6 +3220,7 @@ class SideStreams:
 
     def __init__(self):
         self.streams: tuple[torch.cuda.Stream, ...] = ()
+        self.groups: dict[Tensor, list[Tensor]] = {}  # the optimizer's, of each parameter
         self.begin_step(False)
 
     def __reduce__(self) -> tuple:
@@ -3209,6 +3236,7 @@ class SideStreams:
         self.pending = collections.deque()  # of events, and what the work before them reads
         self.casts: list[Tensor] = []  # their memory must not be a later layer's in this step
         self.written: dict[Tensor, tuple] = {}  # event, address and version of a gradient
+        self.places: dict[Tensor, Tensor | None] = {}  # for gradients; None once it is taken
         self.return_workspaces()
         if self.active:
             self.main = torch.cuda.current_stream()
@@ -3243,6 +3271,18 @@ class SideStreams:
             current.wait_event(self.pending[0][0])
             self.pending.popleft()
 
+    def place(self, parameters: Sequence[Tensor]) -> Tensor | None:
+        """Return where AdamW reads these gradients [elements]; None where a copy is needed."""
+        for group in (self.groups[p] for p in parameters if p not in self.places):
+            self.places |= zip(group, side_by_side(group, torch.float32), strict=True)
+        places = [self.places[p] for p in parameters]
+        if any(place is None for place in places):
+            return None
+        self.places |= dict.fromkeys(parameters)
+        one = as_one(places)
+        whole = one is not None and len(one) == sum(p.numel() for p in parameters)
+        return one.data if whole else None  # .data: views would share one version counter
+
     def changed(self, parameter: Tensor) -> bool:
         """Tell whether its gradient is not, or no longer, what the side stream writes."""
         now = parameter.grad.data_ptr(), parameter.grad._version
@@ -3251,10 +3291,11 @@ class SideStreams:
     def wait_for(self, parameters: Sequence[Tensor]) -> None:
         """Let the current stream wait for these gradients; else for all of the main stream."""
         if self.active:
-            known = not any(map(self.changed, parameters))
-            events = {self.written[p][0] for p in parameters} if known else ()
-            for event in events or [self.main.record_event()]:
-                torch.cuda.current_stream().wait_event(event)
+            waits = {*parameters}
+            events = [event for p, (event, *_) in self.written.items() if p in waits]
+            if not events or any(map(self.changed, parameters)):
+                events = [self.main.record_event()]
+            torch.cuda.current_stream().wait_event(events[-1])  # of one stream: after the others
 
     def join(self, *unused) -> None:
         """Let the main stream wait for all gradients; later work of this step runs on it.
@@ -3282,17 +3323,21 @@ def gradients_of(
     as soon as its gradient is there. Nothing overlaps where autograd or a hook reads a gradient.
     """
     parameters = [p for group in groups for p in group]
-    sizes = [[p.numel() for p in group] for group in groups]
-    outs = [parameters[0].new_empty(sum(group), dtype=dtype) for group in sizes]
-    parts = (part for out, group in zip(outs, sizes, strict=True) for part in out.split(group))
-    grads = {p: part.view_as(p) for p, part in zip(parameters, parts, strict=True)}
     side = getattr(parameters[0], "side", None)
     overlaps = side is not None and not side.joined
+    placed = side is not None and dtype == torch.float32
     for p in parameters:
         if p.is_leaf and p.grad is not None:  # autograd adds the second gradient, in float32
             p.grad = p.grad.to(p.dtype)
-            overlaps = False
+            overlaps = placed = False
         overlaps &= not (p._backward_hooks or p._post_accumulate_grad_hooks)
+    outs, grads = [], {}
+    for group in groups:
+        sizes = [p.numel() for p in group]
+        out = side.place(group) if placed else None
+        outs.append(parameters[0].new_empty(sum(sizes), dtype=dtype) if out is None else out)
+        parts = zip(group, outs[-1].split(sizes), strict=True)
+        grads |= {p: part.view_as(p) for p, part in parts}
     if overlaps:
         side.run(partial(compute, *outs), grads, inputs)
     else:
@@ -3319,18 +3364,6 @@ def matmul_out(grad: Tensor, x: Tensor, out: Tensor, direct: bool) -> None:
 # --- optimizer
 # Copied from common/optimizer.py by tools/sync_common.py: edit it there.
 # AdamW is a kernel, which reads weights and gradients where they lie.
-
-
-def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return tensors that lie as side_by_side allocates them as one [elements]; None for others."""
-    first, last, size = tensors[0], tensors[-1], 0
-    for t in tensors:
-        place = first.data_ptr() + size * first.element_size()
-        if t.data_ptr() != place or t.dtype != first.dtype or not t.is_contiguous():
-            return None
-        size += triton.cdiv(t.numel(), 64) * 64
-    one = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
-    return first.detach().as_strided((size - -last.numel() % 64,), (1,)) if one else None
 
 
 @block_sizes({"BLOCK": 1024, "PROGRAMS": 1024})
@@ -3374,17 +3407,16 @@ def adamw_kernel(
 class FusedAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019): one launch for each of `groups`, which lie side by side.
 
-    Parameters that have been given other memory are updated there, one by one. `narrow`: the
-    gradient of a group of one may have another type. `side`: the model's streams. On several GPUs
-    it replaces DistributedDataParallel: call average_gradients before every step.
+    Parameters that have been given other memory are updated there, one by one. `side`: the model's
+    streams. On several GPUs it replaces DistributedDataParallel: call average_gradients before
+    every step.
     """
 
     _step_supports_amp_scaling = True  # the kernel divides by GradScaler's scale and skips a step
     averaged = False  # over several GPUs
 
     def __init__(
-        self, groups: Iterable[list[nn.Parameter]], lr: float, side: SideStreams | None = None,
-        narrow: bool = False,
+        self, groups: Iterable[list[nn.Parameter]], lr: float, side: SideStreams | None = None
     ):  # fmt: skip
         self.groups, self.side = list(groups), side or SideStreams()
         defaults = {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -3392,17 +3424,15 @@ class FusedAdamW(torch.optim.Optimizer):
         self.parameters = self.param_groups[0]["params"]
         self.steps = self.parameters[0].new_zeros(len(self.parameters), dtype=torch.float64)
         self.counts = dict.fromkeys(self.parameters, 0)  # the same on the host, skipped ones too
-        steps = iter(self.steps)
+        pieces = (side_by_side(self.parameters, torch.float32) for _ in range(3))
+        for p, *own in zip(self.parameters, *pieces, self.steps, strict=True):
+            weight, average, square, step = own
+            p.data, p.side = weight.copy_(p.detach()), self.side
+            self.state[p] = {"step": step, "exp_avg": average.zero_(), "exp_avg_sq": square.zero_()}
         for group in self.groups:
-            pieces = [side_by_side(group, torch.float32) for _ in range(3)]
-            for p, weight, average, square in zip(group, *pieces, strict=True):
-                p.data, p.side = weight.copy_(p.detach()), self.side
-                moments = {"exp_avg": average.zero_(), "exp_avg_sq": square.zero_()}
-                self.state[p] = {"step": next(steps), **moments}
-            if narrow and len(group) == 1:
-                p.grad_dtype = None  # any type
-            if dist.is_initialized():  # one seed gives equal weights on equal machines only
-                dist.broadcast(as_one(group), 0)
+            self.side.groups |= dict.fromkeys(group, group)
+        if dist.is_initialized():  # one seed gives equal weights on equal machines only
+            dist.broadcast(as_one(self.parameters), 0)
 
     def __getstate__(self) -> dict:
         raise TypeError("FusedAdamW: copy or save its state_dict, not the optimizer")
@@ -3437,12 +3467,14 @@ class FusedAdamW(torch.optim.Optimizer):
     def collect(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Return gradients as one tensor [elements]; they are copied if they do not lie so."""
         grads = [p.grad for p in parameters]
-        if as_one(grads) is None:
+        one = as_one(grads)
+        if one is None:
             parts = side_by_side(grads, torch.float32)
             torch._foreach_copy_(parts, grads)
             for p, part in zip(parameters, parts, strict=True):
                 p.grad = part
-        return as_one([p.grad for p in parameters])
+            one = as_one(parts)
+        return one
 
     @torch.no_grad()
     def average_gradients(self) -> None:
@@ -3483,27 +3515,23 @@ class FusedAdamW(torch.optim.Optimizer):
         skipped, rate = getattr(self, "found_inf", None), self.rate()
         kept = [p.grad for p in present]  # until what reads them has been waited for
         with self.side.beside(self.side.updates):
+            one = 1
             if skipped is not None:
                 self.side.wait_for([])
-            one = torch.ones_like(rate) if skipped is None else 1 - skipped
-            if len(present) == len(self.parameters):
-                self.steps += one
-            else:
-                steps = [self.state[p]["step"] for p in present]
-                torch._foreach_add_(steps, [one.to(self.steps)] * len(steps))
+                one = 1 - skipped
+            whole = len(present) == len(self.parameters)
+            for steps in [self.steps] if whole else [self.state[p]["step"] for p in present]:
+                steps += one
             powers = [beta**self.steps for beta in self.param_groups[0]["betas"]]
             for group in reversed(self.groups):
-                together = itertools.groupby(group, lambda p: p.grad is not None and self.counts[p])
-                for count, parameters in together:
-                    parameters = [*parameters]
-                    if count:
-                        self.side.wait_for(parameters)
-                        self.update(parameters, powers, rate)
+                if present := [p for p in group if p.grad is not None]:
+                    self.side.wait_for(present)
+                    self.update(present, powers, rate)
         del kept
 
     def update(self, group: list[nn.Parameter], powers: list[Tensor], rate: Tensor) -> None:
         """Update parameters by one launch if they lie side by side, else each where it lies."""
-        weights = as_one(group)
+        weights = as_one(group) if len({self.counts[p] for p in group}) == 1 else None
         if weights is None and len(group) > 1:
             for p in group:
                 self.update([p], powers, rate)

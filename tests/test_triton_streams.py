@@ -46,13 +46,23 @@ class Stream:
 
 
 @dataclass
+class Access:
+    """A launch, by stream and number, and the bytes that it read or wrote."""
+
+    begin: int
+    end: int
+    stream: Stream
+    number: int
+
+
+@dataclass
 class Memory:
-    """The last launch that wrote a storage, and those that have read it since."""
+    """A storage: who has written a part of it, and who has read one since."""
 
     tensor: Tensor  # which keeps it: another may not get its address
-    allocated: bool = False  # and not written yet
-    written: tuple[Stream, int] | None = None
-    read: dict[Stream, int] = field(default_factory=dict)
+    fresh: bool  # a kernel that gets a part first writes it
+    writes: list[Access] = field(default_factory=list)
+    reads: list[Access] = field(default_factory=list)
 
 
 class Watch(TorchDispatchMode):
@@ -79,37 +89,53 @@ class Watch(TorchDispatchMode):
         if function.is_view:
             return results
         empty = "empty" in str(function)  # reads no element
+        fresh = empty or "zeros" in str(function)
         kernel = function.namespace != "aten"
         changed = []
         for argument, value in zip(function._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                changed += [t.untyped_storage().data_ptr() for t in tensors_of(value)]
+                changed += [t.data_ptr() for t in tensors_of(value)]
         inputs = [] if empty else tensors_of((args, kwargs))
         if "adamw" in str(function):
-            changed.append(inputs[0].untyped_storage().data_ptr())
+            changed.append(inputs[0].data_ptr())
         for tensor in inputs:
             at = tensor.untyped_storage().data_ptr()
-            memory = self.memory.setdefault(at, Memory(tensor))
-            writes = at in changed or (kernel and memory.allocated)
-            self.check(function, memory, stream, writes)
+            memory = self.memory.setdefault(at, Memory(tensor, False))
+            access = access_of(tensor, stream)
+            first = not any(overlap(access, other) for other in memory.writes)
+            writes = tensor.data_ptr() in changed or (kernel and memory.fresh and first)
+            self.check(function, memory, access, writes)
         for tensor in tensors_of(results):
             at = tensor.untyped_storage().data_ptr()
             if at not in self.memory:
-                written = None if empty else (stream, stream.number)
-                self.memory[at] = Memory(tensor, empty, written)
+                written = [] if fresh else [access_of(tensor, stream)]
+                self.memory[at] = Memory(tensor, fresh, written)
         return results
 
-    def check(self, function, memory: Memory, stream: Stream, writes: bool) -> None:
-        if memory.written and not stream.knows(*memory.written):
-            self.races.append(f"{function} does not wait for what it reads")
+    def check(self, function, memory: Memory, access: Access, writes: bool) -> None:
+        stream = access.stream
+        for other in memory.writes:
+            if overlap(access, other) and not stream.knows(other.stream, other.number):
+                self.races.append(f"{function} does not wait for what it reads")
         if not writes:
-            memory.read[stream] = stream.number
+            memory.reads.append(access)
             return
-        if not all(stream.knows(*reader) for reader in memory.read.items()):
-            self.races.append(f"{function} does not wait for who reads what it writes")
-        memory.written = stream, stream.number
-        memory.read.clear()
-        memory.allocated = False
+        for other in memory.reads:
+            if overlap(access, other) and not stream.knows(other.stream, other.number):
+                self.races.append(f"{function} does not wait for who reads what it writes")
+        memory.writes.append(access)
+
+
+def access_of(tensor: Tensor, stream: Stream) -> Access:
+    """The bytes from a tensor's first element to its last."""
+    steps = ((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    size = (1 + sum(steps)) * tensor.element_size() if tensor.numel() else 0
+    return Access(begin, begin + size, stream, stream.number)
+
+
+def overlap(one: Access, other: Access) -> bool:
+    return one.begin < other.end and other.begin < one.end
 
 
 def tensors_of(tree: object) -> list[Tensor]:
