@@ -294,6 +294,7 @@ class Norm(NamedTuple):
     dtype: torch.dtype  # of the results
     ending: bool = False  # the pair bias is that of the transposed pairs
     present: Tensor | None = None  # [B, N], False for residues that are padding
+    relu: bool = False  # of the projection, by the library
 
 
 def norm_project(
@@ -395,7 +396,7 @@ class NormProjection(torch.autograd.Function):
     Who adds an update to x takes the returned one. So the gradient of the sum arrives here with
     those of the projections, and one kernel adds it to theirs. The parameters are the first five
     of Norm, the settings the others. Kept for later: x alone; in float32, where the library
-    multiplies, y as well.
+    multiplies, y as well; what went through a ReLU.
     """
 
     @staticmethod
@@ -403,27 +404,35 @@ class NormProjection(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.settings = settings
         ctx.parameters = parameters
-        _, dtype, *_ = settings
+        _, dtype, _, _, relu = settings
         *linear, heads = parameters
         heads = None if heads is None else cast_of(heads, heads.dtype)
         norm = Norm(*with_casts(linear, dtype), heads, *settings)
         rows = x.contiguous()
         # Many rows keep the library's GEMM busy, too: it and a norm are faster than one kernel.
-        few = multiplies(dtype, x.shape[-1]) and x.numel() <= 2**21
+        few = multiplies(dtype, x.shape[-1]) and x.numel() <= 2**21 and not relu
         if few or norm.weight is None:
-            ctx.save_for_backward(rows, None, *norm[:5])
+            ctx.save_for_backward(rows, None, None, *norm[:5])
             return x.view_as(x), *norm_project(rows, norm)
         y, pair_bias = norm_project(rows, norm._replace(weight=None), normed=True)
-        ctx.save_for_backward(rows, y if dtype == torch.float32 else None, *norm[:5])
         bias = None if norm.bias is None else cast_of(parameters[3], dtype)
-        return x.view_as(x), F.linear(y, norm.weight, bias), pair_bias
+        if relu:  # the library's product ends with it
+            out = torch._addmm_activation(bias, y.flatten(0, -2), norm.weight.t())
+            out = out.view(*y.shape[:-1], -1)
+        else:
+            out = F.linear(y, norm.weight, bias)
+        normed = y if dtype == torch.float32 else None
+        ctx.save_for_backward(rows, normed, out if relu else None, *norm[:5])
+        return x.view_as(x), out, pair_bias
 
     @without_second_derivative
     def backward(ctx, residual: Tensor | None, grad: Tensor | None, grad_pair_bias: Tensor | None):
-        x, normed, *saved = ctx.saved_tensors  # with checkpoints they are read once
+        x, normed, activated, *saved = ctx.saved_tensors  # with checkpoints they are read once
         norm = Norm(*saved, *ctx.settings)
         grads = (None if g is None else g.contiguous() for g in (grad, grad_pair_bias, residual))
         grad, grad_pair_bias, residual = grads
+        if activated is not None:
+            grad = torch.ops.aten.threshold_backward(grad, activated, 0)
         *of_norm, weight, bias, heads = ctx.parameters
         groups = [of_norm if grad_pair_bias is None else [*of_norm, heads]]
         read = [x] if normed is None else [x, normed]
@@ -431,7 +440,7 @@ class NormProjection(torch.autograd.Function):
             groups.append([weight] if bias is None else [weight, bias])
             grad_rows = grad.flatten(0, -2)
             read.append(grad_rows)
-            if not multiplies(norm.dtype, x.shape[-1]):
+            if norm.relu or not multiplies(norm.dtype, x.shape[-1]):
                 grad = grad_rows @ norm.weight
                 norm = norm._replace(weight=None)
         grad_x, sums = norm_project_backward(x, norm, grad, grad_pair_bias, residual)
@@ -449,10 +458,11 @@ class NormProjection(torch.autograd.Function):
 def normed_projection(
     norm: nn.LayerNorm, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
     heads: nn.Linear | None = None, ending: bool = False, present: Tensor | None = None,
+    relu: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Return x, its projection after the norm, and a pair bias: use this x, see NormProjection."""
     parameters = norm.weight, norm.bias, weight, bias, None if heads is None else heads.weight
-    settings = norm.eps, gemm_dtype(x), ending, present
+    settings = norm.eps, gemm_dtype(x), ending, present, relu
     return NormProjection.apply(x, settings, *parameters)
 
 
@@ -1845,22 +1855,16 @@ def outer_product_gradient_kernel(
         tl.store(at, wide.to(GRAD_WIDE.dtype.element_ty), mask=inside)
 
 
-def outer_product_options(kernel: str, a: Tensor) -> dict[str, int | str]:
-    """Return what a kernel of the outer product is told."""
-    _, depth, length, dim = a.shape
-    chosen = blocks(kernel, a.dtype)
-    chosen["BLOCK_S"] = min(chosen["BLOCK_S"], max(16, triton.next_power_of_2(depth)))
-    return {**chosen, "S": depth, "N": length, "H": dim, "PRECISION": dot_precision(a.dtype)}
-
-
 def outer_product_forward(a: Tensor, b: Tensor, factors: Tensor) -> Tensor:
     """Multiply a and b [B, S, N, H] -> factor * sum over S of outer products [B, N, N, H x H]."""
-    samples, _, length, dim = a.shape
-    options = outer_product_options("outer_product_forward", a)
+    samples, depth, length, dim = a.shape
     out = a.new_empty(samples, length, length, dim * dim)
-    left, right = (triton.cdiv(length * dim, options[size]) for size in ("BLOCK_M", "BLOCK_N"))
+    chosen = blocks("outer_product_forward", a.dtype)
+    chosen["BLOCK_S"] = min(chosen["BLOCK_S"], max(16, triton.next_power_of_2(depth)))
+    left, right = (triton.cdiv(length * dim, chosen[size]) for size in ("BLOCK_M", "BLOCK_N"))
     launch = wrap_triton(outer_product_forward_kernel)[(left, right, samples)]
-    launch(a, b, factors, out, **options)
+    precision = dot_precision(a.dtype)
+    launch(a, b, factors, out, depth, length, dim, PRECISION=precision, **chosen)
     return out
 
 
@@ -1898,14 +1902,15 @@ class OuterProductWithResidual(torch.autograd.Function):
         _, samples, _, length, dim = ab.shape
         chosen = blocks("outer_product_gradient", ab.dtype)
         chosen["BLOCK_M"] = min(chosen["BLOCK_M"], max(16, triton.next_power_of_2(length)))
-        chosen |= {"N": length, "C": len(cast), "H": dim, "PRECISION": dot_precision(ab.dtype)}
-        chosen["TRANSPOSED"] = ab.dtype == torch.float32
-        weight_t = cast.t().contiguous() if chosen["TRANSPOSED"] else cast
+        transposed = ab.dtype == torch.float32
+        weight_t = cast.t().contiguous() if transposed else cast
         grad_ab = torch.empty_like(ab)
         wide = ab.new_empty(samples, length * dim, length * dim)
         grid = (length, triton.cdiv(length, chosen["BLOCK_M"]), samples)
         launch = wrap_triton(outer_product_gradient_kernel)[grid]
-        launch(grad, weight_t, factors, wide, **chosen)
+        sizes = length, len(cast), dim, transposed
+        precision = dot_precision(ab.dtype)
+        launch(grad, weight_t, factors, wide, *sizes, PRECISION=precision, **chosen)
         (a, b), (grad_a, grad_b) = ab.flatten(3), grad_ab.flatten(3)
         torch.bmm(b, wide.mT, out=grad_a)
         torch.bmm(a, wide, out=grad_b)
@@ -2078,15 +2083,6 @@ def transition_backward_weights_kernel(
     tl.store(SUMS + channel[None, :] * HIDDEN + hidden[:, None], grad_weight_2)
 
 
-def transition_options(kernel: str, x: Tensor, weight_1: Tensor) -> dict[str, int | bool | str]:
-    """Return what a kernel of the transition of x [..., C] is told."""
-    hidden, dim = weight_1.shape
-    chosen = blocks(kernel, weight_1.dtype)
-    chosen["BLOCK_N"] = min(chosen["BLOCK_N"], hidden)
-    chosen |= {"M": x.numel() // dim, "C": dim, "HIDDEN": hidden}
-    return {**chosen, "WIDE": x.numel() >= 2**31, "PRECISION": dot_precision(weight_1.dtype)}
-
-
 class TransitionFunction(torch.autograd.Function):
     """Compute x + transition(x), x [..., C].
 
@@ -2100,12 +2096,15 @@ class TransitionFunction(torch.autograd.Function):
         x = x.contiguous()
         inputs = x, *with_casts(parameters, dtype)
         ctx.save_for_backward(*inputs)
-        ctx.eps = eps
         ctx.parameters = parameters
+        hidden, dim = parameters[2].shape
+        ctx.sizes = {"M": x.numel() // dim, "eps": eps, "C": dim, "HIDDEN": hidden}
+        ctx.sizes |= {"WIDE": x.numel() >= 2**31, "PRECISION": dot_precision(dtype)}
         out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, dtype))
-        options = transition_options("transition_forward", x, inputs[3])
-        grid = (triton.cdiv(options["M"], options["BLOCK_M"]),)
-        wrap_triton(transition_forward_kernel)[grid](*inputs, out, eps=eps, **options)
+        chosen = blocks("transition_forward", dtype)
+        programs = triton.cdiv(ctx.sizes["M"], chosen["BLOCK_M"])
+        launch = wrap_triton(transition_forward_kernel)[(programs,)]
+        launch(*inputs, out, **ctx.sizes, **chosen)
         return out
 
     @without_second_derivative
@@ -2114,74 +2113,27 @@ class TransitionFunction(torch.autograd.Function):
         x, _, _, weight_1, *_ = inputs
         grad_out = grad_out.contiguous()
         grad_x = torch.empty_like(x)
-        options = transition_options("transition_backward_input", x, weight_1)
-        programs = triton.cdiv(options["M"], options["BLOCK_M"])
+        rows, hidden = ctx.sizes["M"], ctx.sizes["HIDDEN"]
+        chosen = blocks("transition_backward_input", weight_1.dtype)
+        programs = triton.cdiv(rows, chosen["BLOCK_M"])
         sums = x.new_empty(programs, 3, x.shape[-1], dtype=torch.float32)
         launch = wrap_triton(transition_backward_input_kernel)[(programs,)]
-        launch(*inputs, grad_out, grad_x, sums, eps=ctx.eps, **options)
+        launch(*inputs, grad_out, grad_x, sums, **ctx.sizes, **chosen)
 
         def compute(grad_linears: Tensor, grad_bias_and_norm: Tensor) -> None:
-            options = transition_options("transition_backward_weights", x, weight_1)
-            slices = triton.cdiv(options["HIDDEN"], options["BLOCK_N"])
-            programs = triton.cdiv(options["PROGRAMS"], slices)
-            programs = min(programs, triton.cdiv(options["M"], options["BLOCK_M"]))
-            options["PROGRAMS"] = programs
+            chosen = blocks("transition_backward_weights", weight_1.dtype)
+            chosen["BLOCK_N"] = min(chosen["BLOCK_N"], hidden)
+            slices = triton.cdiv(hidden, chosen["BLOCK_N"])
+            most = triton.cdiv(rows, chosen["BLOCK_M"])
+            programs = min(triton.cdiv(chosen.pop("PROGRAMS"), slices), most)
             parts = x.new_empty(programs, len(grad_linears), dtype=torch.float32)
             launch = wrap_triton(transition_backward_weights_kernel)[(slices, programs)]
-            launch(*inputs, grad_out, parts, eps=ctx.eps, **options)
+            launch(*inputs, grad_out, parts, PROGRAMS=programs, **ctx.sizes, **chosen)
             sum_parts(parts, grad_linears)
             sum_parts(sums, grad_bias_and_norm)
 
         groups = ctx.parameters[2:5], (ctx.parameters[5], *ctx.parameters[:2])
         return grad_x, None, *parameter_gradients(ctx, groups, compute, grad_out, sums, *inputs)
-
-
-# A transition of rows too wide for that. The hidden layer is kept; its bias and its ReLU are in the
-# product that makes it.
-class WideTransitionFunction(torch.autograd.Function):
-    """Compute x + transition(x) as TransitionFunction does.
-
-    Kept for later: x and the hidden layer after its ReLU; in float32 y as well.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, eps: float, *parameters: Tensor) -> Tensor:
-        dtype = gemm_dtype(x)
-        x = x.contiguous()
-        norm = with_casts(parameters[:2], dtype)
-        weight_1, bias_1, weight_2, bias_2 = (cast_of(p, dtype) for p in parameters[2:])
-        y = layer_norm(x, *norm, eps, dtype)
-        # The library's product adds the bias, and ends with the ReLU.
-        relu = torch._addmm_activation(bias_1, y.flatten(0, -2), weight_1.t())
-        relu = relu.view(*y.shape[:-1], -1)
-        normed = y if dtype == torch.float32 else None
-        ctx.save_for_backward(x, relu, weight_1, weight_2, normed, *norm)
-        ctx.eps = eps
-        ctx.parameters = parameters
-        return x + F.linear(relu, weight_2, bias_2)
-
-    @without_second_derivative
-    def backward(ctx, grad_out: Tensor):
-        x, relu, weight_1, weight_2, normed, *norm = ctx.saved_tensors
-        dtype = relu.dtype
-        grad_out = grad_out.contiguous()
-        grad = grad_out.to(dtype)
-        grad_h = grad @ weight_2
-        torch.ops.aten.threshold_backward.grad_input(grad_h, relu, 0, grad_input=grad_h)
-        grad_y = grad_h @ weight_1
-        inputs = x, Norm(*norm, None, None, None, ctx.eps, dtype)
-        grad_x, sums = norm_project_backward(*inputs, grad_y, None, grad_out)
-
-        def compute(grad_norm: Tensor, grad_linear_1: Tensor, grad_linear_2: Tensor) -> None:
-            sum_parts(sums, grad_norm)
-            y = layer_norm(x, *norm, ctx.eps, dtype) if normed is None else normed
-            linear_gradients_out(grad_h, y, grad_linear_1)
-            linear_gradients_out(grad, relu, grad_linear_2)
-
-        groups = ctx.parameters[:2], ctx.parameters[2:4], ctx.parameters[4:]
-        read = [grad, relu, grad_h, x, sums]
-        read += [] if normed is None else [normed]
-        return grad_x, None, *parameter_gradients(ctx, groups, compute, *read)
 
 
 class Transition(nn.Module):
@@ -2196,13 +2148,14 @@ class Transition(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Update x [..., C]."""
-        if self.fused:
-            # Narrow rows fit into the registers whole.
-            narrow = x.shape[-1] <= 256 // gemm_dtype(x).itemsize
-            function = TransitionFunction if narrow else WideTransitionFunction
+        if not self.fused:
+            return x + self.linear_2(F.relu(self.linear_1(self.layer_norm(x))))
+        if x.shape[-1] <= 256 // gemm_dtype(x).itemsize:  # a row fits into the registers whole
             parameters = parameters_of(self.layer_norm, self.linear_1, self.linear_2)
-            return function.apply(x, self.layer_norm.eps, *parameters)
-        return x + self.linear_2(F.relu(self.linear_1(self.layer_norm(x))))
+            return TransitionFunction.apply(x, self.layer_norm.eps, *parameters)
+        first = parameters_of(self.linear_1)
+        x, hidden, _ = normed_projection(self.layer_norm, x, *first, relu=True)
+        return x + Projection.apply(hidden, None, *parameters_of(self.linear_2))
 
 
 class MSATransition(Transition):

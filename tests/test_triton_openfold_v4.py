@@ -6,6 +6,8 @@ The step is compared with float64 in test_triton_steps.py; the optimizer is test
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,18 +41,25 @@ def transition_inputs(rows: int, dim: int) -> list[Tensor]:
     return [x, *norm, *first, randn(dim, 4 * dim, scale=dim**-0.5), randn(dim)]
 
 
-TRANSITIONS = {"whole": v4.TransitionFunction, "wide": v4.WideTransitionFunction}
+def wide_transition(x: Tensor, eps: float, *parameters: Tensor) -> Tensor:
+    """As a Transition of wide rows computes it."""
+    settings = eps, v4.gemm_dtype(x), False, None, True
+    x, hidden, _ = v4.NormProjection.apply(x, settings, *parameters[:4], None)
+    return x + v4.Projection.apply(hidden, None, *parameters[4:])
+
+
+TRANSITIONS = {"whole": v4.TransitionFunction.apply, "wide": wide_transition}
 both_transitions = pytest.mark.parametrize("function", TRANSITIONS.values(), ids=TRANSITIONS)
 
 
 @both_types
 @both_transitions
-def test_transition(function: type, dtype: torch.dtype):
+def test_transition(function: Callable, dtype: torch.dtype):
     """x + algorithm 15 of the supplement; x and the parameters are float32 in both types."""
 
     def ours(x: Tensor, *parameters: Tensor) -> Tensor:
         with torch.autocast(DEVICE.type, dtype, enabled=dtype != torch.float32):
-            return function.apply(x, 1e-5, *parameters)
+            return function(x, 1e-5, *parameters)
 
     def reference(x: Tensor, *parameters: Tensor) -> Tensor:
         y = F.layer_norm(x, (32,), *parameters[:2], 1e-5)
@@ -60,14 +69,14 @@ def test_transition(function: type, dtype: torch.dtype):
 
 
 @both_transitions
-def test_transition_keeps_what_is_not_a_number(function: type):
+def test_transition_keeps_what_is_not_a_number(function: Callable):
     """Also where it comes up in the hidden layer: a ReLU may not turn it into 0."""
     x, *parameters = transition_inputs(3, 16)
     x[1, 5] = torch.nan
-    out = function.apply(x, 1e-5, *parameters)
+    out = function(x, 1e-5, *parameters)
     assert out.isnan().any(1).tolist() == [False, True, False]
     parameters[2][7] = torch.nan
-    assert function.apply(x, 1e-5, *parameters).isnan().all()
+    assert function(x, 1e-5, *parameters).isnan().all()
 
 
 # Losses
