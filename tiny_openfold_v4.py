@@ -2778,9 +2778,11 @@ def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
 
 
 def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
-    """Build AdamW over all parameters: one kernel, or a few launches of PyTorch's own."""
+    """Build AdamW over all parameters: a launch for each block, or a few of PyTorch's own."""
     if args.fused_optimizer:
-        return FusedAdamW([list(model.parameters())], args.learning_rate, model.side)
+        parts = model.input_embedder, *model.blocks, model.distogram, model.masked_msa
+        groups = [list(part.parameters()) for part in parts]
+        return FusedAdamW(groups, args.learning_rate, model.side)
     rate = args.learning_rate
     if args.device == "cuda":  # a tensor, so that a captured step follows a scheduler
         rate = torch.tensor(rate, device=next(model.parameters()).device)
