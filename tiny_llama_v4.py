@@ -1547,17 +1547,14 @@ class FusedAdamW(torch.optim.Optimizer):
             options["lr"] = self.steps.new_tensor(options["lr"])
         return options["lr"]
 
-    def collect(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """Return gradients as one tensor [elements]; they are copied if they do not lie so."""
+    def collect(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Return gradients that lie side by side: copies if they do not."""
         grads = [p.grad for p in parameters]
-        one = as_one(grads)
-        if one is None:
-            parts = side_by_side(grads, torch.float32)
-            torch._foreach_copy_(parts, grads)
-            for p, part in zip(parameters, parts, strict=True):
-                p.grad = part
-            one = as_one(parts)
-        return one
+        if as_one(grads) is not None:
+            return grads
+        copies = side_by_side(grads, torch.float32)
+        torch._foreach_copy_(copies, grads)
+        return copies
 
     @torch.no_grad()
     def average_gradients(self) -> None:
@@ -1571,14 +1568,17 @@ class FusedAdamW(torch.optim.Optimizer):
         self.side.join()
         if any(p.grad is None and p.requires_grad for p in self.parameters):
             raise RuntimeError("FusedAdamW: on several GPUs each parameter needs a gradient")
-        kept = [p.grad for p in self.parameters]  # until what reads them has been waited for
+        averages = {}
         with self.side.beside(self.side.updates):
             for group in reversed(self.groups):
                 if present := [p for p in group if p.grad is not None]:
                     self.side.wait_for(present)
-                    dist.all_reduce(grads := self.collect(present))
-                    grads /= dist.get_world_size()
-        del kept
+                    parts = self.collect(present)
+                    dist.all_reduce(one := as_one(parts))
+                    one /= dist.get_world_size()
+                    averages |= zip(present, parts, strict=True)
+        for p, average in averages.items():  # what reads the gradients has been waited for
+            p.grad = average
         self.averaged = True
 
     @torch.no_grad()
@@ -1596,7 +1596,6 @@ class FusedAdamW(torch.optim.Optimizer):
             if (p.dtype, p.device) != (torch.float32, self.steps.device):
                 raise TypeError(f"FusedAdamW: a parameter is {p.dtype} on {p.device} by now")
         skipped, rate = getattr(self, "found_inf", None), self.rate()
-        kept = [p.grad for p in present]  # until what reads them has been waited for
         with self.side.beside(self.side.updates):
             one = 1
             if skipped is not None:
@@ -1610,7 +1609,6 @@ class FusedAdamW(torch.optim.Optimizer):
                 if present := [p for p in group if p.grad is not None]:
                     self.side.wait_for(present)
                     self.update(present, powers, rate)
-        del kept
 
     def update(self, group: list[nn.Parameter], powers: list[Tensor], rate: Tensor) -> None:
         """Update parameters by one launch if they lie side by side, else each where it lies."""
@@ -1623,14 +1621,14 @@ class FusedAdamW(torch.optim.Optimizer):
         states = [self.state[p] for p in group]
         moments = [as_one([state[name] for state in states]) for name in ("exp_avg", "exp_avg_sq")]
         powers = [power[states[0]["step"].storage_offset()] for power in powers]
-        tensors = memory, self.collect(group), *moments, *powers, rate
+        tensors = memory, as_one(self.collect(group)), *moments, *powers, rate
         tensors += getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         options, chosen, size = self.param_groups[0], blocks("adamw"), moments[0].numel()
-        shares = {f"share{i}": 1 - beta for i, beta in enumerate(options["betas"], 1)}
-        settings = {"size": size, **shares, "eps": options["eps"], "decay": options["weight_decay"]}
+        shares = (1 - beta for beta in options["betas"])
         most = triton.next_power_of_2(triton.cdiv(size, chosen["BLOCK"]))
         programs = chosen["PROGRAMS"] = min(chosen["PROGRAMS"], most)
-        wrap_triton(adamw_kernel)[(programs,)](*tensors, **settings, **chosen)
+        launch = wrap_triton(adamw_kernel)[(programs,)]
+        launch(*tensors, size, *shares, options["eps"], options["weight_decay"], **chosen)
         if weights is None:
             group[0].copy_(memory)
         torch.autograd.graph.increment_version(group)  # no kernel does
