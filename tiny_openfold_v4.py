@@ -317,11 +317,6 @@ def norm_project(
     return out, pair_bias
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Compute LayerNorm(x), x [..., C], in `dtype`."""
-    return norm_project(x, Norm(weight, bias, None, None, None, eps, dtype), normed=True)[0]
-
-
 def norm_project_backward(
     x: Tensor, norm: Norm, grad: Tensor | None, grad_pair_bias: Tensor | None, residual: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -448,8 +443,10 @@ class NormProjection(torch.autograd.Function):
         def compute(grad_norm: Tensor, *grad_linears: Tensor) -> None:
             sum_parts(sums, grad_norm)
             for grad_linear in grad_linears:  # none or one
-                again = *norm[:2], norm.eps, norm.dtype
-                y = layer_norm(x, *again) if normed is None else normed
+                y = normed
+                if y is None:
+                    alone = norm._replace(weight=None, heads=None)
+                    y, _ = norm_project(x, alone, normed=True)
                 linear_gradients_out(grad_rows, y, grad_linear)
 
         return grad_x, None, *parameter_gradients(ctx, groups, compute, sums, *read)
@@ -521,15 +518,6 @@ def project_residual_kernel(
     tl.store(OUT + at, out, mask=inside)
 
 
-def column_sums_out(x: Tensor, out: Tensor, factors: Tensor | None = None) -> None:
-    """Write the sum over all rows of x [..., C] into out [C], times factors [samples]."""
-    rows, programs, options = row_launch("column_sums", x)
-    options |= {"rows": rows, "rows_of_factor": rows if factors is None else rows // len(factors)}
-    sums = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
-    wrap_triton(column_sums_kernel)[(programs,)](x, factors, sums, **options)
-    sum_parts(sums, out)
-
-
 def linear_gradients_out(
     grad: Tensor, x: Tensor, out: Tensor, factors: Tensor | None = None
 ) -> None:
@@ -543,7 +531,12 @@ def linear_gradients_out(
     weight, bias = out.tensor_split([grad.shape[1] * x.shape[1]])
     matmul_out(grad, x, weight.view(grad.shape[1], x.shape[1]), direct=True)
     if len(bias):
-        column_sums_out(grad, bias, factors)
+        rows, programs, options = row_launch("column_sums", grad)
+        rows_of_factor = rows if factors is None else rows // len(factors)
+        sums = grad.new_empty(programs, grad.shape[1], dtype=torch.float32)
+        launch = wrap_triton(column_sums_kernel)[(programs,)]
+        launch(grad, factors, sums, rows, rows_of_factor, **options)
+        sum_parts(sums, bias)
 
 
 def project_residual(
