@@ -7,7 +7,8 @@ CASTS: ContextVar[dict[Tensor, Tensor]] = ContextVar("CASTS")  # of parameters, 
 def side_by_side(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Allocate tensors of these shapes as one piece, each from a multiple of 64 elements on."""
     sizes = [triton.cdiv(t.numel(), 64) * 64 for t in tensors]
-    make = torch.zeros if INTERPRETED else torch.empty  # no interpreter warns of what is in gaps
+    gaps = any(t.numel() % 64 for t in tensors)
+    make = torch.zeros if gaps and INTERPRETED else torch.empty  # which warns of large numbers
     piece = make(sum(sizes), device=tensors[0].device, dtype=dtype)
     parts = zip(piece.split(sizes), tensors, strict=True)
     return [part[: t.numel()].view(t.shape) for part, t in parts]
