@@ -38,24 +38,24 @@ def cast_of(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextlib.contextmanager
 def cast_weights(
-    weights: Iterable[Tensor], dtype: torch.dtype, side: SideStreams
+    weights: Iterable[Tensor], dtype: torch.dtype, side: SideStreams | None = None
 ) -> Iterator[None]:
     """Cast weights for the operations inside, in one launch if they lie side by side.
 
     Each forward pass has casts of its own, which its backward pass keeps: so weights may change in
-    any way between two passes.
+    any way between two passes. Give no `side` where it may be a backward pass that needs them
+    again: on the side stream they could get memory that the main stream still reads.
     """
     known = CASTS.get({})
     weights, casts = [w for w in weights if w.dtype != dtype and w not in known], []
-    if weights:  # on the main stream where a block is computed again in the backward pass
-        with torch.no_grad(), side.beside(None if side.written else side.gradients):
+    if weights:
+        side = side or SideStreams()
+        with torch.no_grad(), side.beside(side.gradients):
             casts, one = side_by_side(weights, dtype), as_one(weights)
             if one is None:
                 torch._foreach_copy_(casts, weights)
             else:
                 as_one(casts).copy_(one)
-        if side.active:
-            side.casts += casts
     token = CASTS.set(known | dict(zip(weights, casts, strict=True)))
     try:
         yield
@@ -99,7 +99,6 @@ class SideStreams:
         self.gradients = self.updates = None  # the main stream
         # cleared here, as a failed capture does not end its step
         self.pending = collections.deque()  # of events, and what the work before them reads
-        self.casts: list[Tensor] = []  # their memory must not be a later layer's in this step
         self.written: dict[Tensor, tuple] = {}  # event, address and version of a gradient
         self.places: dict[Tensor, Tensor | None] = {}  # for gradients; None once it is taken
         self.return_workspaces()
@@ -171,7 +170,6 @@ class SideStreams:
             self.joined = True
             torch.cuda.current_stream().wait_stream(self.gradients)
             self.pending.clear()
-            self.casts.clear()
             if any(p.grad is not None and self.changed(p) for p in self.written):
                 wrong = "a weight got more than one gradient in a backward pass"
                 raise RuntimeError(f"overlap: {wrong}: use --disable-overlap")
