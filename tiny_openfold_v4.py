@@ -1082,7 +1082,7 @@ class GatedAttention(nn.Module):
         self.heads, self.head_dim = heads, dim // heads
         self.fused = fusions.triton_attention
         if self.fused:
-            parts = ("linear_q", "linear_k", "linear_v", "linear_g")
+            parts = ("linear_q", "linear_k", "linear_v", "linear_g")  # names in a state_dict
             self.linear_qkvg = QKVGLinear(dim)
             keep_separate_names(self, "linear_qkvg", parts, biased=("linear_g",), heads=heads)
         else:
@@ -1104,7 +1104,7 @@ class GatedAttention(nn.Module):
         """
         if present is not None:
             bias = x.new_zeros(1) if bias is None else bias
-            # a weight of 0, and no NaN where all keys are padding, nor in float16
+            # -1e4 fits float16 and gives a weight of 0; -inf gives NaN if all keys are padding
             bias = bias.masked_fill(~present[:, None, None], -1e4)
         if columns:
             return self.attend(x.transpose(1, 2), bias).transpose(1, 2)
@@ -2750,11 +2750,11 @@ def keep_separate_names(
 
 def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
     """Build the model: a seed gives the same weights in every version and fusion setting."""
-    sizes = {n: v for n, v in vars(args).items() if n in ModelConfig.__dataclass_fields__}
-    fusions = Fusions(**{attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS})
+    sizes = {name: getattr(args, name) for name in ModelConfig.__dataclass_fields__ if name in args}
+    fusions = Fusions(**{name: getattr(args, name) for name in Fusions.__dataclass_fields__})
     with device:
         model = TinyOpenFold(ModelConfig(**sizes), fusions)
-    if device.type != "meta":
+    if device.type != "meta":  # where tensors have shapes alone, to count FLOPs
         generator = torch.Generator().manual_seed(args.seed)
         # Canonical names, so the order of the draws does not depend on what is fused.
         state = model.state_dict()
