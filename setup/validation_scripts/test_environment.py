@@ -1,31 +1,42 @@
 #!/usr/bin/env python3
-"""Check that the version scripts can run here: Python, PyTorch, Triton, a GPU, other packages.
+"""Check that the version scripts can run here: PyTorch, Triton, a GPU, other packages.
 
-Examples:
-  python setup/validation_scripts/test_environment.py
-  python setup/validation_scripts/test_environment.py --track rocm
+Example: python setup/validation_scripts/test_environment.py --track rocm
 """
-
-from __future__ import annotations
 
 import importlib.util
 import os
-import platform
 import sys
+from functools import partial
 from pathlib import Path
 
 import checks
-from checks import Answers, Check, check
+from checks import Problem, Table
 
 PIP = "python -m pip install"
 # Modules beside PyTorch: what needs them, the command that installs them.
 PACKAGES = {
     "numpy": ("everything", f"{PIP} numpy"),
-    "fusion_lab": ("exercises, analysis tools", f"{PIP} -e {checks.here(checks.ROOT)} --no-deps"),
+    "fusion_lab": ("exercises, analysis tools", f"{PIP} -e {checks.ROOT} --no-deps"),
     "matplotlib": ("plots (docs/START.md, analysis tools)", f"{PIP} matplotlib"),
     "gemmi": ("--structure (real proteins)", f"{PIP} gemmi"),
     "deepspeed": ("run_deepspeed_flops.py (works without)", f"{PIP} deepspeed"),
 }
+
+
+def list_gpus() -> str:
+    """How many GPUs are visible, and the first one's name and memory."""
+    import torch
+
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(0)
+        return f"{torch.cuda.device_count()}: {gpu.name}, {gpu.total_memory / 1e9:.0f} GB"
+    variables = [name for name in os.environ if name.endswith("_VISIBLE_DEVICES")]
+    if variables:
+        values = ", ".join(f"{name}={os.environ[name]!r}" for name in variables)
+        mend = f"unset {' '.join(variables)}"
+        raise Problem(f"PyTorch sees none, perhaps hidden by {values}", mend)
+    raise Problem("PyTorch sees none")
 
 
 def train_step(device: str) -> str:
@@ -35,17 +46,8 @@ def train_step(device: str) -> str:
     value = torch.ones(64, 64, device=device, requires_grad=True)
     (value @ value).sum().backward()
     if not torch.equal(value.grad.cpu(), torch.full((64, 64), 128.0)):
-        raise ArithmeticError("the gradient is wrong")
+        raise Problem("the gradient is wrong")
     return f"right on {device}"
-
-
-def list_gpus() -> list[str]:
-    """The name of each visible GPU, and its memory."""
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    gpus = [torch.cuda.get_device_properties(index) for index in range(count)]
-    return [f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB" for gpu in gpus]
 
 
 def triton_version() -> str:
@@ -54,62 +56,27 @@ def triton_version() -> str:
     return triton.__version__
 
 
-def probe(device: str) -> None:
-    """In a child process: everything that imports PyTorch. What it finds before a crash is kept."""
-    checks.probe_torch()
-    checks.answer("step", lambda: train_step(device))
-    checks.answer("GPU", list_gpus)
-    checks.answer("triton", triton_version)
+def find_module(name: str) -> str:
+    if not importlib.util.find_spec(name):
+        raise Problem("missing")
+    return "installed"
 
 
-def check_gpus(answers: Answers, track: str) -> Check:
-    """The row of the GPUs that PyTorch sees."""
-    gpus, problem = answers["GPU"]
-    if gpus:
-        return check("GPU", f"{len(gpus)}: {gpus[0]}", f"the {track} track")
-    problem = problem or "PyTorch sees none"
-    script = checks.here(Path(__file__).with_name("test_rocm_installation.py"))
-    mend = f"python {script}" if track == "rocm" else "nvidia-smi"
-    if variables := [name for name in os.environ if name.endswith("_VISIBLE_DEVICES")]:
-        values = ", ".join(f"{name}={os.environ[name]!r}" for name in variables)
-        problem = f"{problem}, perhaps hidden by {values}"
-        mend = f"unset {' '.join(variables)}"
-    return check("GPU", "", f"the {track} track", problem, mend)
-
-
-def check_torch(track: str) -> list[Check]:
-    """The rows of everything that imports PyTorch, the first alone where it cannot be used."""
-    gpu = track != "cpu"
-    answers = checks.in_child(probe, "cuda" if gpu else "cpu")
-    rows = [checks.torch_check(answers, track)]
-    if rows[0].state != "ok":
-        return rows
-    if gpu:
-        rows.append(check_gpus(answers, track))
-    if not gpu or rows[-1].state == "ok":
-        step, problem = answers["step"]
-        mend = checks.torch_command("broken", track)
-        rows.append(check("training step", step, "everything", problem, mend))
-    triton, problem = answers["triton"]
-    purpose = "V3 and V4 on a GPU, torch.compile there"
-    return [*rows, check("triton", triton, purpose, problem, f"{PIP} triton", gpu)]
-
-
-def gather(track: str) -> list[Check]:
+def fill(table: Table, track: str) -> None:
     """All rows."""
-    old = "older than 3.10" if sys.version_info < (3, 10) else ""
-    found = f"{platform.python_version()} ({sys.executable})"
-    rows = [check("Python", found, "everything", old, checks.torch_command("broken", track))]
-    rows += check_torch(track)
+    gpu = track != "cpu"
+    if table.row("torch", partial(checks.describe_torch, track), "everything", ""):
+        script = Path(__file__).with_name("test_rocm_installation.py")
+        mend = f"python {script}" if track == "rocm" else "nvidia-smi"
+        if not gpu or table.row("GPU", list_gpus, f"the {track} track", mend):
+            step = partial(train_step, "cuda" if gpu else "cpu")
+            table.row("training step", step, "everything", "python -m torch.utils.collect_env")
+        purpose = "V3 and V4 on a GPU, torch.compile there"
+        table.row("triton", triton_version, purpose, f"{PIP} triton", needed=gpu)
     for name, (purpose, mend) in PACKAGES.items():
-        missing = "" if importlib.util.find_spec(name) else "missing"
-        rows.append(check(name, "installed", purpose, missing, mend, purpose == "everything"))
-    return rows
-
-
-def main(argv: list[str] | None = None) -> int:
-    return checks.validate("Environment", gather, __doc__, argv)
+        needed = purpose == "everything"
+        table.row(name, partial(find_module, name), purpose, mend, needed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(checks.validate("Environment", fill, __doc__))

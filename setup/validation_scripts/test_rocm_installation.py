@@ -1,21 +1,17 @@
 #!/usr/bin/env python3
-"""Check ROCm: the driver, access to the GPUs, the command-line tools, and whether PyTorch was built
-for it.
+"""Check ROCm: the driver, access to the GPUs, the tools, and whether PyTorch was built for it.
 
-Examples:
-  python setup/validation_scripts/test_rocm_installation.py
-  python setup/validation_scripts/test_rocm_installation.py --track rocm
+Example: python setup/validation_scripts/test_rocm_installation.py
 """
-
-from __future__ import annotations
 
 import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import checks
-from checks import Check, check
+from checks import Problem, Table
 
 DRI = Path("/dev/dri")
 GROUPS = "sudo usermod -a -G render,video $USER   (then log in again)"
@@ -24,62 +20,53 @@ NO_DRIVER = (
 )
 
 
-def open_problem(path: Path) -> str:
-    """Why the device file cannot be opened for reading and writing, or ''.
-
-    It is opened rather than looked at: a batch system can deny a GPU whatever its permission bits.
-    """
-    try:
-        os.close(os.open(path, os.O_RDWR))
-    except OSError as error:
-        return error.strerror
-    return ""
+def rocm_version() -> str:
+    file = checks.ROCM / ".info/version"
+    if not file.is_file():
+        raise Problem(f"no {file}")
+    return f"{file.read_text().strip()} in {checks.ROCM}"
 
 
-def check_device_files() -> list[Check]:
-    """The compute driver's device file and the render nodes of the GPUs."""
-    driver = str(checks.KFD)
-    purpose = "every GPU program"
-    if not checks.KFD.exists():
-        return [check(driver, "", purpose, "missing: the driver is not loaded", NO_DRIVER)]
-    first = check(driver, "can be opened", purpose, open_problem(checks.KFD), GROUPS)
-    nodes = sorted(DRI.glob("renderD*"))
-    usable = sum(not open_problem(node) for node in nodes)
-    found = f"{usable} of {len(nodes)} can be opened"
-    mend = GROUPS if nodes else NO_DRIVER
-    return [first, check(f"{DRI}/renderD*", found, "GPU memory", "" if usable else found, mend)]
+def open_device(pattern: str) -> str:
+    """Open a device file for reading and writing: a batch system can deny a GPU whatever the
+    permission bits say."""
+    paths = sorted(Path("/").glob(pattern.lstrip("/")))
+    if not paths:
+        raise Problem("missing: the driver is not loaded", NO_DRIVER)
+    for path in paths:
+        try:
+            os.close(os.open(path, os.O_RDWR))
+        except OSError as error:
+            problem = error.strerror
+        else:
+            return f"{path} can be opened"
+    raise Problem(problem)
 
 
-def check_rocminfo() -> Check:
+def list_gpus() -> str:
     """The GPUs that rocminfo lists."""
-    purpose = "naming the GPU"
     tool = checks.find_tool("rocminfo")
     if not tool:
-        return check("rocminfo", "", purpose, "missing", checks.package_command("rocminfo"))
-    text, problem = checks.run_program([tool])
-    names = re.findall(r"^\s*Name:\s*(gfx[0-9a-f]+)\s*$", text, re.MULTILINE)
-    found = ", ".join(f"{names.count(name)} x {name}" for name in sorted(set(names)))
-    return check("rocminfo", found, purpose, problem or ("" if names else "lists no GPU"), tool)
+        raise Problem("missing", checks.PACKAGE.format("rocminfo"))
+    names = re.findall(r"^\s*Name:\s*(gfx[0-9a-f]+)\s*$", checks.output_of([tool]), re.MULTILINE)
+    if not names:
+        raise Problem("lists no GPU")
+    return ", ".join(f"{names.count(name)} x {name}" for name in sorted(set(names)))
 
 
-def gather(track: str) -> list[Check]:
+def fill(table: Table, track: str) -> None:
     """All rows."""
     if track != "rocm":
-        return [check("ROCm", f"not needed on the {track} track", "AMD GPUs")]
-    file = checks.ROCM / ".info/version"
-    found = f"{file.read_text().strip()} in {checks.ROCM}" if file.is_file() else f"no {file}"
-    rows = [check("ROCm", found, "choosing PyTorch's index")]
-    rows += [*check_device_files(), check_rocminfo()]
-    smi = checks.find_tool("amd-smi") or checks.find_tool("rocm-smi")
-    mend = checks.package_command("amd-smi-lib")
-    problem = "" if smi else "missing"
-    rows.append(check("amd-smi", smi, "watching the GPU", problem, mend, needed=False))
-    return [*rows, checks.torch_check(checks.in_child(checks.probe_torch), track)]
-
-
-def main(argv: list[str] | None = None) -> int:
-    return checks.validate("ROCm", gather, __doc__, argv)
+        print(f"ROCm is not needed on the {track} track.")
+        return
+    mend = "export ROCM_PATH=... (where ROCm is)"
+    table.row("ROCm", rocm_version, "choosing PyTorch's index", mend, needed=False)
+    table.row(str(checks.KFD), partial(open_device, str(checks.KFD)), "every GPU program", GROUPS)
+    nodes = f"{DRI}/renderD*"
+    table.row(nodes, partial(open_device, nodes), "GPU memory", GROUPS)
+    table.row("rocminfo", list_gpus, "naming the GPU", "rocminfo")
+    table.row("torch", partial(checks.describe_torch, track), "everything", "")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(checks.validate("ROCm", fill, __doc__))
