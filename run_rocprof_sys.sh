@@ -25,7 +25,7 @@ END
 
 parse_arguments "$@"
 name_default
-find_tool rocprofiler-systems rocprof-sys-run omnitrace-run
+find_tool rocprofiler-systems rocprof-sys-run
 folder=${result_dir:-$output_dir/rocprof_sys_results/$(side)}
 command=("$tool" --trace --profile)
 if [[ $sample ]]; then command+=(--sample cputime); fi

@@ -116,18 +116,10 @@ application() { # RESULT_DIR [ARGUMENT...]: sets `app` to the command that runs 
     app+=("${@:2}" ${script_args[@]+"${script_args[@]}"})
 }
 
-find_tool() { # PACKAGE NAME...: sets `tool` to the first of the names that is installed
-    local package=$1 name
-    shift
-    for name in "$@"; do
-        if command -v "$name" >/dev/null; then
-            tool=$name
-            return
-        fi
-    done
-    tool=$1
-    if [[ $dry_run ]]; then return; fi
-    fail 4 "$1 not found: it comes with ROCm (package $package) and needs an AMD GPU; here \
+find_tool() { # PACKAGE NAME: sets `tool`
+    tool=$2
+    if [[ $dry_run ]] || command -v "$tool" >/dev/null; then return; fi
+    fail 4 "$tool not found: it comes with ROCm (package $1) and needs an AMD GPU; here \
 'python run_pytorch_profiler.py --script $(basename "$script") --generate-report' answers the same question"
 }
 

@@ -18,6 +18,7 @@ STANDIN_FAIL=MODE    killed: the tool dies; nothing: it writes no files; truncat
 import argparse
 import csv
 import gzip
+import io
 import json
 import os
 import signal
@@ -48,14 +49,14 @@ OPTIONS = {
     " --truncate-kernels --output-format=+csv,pftrace,rocpd"
     + " --selected-regions --hip-graph-trace --pmc=+SQ_WAVES,SQ_INSTS_VALU,GRBM_GUI_ACTIVE"
     * (ROCM >= 7),
-    "rocprof-sys-run": "-T/--trace -P/--profile -S/--sample=*cputime,realtime -o/--output=+",
+    "rocprof-sys-run": "-T/--trace -P/--profile -S/--sample=*cputime,realtime -o/--output=",
     "rocprof-compute profile": "-n/--name= --no-roof --roof-only --device= "
     + ("-d/--output-directory=" if ROCM >= 10 else "-p/--path= --kernel-names"),
     "rocprof-compute analyze": f"-p/--path= --list-stats -d/--dispatch=+ --list-metrics=?{GPUS}",
     "rocpd convert": "-i/--input=+ -f/--output-format=+csv -d/--output-path= -o/--output-file=",
     "rocpd summary": "-i/--input=+ --region-categories=+",
 }
-OTHER_NAMES = {"omnitrace-run": ("rocprof-sys-run",), "rocpd2csv": ("rocpd", "convert")}
+OTHER_NAMES = {"rocpd2csv": ("rocpd", "convert")}
 
 
 def parse(tool: str, argv: list[str]) -> argparse.Namespace:
@@ -124,13 +125,11 @@ def write(path: Path | str, text: str) -> None:
 
 def write_csv(path: Path | str, rows: list[dict]) -> None:
     """Text is quoted and numbers are not, as rocprofv3 does it."""
-    lines = [",".join(f'"{name}"' for name in rows[0])]
-    for row in rows:
-        cells = [
-            f'"{v}"'.replace('"', '""')[1:-1] if isinstance(v, str) else v for v in row.values()
-        ]
-        lines.append(",".join(map(str, cells)))
-    write(path, "\n".join([*lines, ""]))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, rows[0], quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write(path, text.getvalue())
 
 
 def statistics_of(records: list[dict]) -> list[dict]:
@@ -158,17 +157,6 @@ def write_database(path: Path, records: list[dict]) -> None:
         database.executemany(insert, [tuple(record.values()) for record in records])
 
 
-def read_database(path: str) -> list[dict]:
-    """What write_database wrote; anything else ends with status 1."""
-    query = "SELECT name Kernel_Name, start Start_Timestamp, end End_Timestamp FROM kernels"
-    try:
-        with sqlite3.connect(f"{Path(path).resolve().as_uri()}?mode=ro", uri=True) as database:
-            database.row_factory = sqlite3.Row
-            return list(map(dict, database.execute(query)))
-    except sqlite3.Error as error:
-        sys.exit(f"[{TOOL}] {path}: {error}")
-
-
 def rocprofv3(args: argparse.Namespace) -> None:
     """Kernel traces, statistics, counters."""
     pid = run_application(args.application)
@@ -193,8 +181,7 @@ def rocprofv3(args: argparse.Namespace) -> None:
 def rocprof_sys(args: argparse.Namespace) -> None:
     """A Perfetto trace and call-stack profiles, in a folder named after the time."""
     pid = run_application(args.application)
-    place, prefix = [*(args.output or ["rocprof-sys-output"]), ""][:2]
-    place += f"/2026-01-31_12.00/{prefix}"
+    place = f"{args.output or 'rocprof-sys-output'}/2026-01-31_12.00/"
     if args.trace:
         write(f"{place}perfetto-trace-{pid}.proto", "perfetto")
     names = {"wall_clock": args.profile, "sampling_wall_clock": args.sample is not None}
@@ -224,16 +211,13 @@ def rocprof_compute_profile(args: argparse.Namespace) -> None:
 
 
 def rocprof_compute_analyze(args: argparse.Namespace) -> None:
-    """The kernels by time, and the dispatches, of a profile."""
+    """The dispatches of a profile, or the report on some."""
     name = "results_pmc_perf_0.csv.gz" if ROCM >= 10 else "pmc_perf.csv"
     with (gzip.open if ROCM >= 10 else open)(Path(args.path) / name, "rt", newline="") as lines:
         rows = {row["Dispatch_ID"]: row for row in csv.DictReader(lines)}
     if unknown := set(args.dispatch or ()) - set(rows):
         sys.exit(f"ERROR dispatch id {unknown.pop()} is not in this profile of {len(rows)}")
-    print("0. Top Stats\n0.1 Top Kernels")
-    for row in statistics_of(list(rows.values())):
-        print(f"| {row['Name']} | {row['Calls']} | {row['TotalDurationNs']} |")
-    print("0.2 Dispatch List")
+    print("0. Top Stats\n0.2 Dispatch List")
     for number in args.dispatch or rows:
         print(f"| {number} | {rows[number]['Kernel_Name']} |")
     if not args.list_stats:
@@ -242,7 +226,10 @@ def rocprof_compute_analyze(args: argparse.Namespace) -> None:
 
 def rocpd(args: argparse.Namespace) -> None:
     """Converts and summarises the databases of rocprofv3."""
-    records = [record for name in args.input for record in read_database(name)]
+    query = "SELECT name Kernel_Name, start Start_Timestamp, end End_Timestamp FROM kernels"
+    with sqlite3.connect(args.input[0]) as database:
+        database.row_factory = sqlite3.Row
+        records = list(map(dict, database.execute(query)))
     if args.command == "rocpd summary":
         print("KERNEL_DISPATCH SUMMARY", *map(dict.values, statistics_of(records)), sep="\n")
         return
