@@ -18,9 +18,6 @@ options:
   --dev                         also what tests and analysis tools need
   --dry-run                     print the commands, change nothing
   --help                        print this
-
-example:
-  bash setup/environment_setup.sh --track cpu --index-url https://download.pytorch.org/whl/cpu
 END
 }
 
