@@ -180,8 +180,12 @@ def launches_of_step(
         launch = Launch(kernel, arguments)
         launches.setdefault(launch.key(), launch)
 
+    def address(tensor: torch.Tensor) -> int:
+        return tensor.storage_offset() * tensor.element_size()  # of one without contents
+
     module.wrap_triton = lambda kernel: Launching(kernel, seen)
-    take(module, step_arguments(module, argv, backend), FakeTensorMode())
+    with mock.patch("torch.Tensor.data_ptr", address):
+        take(module, step_arguments(module, argv, backend), FakeTensorMode())
     return list(launches.values())
 
 
@@ -279,6 +283,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             launches = launches_of_step(load_script(str(args.file)), argv, backend)
         else:
             launches = launches_of_program(args.file, argv)
+        if not launches:
+            raise ToolError(f"{args.file} launches no kernel")
         launches.sort(key=lambda launch: launch.name)
         rows = list(zip(launches, compile_all(launches, target), strict=True))
         for launch, needed in rows:

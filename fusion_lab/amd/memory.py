@@ -95,16 +95,16 @@ class Memory:
                     part.bytes[first + size * i + byte] = value >> 8 * byte & 255
 
     def atomic(
-        self, address: np.ndarray, active: np.ndarray, kind: np.dtype, change, operands: list
+        self, address: np.ndarray, active: np.ndarray, kind: type, change, operands: list
     ) -> np.ndarray:
         """Change a value in memory for each active lane, one after the other; returns what was
         there before."""
         before = np.zeros(address.shape, kind)
-        for part, here, offset in self.places(address, active, kind.itemsize, "changes"):
+        for part, here, offset in self.places(address, active, 4, "changes"):
             part.was_read = True
             values = part.bytes.view(kind)
             for wave, lane in np.argwhere(here):
-                at = offset[wave, lane] // kind.itemsize
+                at = offset[wave, lane] // 4
                 before[wave, lane] = values[at]
                 values[at] = change(values[at], *(operand[wave, lane] for operand in operands))
         return before

@@ -77,7 +77,7 @@ def outcome_of(launch: Recorded, target: str, watch: bool = False) -> Outcome:
         reason = (str(error) or repr(error)).splitlines()[-1]
         done.outcome, done.remark = NOT_EXECUTED, f"{launch.kernel}: {reason}"
     else:
-        done.error, wrong = difference(launch, storages, counts.read, kernel.multiplies_in_xf32)
+        done.error, wrong = difference(launch, storages, counts.read)
         if wrong:
             done.outcome, done.remark = DISAGREE, f"{launch.kernel}: {wrong}"
         if watch:
