@@ -405,7 +405,7 @@ def test_a_buffer_ends_where_it_says_and_a_tensor_where_it_ends():
         tensor=256, v1=np.array([0, 4, 256] + [0x80000000] * 61), v3=255,
     )  # fmt: skip
     assert vector(state, 2).tolist() == [0x03020100, 0x07060504] + [0] * 62
-    content = state.memory.parts[0].content()
+    content = state.memory.parts[0].bytes
     assert np.flatnonzero(content != np.arange(256)).tolist() == [1, 5]
     with pytest.raises(Fault, match="writes 4 bytes from byte 256 of X, which has 256") as fault:
         run("global_store_dword v1, v3, s[4:5]", tensor=256, v1=4 * LANES + 4, v3=0)
@@ -435,7 +435,7 @@ def test_atomic_additions_are_one_after_the_other():
     add = "global_atomic_add v2, v1, v3, s[4:5] sc0"
     state = run(add, tensor=256, v1=np.where(LANES < 32, 0, 8), v3=1)
     first = 0x03020100
-    assert state.memory.parts[0].content()[:4].view(np.uint32).item() == first + 32
+    assert state.memory.parts[0].bytes[:4].view(np.uint32).item() == first + 32
     assert vector(state, 2)[:3].tolist() == [first, first + 1, first + 2]
 
 
@@ -454,7 +454,7 @@ def test_atomic_operations_return_what_was_there(name, operands, expected):
     data = "v4" if len(operands) == 1 else "v[4:5]"
     state = run("s_mov_b64 exec, 1", f"global_atomic_{name} v2, v1, {data}, s[4:5] sc0",
                 tensor=256, v1=0, **values)  # fmt: skip
-    assert state.memory.parts[0].content()[:4].view(np.uint32).item() == expected
+    assert state.memory.parts[0].bytes[:4].view(np.uint32).item() == expected
     assert lane0(state, 2) == 0x03020100
 
 

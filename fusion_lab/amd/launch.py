@@ -99,7 +99,7 @@ class Loaded:
     def give_back(self) -> set[str]:
         """Write what the kernel has done to its tensors into them; returns which it has read."""
         for part, content in self.tensors:
-            content[:] = part.content()
+            content[:] = part.bytes
         return {part.name for part, _ in self.tensors if part.was_read}
 
 
