@@ -337,6 +337,8 @@ def test_bank_conflicts_by_the_lanes_that_lds_serves_together():
 @pytest.mark.parametrize(
     ("target", "kind", "a", "b", "c", "expected"),
     [
+        # 1 + 2**-11 + 2**-20 keeps 10 bits of its fraction
+        ("gfx942", "16x16x8_xf32", 0x3F801008, 0x3F800000, 0, 0x3F800000),
         ("gfx942", "16x16x4_f32", 0x3F801008, 0x3F800000, 0, 0x3F801008),
         # a denormal float16 is 0 on an MI200; so is a denormal result
         ("gfx90a", "16x16x16f16", 0x0200, 0x3C00, 0, 0),

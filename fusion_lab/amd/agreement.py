@@ -15,6 +15,7 @@ from fusion_lab.amd.record import Recorded, View
 
 # of the values, in float64 and in others: what another order of a sum makes, with room
 FLOAT64, RELATIVE = 1e-12, 2e-5
+XF32 = 2.0**-10  # where a product keeps 10 bits of its factors, as its kernel asks
 # of the steps: a sum in float32 ends at a neighbour, but of numbers that are rounded to fewer bits
 # only those that lie between two; of few elements these may be as many as this
 STEPS, FEW_STEPS, FEW = 1.0, 1 / 8, 4
@@ -38,11 +39,16 @@ def steps(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def error_of(
-    found: Tensor, expected: Tensor, before: Tensor | None = None, between: float = 0.0
+    found: Tensor,
+    expected: Tensor,
+    before: Tensor | None = None,
+    between: float = 0.0,
+    relative: float = RELATIVE,
 ) -> tuple[float, str]:
     """The error of a tensor, as a share of its values or, with what was there before, of their
     change; and what is wrong, if it is above the limit. `between` is a step of the 16-bit type that
-    the kernel rounds to on its way, as a share."""
+    the kernel rounds to on its way, as a share;
+    `relative` is what the limit allows of the values."""
     dtype = expected.dtype
     if not dtype.is_floating_point:
         wrong = int((found != expected).sum())
@@ -67,7 +73,7 @@ def error_of(
         if 0 < changed.square().mean().sqrt() < whole:
             rows, what = torch.minimum(rows, changed), "their change"
             whole = changed.square().mean().sqrt()
-    relative = FLOAT64 if dtype == torch.float64 else RELATIVE
+    relative = FLOAT64 if dtype == torch.float64 else relative
     few = max(FEW_STEPS, (FEW / value.numel()) ** 0.5)
     share = STEPS if torch.finfo(dtype).bits >= 32 else few
     step = size(steps(value, dtype))
@@ -87,7 +93,9 @@ def error_of(
     return in_all, ""
 
 
-def difference(launch: Recorded, storages: list[Tensor], read: set[str]) -> tuple[float, str]:
+def difference(
+    launch: Recorded, storages: list[Tensor], read: set[str], xf32: bool
+) -> tuple[float, str]:
     """The largest error of a launch, and what is wrong with its tensors on these storages, if
     anything is; `read` are the arguments whose tensors the kernel has read."""
     views = {name: view for name, view in launch.arguments.items() if isinstance(view, View)}
@@ -98,7 +106,7 @@ def difference(launch: Recorded, storages: list[Tensor], read: set[str]) -> tupl
     for name, view in views.items():
         found, expected, before = (view.of(x) for x in (storages, launch.after, launch.before))
         before = before if view.storage in in_place else None
-        error, said = error_of(found, expected, before, between)
+        error, said = error_of(found, expected, before, between, XF32 if xf32 else RELATIVE)
         largest = max(largest, error)
         if said and not wrong:
             wrong = f"{name}: {said}"

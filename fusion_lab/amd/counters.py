@@ -30,14 +30,14 @@ READS = {
 # of an MI300X (AMD's data sheet and CDNA 3 white paper): how many bytes may lie nearer than L2, its
 # Infinity Cache and memory, and the bytes per second of each
 LEVELS = ((0, 34.4e12), (32 << 20, 17.2e12), (288 << 20, 5.3e12))
-TYPES = ("BF16", "F16", "F32")  # of matrix products
+TYPES = ("BF16", "F16", "XF32", "F32")  # of matrix products
 FLOAT = re.compile(
     r"v_(?:pk_)?(?:(add|sub|subrev|mul|fma|fmac|fmamk|fmaak|mac|mad)"
     r"|(rcp|rsq|sqrt|exp|log|sin|cos)(?:_iflag)?)_f(16|32|64)$"
 )
 KINDS = ("MFMA", "SALU", "SMEM", "VMEM", "LDS", "branch")  # that have a counter of their own
 OPERATION = {"add": "ADD", "sub": "ADD", "subrev": "ADD", "mul": "MUL"}
-MFMA = re.compile(r"v_mfma_f32_(\d+)x(\d+)x(\d+)_?(f32|b?f16)")
+MFMA = re.compile(r"v_mfma_f32_(\d+)x(\d+)x(\d+)_?(x?f32|b?f16)")
 VALU = "SQ_INSTS_VALU_"  # floating-point operations of what is counted by these names
 FLOP = {f"{VALU}{name}_F{bits}": 64 * each for bits in (16, 32, 64)
         for name, each in {"ADD": 1, "MUL": 1, "FMA": 2, "TRANS": 1}.items()}  # fmt: skip

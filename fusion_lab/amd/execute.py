@@ -297,9 +297,14 @@ def pk_mov(instruction: Instruction) -> Run:
     return run
 
 
-MFMA = re.compile(r"v_mfma_f32_(\d+)x\1x(\d+)_?(f32|f16|bf16)(_1k)?$")
-WIDEN = {"f32": lambda values: values, "f16": np.float32, "bf16": manual.bf16}
-STORED = {"f32": "f32", "f16": "f16", "bf16": "u16"}
+MFMA = re.compile(r"v_mfma_f32_(\d+)x\1x(\d+)_?(x?f32|f16|bf16)(_1k)?$")
+STORED = {"f32": "f32", "xf32": "u32", "f16": "f16", "bf16": "u16"}
+WIDEN = {
+    "f32": lambda values: values,
+    "xf32": lambda words: (words & 0xFFFFE000).view(np.float32),  # 10 bits of the fraction
+    "f16": np.float32,
+    "bf16": manual.bf16,
+}
 LEAST = {"f16": 2.0**-14, "bf16": 2.0**-126}  # normal numbers
 
 

@@ -30,6 +30,7 @@ class Kernel:
         """`text` is in place of the assembly, for tests that change it."""
         self.program: Program = parse(text or compiled.asm["amdgcn"])
         self.registers = execute.prepare(self.program)
+        self.multiplies_in_xf32 = any("_xf32" in each.mnemonic for each in self.program.code)
         self.waves = compiled.metadata.num_warps
         self.lds = compiled.metadata.shared
         names = compiled.src.fn.arg_names

@@ -228,6 +228,8 @@ def recorded(
     has launched."""
     if not file.is_file():
         raise ToolError(f"{file}: no such file")
+    if argv:
+        note(f"{file.name} gets {' '.join(argv)}")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
     with tempfile.TemporaryDirectory() as folder:

@@ -77,7 +77,7 @@ def outcome_of(launch: Recorded, target: str, watch: bool = False) -> Outcome:
         reason = (str(error) or repr(error)).splitlines()[-1]
         done.outcome, done.remark = NOT_EXECUTED, f"{launch.kernel}: {reason}"
     else:
-        done.error, wrong = difference(launch, storages, counts.read)
+        done.error, wrong = difference(launch, storages, counts.read, kernel.multiplies_in_xf32)
         if wrong:
             done.outcome, done.remark = DISAGREE, f"{launch.kernel}: {wrong}"
         if watch:
@@ -189,9 +189,10 @@ def table(found: Sequence[Outcome]) -> str:
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     once = not is_version(args.file)
-    note(f"{args.file.name} runs in Triton's interpreter first, then its machine code: minutes")
+    note(f"{args.file.name} runs in Triton's interpreter first, which is slow: give small sizes")
     found = outcomes_of(args.file, argv, args.target, bool(args.counters), once)
-    print(table(found))
+    if any(launch.kernel for launch in found):
+        print(table(found))
     if rows := [launch.dispatch for launch in found if launch.dispatch]:
         write_counters(args.counters, args.target, rows)
         print(f"\n{args.target}, instructions per wave of a launch, executed, not measured:")
