@@ -26,7 +26,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -54,6 +53,7 @@ from fusion_lab.amd.compile import (
 )
 from fusion_lab.cli import Parser, ToolError, documented_parser, note, program, say
 from fusion_lab.files import ROOT, read_json, write_text
+from fusion_lab.provenance import output_of
 from fusion_lab.script import load_script
 from fusion_lab.show import Column, render, write_csv
 
@@ -115,9 +115,9 @@ def model_of(script: str) -> str:
 
 
 def commit() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=8", "--exclude=*"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+    """Of this tree, without regard to its results."""
+    changes = output_of("git", "status", "--porcelain", "--", ":!results").strip()
+    return output_of("git", "rev-parse", "--short=8", "HEAD").strip() + "-dirty" * bool(changes)
 
 
 # --- registers

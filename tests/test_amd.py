@@ -378,6 +378,9 @@ USED = "ds_write_b32 v10, v0"
         # what decides nothing may be undefined, as compilers know
         (["v_max_f32_e32 v0, v1, v2"], False),
         (["v_mov_b64_e32 v[4:5], s[8:9]"], False),
+        (["s_mov_b32 s8, 1", "s_mov_b64 s[2:3], s[8:9]", "v_mov_b32_e32 v0, s2", USED], False),
+        (["s_mov_b32 s8, 1", "s_mov_b64 s[2:3], s[8:9]", "v_mov_b32_e32 v0, s3", USED], True),
+        (["s_mov_b64 exec, s[8:9]"], True),
         (["v_cndmask_b32_e64 v0, v2, v1, -1", USED], False),
         (["v_mad_u64_u32 v[4:5], s[0:1], 3, v1, v[1:2]", "v_mov_b32_e32 v0, v4", USED], False),
         (["v_pk_add_f32 v[4:5], v[10:11], v[10:11]", "v_mov_b32_e32 v0, v4", USED], False),

@@ -162,7 +162,13 @@ def cosine(X, OUT, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     tl.store(OUT + at, tl.cos(tl.load(X + at)))
 
+@triton.jit
+def sums(X, OUT, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(OUT + at, tl.cumsum(tl.maximum(3 * tl.load(X + at), 0.0).to(tl.float32), 0))
+
 x, out = torch.randn(2, 1024) + 1
+sums[(1,)](x.bfloat16(), out, BLOCK=256)
 double[lambda given: (triton.cdiv(1000, given["BLOCK"]),)](x, out, 1000)
 product[(1,)](x, out, N=32)
 cosine[(1,)](x.double(), out.double(), BLOCK=64)
@@ -179,12 +185,12 @@ def test_agree_not_executed_and_failed_are_three_things(tmp_path: Path):
     done = run(*RUN, tmp_path / "mine.py", "--limit", "1e-3")
     assert done.returncode == 1
     last = done.stdout.splitlines()[-1]
-    outcomes = "4 launches: 3 agree, 0 disagree, 1 not executed; 1 programs failed ("
+    outcomes = "5 launches: 4 agree, 0 disagree, 1 not executed; 1 programs failed ("
     assert last.startswith(outcomes), done.stderr
     assert "the compiler's code with Triton's interpreter" in last
     assert "variance is off by 0." in done.stderr
     assert "double: the first of 2 configurations, BLOCK: 64, num_warps: 1" in done.stderr
-    assert "not executed: cosine, mine.py:27: v_trig_preop_f64" in done.stderr
+    assert "not executed: cosine, mine.py:26: v_trig_preop_f64" in done.stderr
     assert "program failed: it ended with status 1" in done.stderr
 
 

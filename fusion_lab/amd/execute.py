@@ -15,7 +15,7 @@ from fusion_lab.amd.waves import EXEC, VCC, Waves, word
 Read = Callable[[Waves], np.ndarray]
 Run = Callable[[Waves], None]
 LANES = np.arange(64)
-KNOWN_MODIFIERS = {"op_sel", "op_sel_hi", "dst_sel", "dst_unused", "src0_sel", "src1_sel",
+KNOWN_MODIFIERS = {"clamp", "op_sel", "op_sel_hi", "dst_sel", "dst_unused", "src0_sel", "src1_sel",
                    "row_mask", "bank_mask", "bound_ctrl"}  # fmt: skip
 
 
@@ -158,6 +158,20 @@ def writer(instruction: Instruction, op: Operand, kind: str, written: Read | Non
 # --- instructions of the manual's tables
 
 
+def clamped(instruction: Instruction, function: Callable) -> Callable:
+    """With the modifier clamp, by which a sum of unsigned numbers ends at the largest or at 0."""
+    if "clamp" not in instruction.modifiers:
+        return function
+    if not re.match(r"v_(add|sub|subrev)_u32", instruction.mnemonic):
+        raise Unknown("modifier clamp")
+
+    def within(*sources: np.ndarray) -> tuple:
+        exact = function(*(source.astype(np.int64) for source in sources))[0]
+        return (np.clip(exact, 0, 0xFFFFFFFF).astype(np.uint32),)
+
+    return within
+
+
 def all_sources(waves: Waves, readers: list[Read]) -> list[np.ndarray]:
     return [read(waves) for read in readers]
 
@@ -205,6 +219,7 @@ def of_table(instruction: Instruction, row: manual.Row) -> Run:
         WRITE[name] if name in WRITE else writer(instruction, targets[name], kind, written)
         for name, kind in row.results.items()
     ]
+    function = clamped(instruction, row.function)
     sources_of = selected_sources if instruction.mnemonic == "v_cndmask_b32" else all_sources
     # of these it is not known which lane or which bits are used
     mixes = instruction.mnemonic in ("ds_bpermute_b32", "v_bfi_b32", "v_perm_b32")
@@ -213,7 +228,7 @@ def of_table(instruction: Instruction, row: manual.Row) -> Run:
         sources = sources_of(waves, readers)
         if mixes:
             waves.undefined[0] = None
-        results = row.function(*sources)
+        results = function(*sources)
         for write, result in zip(writers, results, strict=True):
             write(waves, result)
 
@@ -293,6 +308,24 @@ def pk_mov(instruction: Instruction) -> Run:
     def run(waves: Waves) -> None:
         for i, words in enumerate([np.copy(read(waves)) for read in readers]):
             waves.put(target.index + i, words)
+
+    return run
+
+
+def move_scalars(instruction: Instruction) -> Run:
+    """s_mov_b64. What nobody has written may be moved, as LLVM does with half of a number, and the
+    copy counts as unwritten, too; lanes may not be switched by it."""
+    target, source = instruction.operands
+    if source.kind != "s" or target.index == EXEC:
+        return of_table(instruction, ROWS["s_mov_b64"])
+
+    def run(waves: Waves) -> None:
+        unwritten = [waves.unwritten_scalars.get(source.index + place) for place in (0, 1)]
+        waves.put_scalar(target.index, waves.scalars[:, source.index : source.index + 2].copy())
+        for place, of_waves in enumerate(unwritten):
+            if of_waves is not None and (of_waves & waves.here).any():
+                kept = waves.unwritten_scalars.get(target.index + place, False)
+                waves.unwritten_scalars[target.index + place] = kept | of_waves & waves.here
 
     return run
 
@@ -381,6 +414,7 @@ BRANCHES = {
 }
 OTHERS: dict[str, Callable[[Instruction], Run]] = {
     "v_pk_mov_b32": pk_mov,
+    "s_mov_b64": move_scalars,
     "s_barrier": lambda instruction: Waves.barrier,
     "s_endpgm": lambda instruction: Waves.end,
 }

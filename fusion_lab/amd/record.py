@@ -80,8 +80,8 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def bfloat16_mended() -> contextlib.ExitStack:
-    """While this is entered the interpreter multiplies bfloat16 as what it is, not as the integers
-    that it keeps it in, and rounds to it as a GPU does, not towards zero."""
+    """While this is entered the interpreter computes with bfloat16 as what it is, not as with the
+    integers that it keeps it in, and rounds to it as a GPU does, not towards zero."""
     from triton import language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -97,12 +97,18 @@ def bfloat16_mended() -> contextlib.ExitStack:
         rounded = numbers.bfloat16().view(torch.int16).numpy().view(np.uint16)
         return TensorHandle(rounded, tl.bfloat16)
 
+    def binary(builder, a, b, operator):
+        found = plain_binary(builder, wide(a), wide(b), operator)
+        is_number = a.dtype.scalar == tl.bfloat16 and found.data.dtype != bool
+        return cast(builder, found, tl.bfloat16) if is_number else found
+
     def dot(builder, a, b, *others):
         return plain_dot(builder, wide(a), wide(b), *others)
 
     plain_cast, plain_dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+    plain_binary = InterpreterBuilder.binary_op
     stack = contextlib.ExitStack()
-    for name, function in {"cast_impl": cast, "create_dot": dot}.items():
+    for name, function in {"cast_impl": cast, "create_dot": dot, "binary_op": binary}.items():
         stack.enter_context(mock.patch.object(InterpreterBuilder, name, function))
     return stack
 

@@ -13,12 +13,14 @@ from fusion_lab.amd.waves import Waves, word
 
 Run = Callable[[Waves], None]
 Address = Callable[[Waves], tuple[np.ndarray, np.ndarray]]  # of each lane, and those at work
-# how much of memory moves: bytes of an element, and how many
+# how much of memory moves: bytes of an element, how many, and whether with a sign
 FORMS = {
-    **{f"dword{'' if n == 1 else f'x{n}'}": (4, n) for n in (1, 2, 3, 4, 8, 16)},
-    **{f"b{32 * n}": (4, n) for n in (1, 2, 3, 4)},
-    **dict.fromkeys(("byte", "ubyte", "b8", "u8"), (1, 1)),
-    **dict.fromkeys(("short", "ushort", "b16", "u16"), (2, 1)),
+    **{f"dword{'' if n == 1 else f'x{n}'}": (4, n, False) for n in (1, 2, 3, 4, 8, 16)},
+    **{f"b{32 * n}": (4, n, False) for n in (1, 2, 3, 4)},
+    **dict.fromkeys(("byte", "ubyte", "b8", "u8"), (1, 1, False)),
+    **dict.fromkeys(("short", "ushort", "b16", "u16"), (2, 1, False)),
+    "sbyte": (1, 1, True),
+    "sshort": (2, 1, True),
 }
 ACCESS = re.compile(r"(buffer|global|scratch|ds|s)_(load|store|read|write)(2?)(st64)?_"
                     r"(\w+?)(?:_d16_hi)?$")  # fmt: skip
@@ -89,9 +91,9 @@ def addresses(instruction: Instruction, place: int) -> Address:
     return address
 
 
-def tensor_access(instruction: Instruction, form: tuple[int, int], writes: bool) -> Run:
+def tensor_access(instruction: Instruction, form: tuple, writes: bool) -> Run:
     """Between a tensor and registers."""
-    size, count = form
+    size, count, signed = form
     is_buffer = instruction.mnemonic.startswith("buffer")
     address = addresses(instruction, 0 if writes else 1)
     registers = instruction.operands[0 if is_buffer or not writes else 1]
@@ -108,14 +110,16 @@ def tensor_access(instruction: Instruction, form: tuple[int, int], writes: bool)
             waves.memory.store(where, active, size, words)
             return
         for i, words in enumerate(waves.memory.load(where, active, size, count)):
+            if signed:
+                words = words.astype(f"i{size}").astype(np.int32).view(np.uint32)
             waves.put(registers.index + i, words)
 
     return run
 
 
-def load_scalar(instruction: Instruction, form: tuple[int, int]) -> Run:
+def load_scalar(instruction: Instruction, form: tuple) -> Run:
     target, base, offset = instruction.operands
-    size, count = form
+    size, count, _ = form
     first, more = long(base), word(offset)
 
     def run(waves: Waves) -> None:
@@ -128,10 +132,10 @@ def load_scalar(instruction: Instruction, form: tuple[int, int]) -> Run:
     return run
 
 
-def lds_access(instruction: Instruction, form: tuple[int, int], writes: bool, unit: int) -> Run:
+def lds_access(instruction: Instruction, form: tuple, writes: bool, unit: int) -> Run:
     """ds_read_ and ds_write_ of one place, ds_read2_ and ds_write2_ of two, whose offsets count
     units of so many bytes."""
-    size, count = form
+    size, count, _ = form
     operands = instruction.operands
     at, shift = word(operands[0 if writes else 1]), 16 * instruction.mnemonic.endswith("_hi")
     offsets = [constant(instruction)]
