@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """TinyLlama V1: the baseline. A small, complete Llama trained with plain PyTorch operations.
 
-Nothing in the model is fused: each operation starts its own kernels (functions on the GPU). They
-read from memory, and write to it. Even the attention scores, one for each pair of tokens, go
-through memory: begin with Attention.forward. Later versions train this same model to this same
-loss, with fewer kernels that move fewer bytes.
+Nothing in the model is fused: each operation starts its own kernels (functions on the GPU). A
+kernel reads from memory and writes to it, which often takes longer than its arithmetic. Even the
+attention scores, one for each pair of tokens, go through memory: begin with Attention.forward.
+Later versions train this same model to this same loss, with fewer kernels that move fewer bytes.
 
 Examples:
   python tiny_llama_v1.py                                        train on synthetic text
@@ -44,22 +44,22 @@ except ImportError as error:
 # --- configuration
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model; the defaults are those of the command line."""
+    """Sizes of the model, and their letters in shapes; B is the batch size."""
 
-    vocab_size: int = 1000
-    hidden_dim: int = 512
+    vocab_size: int = 1000  # V
+    hidden_dim: int = 512  # D
     num_layers: int = 8
-    num_heads: int = 8
-    num_kv_heads: int = 4
+    num_heads: int = 8  # H, of queries
+    num_kv_heads: int = 4  # K, of keys and values
     intermediate_dim: int = 2048
-    seq_len: int = 256
+    seq_len: int = 256  # S
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
 
 
 @dataclass(frozen=True)
 class Fusions:
-    """V1 fuses nothing."""
+    """Which fusions are on: V1 has none, later versions have a field for each."""
 
 
 # --- rms norm: y = x / sqrt(mean(x^2) + eps) * weight
@@ -85,7 +85,8 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         half = config.hidden_dim // config.num_heads // 2
         frequency = config.rope_theta ** (-torch.arange(half) / half)
-        angle = torch.outer(torch.arange(config.seq_len), frequency).repeat(1, 2)[:, None]
+        angle = torch.outer(torch.arange(config.seq_len), frequency)  # t, for half of a head
+        angle = angle.repeat(1, 2)[:, None]  # [S, 1, head_dim]: heads have the same angles
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 
@@ -145,7 +146,7 @@ class SwiGLU(nn.Module):
 
 # --- loss: mean over tokens of log(sum(exp(logits))) - logits[next token]
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean loss of logits [B, S, V]; labels [B, S] are the same tokens, not shifted."""
+    """Return the mean loss of logits [B, S, V]; labels [B, S] are the input, not shifted."""
     following = F.pad(labels[:, 1:], (0, 1), value=-100)  # the last token has none: it is ignored
     return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
 
@@ -169,7 +170,7 @@ class DecoderLayer(nn.Module):
 class TinyLlama(nn.Module):
     """Llama (Touvron et al. 2023), both embeddings tied, parameters named as by Hugging Face."""
 
-    TARGETS = ("labels",)
+    TARGETS = ("labels",)  # what only the loss takes
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
@@ -189,11 +190,11 @@ class TinyLlama(nn.Module):
 
 def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
     """Build the model: a seed gives the same weights in every version and fusion setting."""
-    sizes = {n: v for n, v in vars(args).items() if n in ModelConfig.__dataclass_fields__}
-    fusions = Fusions(**{attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS})
+    sizes = {name: getattr(args, name) for name in ModelConfig.__dataclass_fields__ if name in args}
+    fusions = Fusions(**{name: getattr(args, name) for name in Fusions.__dataclass_fields__})
     with device:
         model = TinyLlama(ModelConfig(**sizes), fusions)
-    if device.type != "meta":
+    if device.type != "meta":  # where tensors have shapes alone, to count FLOPs
         generator = torch.Generator().manual_seed(args.seed)
         # canonical names, so the order of the draws does not depend on what is fused
         state = model.state_dict()

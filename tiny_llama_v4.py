@@ -68,15 +68,15 @@ except ImportError as error:
 # --- configuration
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model; the defaults are those of the command line."""
+    """Sizes of the model, and their letters in shapes; B is the batch size."""
 
-    vocab_size: int = 1000
-    hidden_dim: int = 512
+    vocab_size: int = 1000  # V
+    hidden_dim: int = 512  # D
     num_layers: int = 8
-    num_heads: int = 8
-    num_kv_heads: int = 4
+    num_heads: int = 8  # H, of queries
+    num_kv_heads: int = 4  # K, of keys and values
     intermediate_dim: int = 2048
-    seq_len: int = 256
+    seq_len: int = 256  # S
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     blocks: str = "default"  # what --blocks replaces
@@ -101,8 +101,8 @@ class Fusions:
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the kernels run on the CPU, in Python
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
 NAMESPACE = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # of our operators
-Sizes = dict[str, int]
-BLOCKS: dict[str, dict[str, Sizes]] = {}  # the sizes of each kernel in each case
+Sizes = dict[str, int]  # as {"TILE": 4096, "num_warps": 8}
+BLOCKS: dict[str, dict[str, Sizes]] = {}  # of each kernel, in each case
 OVERRIDES: dict[str, Sizes] = {}  # what --blocks replaces, for this run
 
 
@@ -110,11 +110,12 @@ def block_sizes(
     sizes: Sizes, *, hip_float32: Sizes | None = None, hip: Sizes | None = None,
     tf32: Sizes | None = None, float32: Sizes | None = None,
 ) -> Callable[[Callable], Callable]:  # fmt: skip
-    """Give the kernel below its block sizes, warps (4 if not here) and stages.
+    """Set the block sizes of the kernel below, and its num_warps and num_stages.
 
-    `sizes` are for 16 bits on NVIDIA's GPUs. The first of the other cases that applies says what
-    differs. TILE: elements of a block of rows. PROGRAMS share the rows, more of them where each
-    would have more than 16 blocks. --blocks replaces any of these.
+    `sizes` suit 16-bit tensors on NVIDIA's GPUs. The first other case that holds (hip: AMD) says
+    what differs there. TILE: elements of a block of rows. PROGRAMS: programs that share the blocks,
+    or more, so that none has over 16. num_warps: groups of 32 or 64 threads that run a program (4
+    if not set). num_stages: rounds of a loop whose loads are under way at once.
     """
     cases = {"hip_float32": hip_float32, "hip": hip, "tf32": tf32, "float32": float32, "any": sizes}
 
@@ -130,10 +131,10 @@ def block_sizes(
 
 
 def without_second_derivative(backward: Callable) -> staticmethod:
-    """Return a Function's backward pass that refuses to be differentiated."""
+    """Make a Function's backward pass fail where it would have to be differentiated itself."""
 
     def checked(ctx, *grads: Tensor | None):
-        if torch.is_grad_enabled():  # also if grads are constant, unlike once_differentiable
+        if torch.is_grad_enabled():  # PyTorch's once_differentiable lets constant gradients pass
             raise RuntimeError("create_graph: V4's kernels have no second derivatives; V1 has")
         return backward(ctx, *grads)
 
@@ -154,10 +155,10 @@ def rms_norm_forward_kernel(
     X, UPDATE, NORMED, SUMMED, XHAT (or None) [rows, C], WEIGHT [C], RSTD [rows]. Without an update
     (None) SUMMED is not written. A program owns ROWS whole rows.
     """
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    channel = tl.arange(0, BLOCK_C)
-    inside = (row < rows)[:, None] & (channel < C)[None, :]
-    at = row[:, None] * C + channel[None, :]
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # those of this program
+    channel = tl.arange(0, BLOCK_C)  # BLOCK_C: C or more, as ranges are powers of two
+    inside = (row < rows)[:, None] & (channel < C)[None, :]  # which elements exist
+    at = row[:, None] * C + channel[None, :]  # where they are, from a tensor's start
     x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
     if UPDATE is not None:
         x += tl.load(UPDATE + at, mask=inside, other=0.0).to(tl.float32)
@@ -178,7 +179,7 @@ def rms_norm_backward_kernel(
     NORMALISED: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of a norm's input and weight from those of the norm and of the sum.
+    """Compute the gradients of x, of the update and of the weight.
 
         xhat = x * rstd;  g = dnormed * weight;  dweight = sum over rows of dnormed * xhat
         dx = rstd * (g - xhat * mean(g * xhat)) + dsummed;  dupdate = dx
@@ -191,7 +192,7 @@ def rms_norm_backward_kernel(
     program = tl.program_id(0)
     channel = tl.arange(0, BLOCK_C)
     weight = tl.load(WEIGHT + channel, mask=channel < C, other=1.0).to(tl.float32)
-    grad_weight = tl.zeros([ROWS, BLOCK_C], tl.float32)  # summing rows here would cost more
+    grad_weight = tl.zeros([ROWS, BLOCK_C], tl.float32)  # its rows are summed once, at the end
     for start in range(program * ROWS, rows, PROGRAMS * ROWS):
         row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (channel < C)[None, :]
@@ -200,10 +201,10 @@ def rms_norm_backward_kernel(
         xhat = tl.load(SAVED + at, mask=inside, other=0.0).to(tl.float32)
         if not NORMALISED:
             xhat *= rstd
-        grad = tl.load(GRAD_NORMED + at, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(GRAD_NORMED + at, mask=inside, other=0.0).to(tl.float32)  # dnormed
         grad_weight += grad * xhat
         grad *= weight[None, :]  # g
-        grad = (grad - xhat * (tl.sum(grad * xhat, 1) / C)[:, None]) * rstd
+        grad = (grad - xhat * (tl.sum(grad * xhat, 1) / C)[:, None]) * rstd  # dx - dsummed
         grad += tl.load(GRAD_SUMMED + at, mask=inside, other=0.0).to(tl.float32)
         if GRAD_UPDATE is not None:
             tl.store(GRAD_UPDATE + at, grad, mask=inside)
@@ -378,7 +379,8 @@ class RotaryEmbedding(nn.Module):
         half = config.hidden_dim // config.num_heads // 2
         frequency = config.rope_theta ** (-torch.arange(half) / half)
         positions = triton.cdiv(config.seq_len, 8) * 8  # as many as the model makes of them
-        angle = torch.outer(torch.arange(positions), frequency).repeat(1, 2)[:, None]
+        angle = torch.outer(torch.arange(positions), frequency)  # t, for half of a head
+        angle = angle.repeat(1, 2)[:, None]  # [S, 1, head_dim]: heads have the same angles
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 
@@ -663,7 +665,7 @@ class Attention(nn.Module):
         if fusions.triton_attention:
             parts = {"q_proj": config.hidden_dim, "k_proj": kv_dim, "v_proj": kv_dim}
             self.qkv_proj = Linear(config.hidden_dim, sum(parts.values()), fusions)
-            keep_separate_names(self, "qkv_proj", parts)
+            keep_separate_names(self, "qkv_proj", parts)  # in a state_dict, as in V1
         else:
             self.q_proj = Linear(config.hidden_dim, config.hidden_dim, fusions)
             self.k_proj = Linear(config.hidden_dim, kv_dim, fusions)
@@ -769,7 +771,7 @@ class SwiGLU(nn.Module):
         if fusions.triton_swiglu:
             parts = {"gate_proj": config.intermediate_dim, "up_proj": config.intermediate_dim}
             self.gate_up_proj = Linear(config.hidden_dim, sum(parts.values()), fusions)
-            keep_separate_names(self, "gate_up_proj", parts)
+            keep_separate_names(self, "gate_up_proj", parts)  # in a state_dict, as in V1
         else:
             self.gate_proj = Linear(config.hidden_dim, config.intermediate_dim, fusions)
             self.up_proj = Linear(config.hidden_dim, config.intermediate_dim, fusions)
@@ -883,7 +885,7 @@ class NextTokenLoss(torch.autograd.Function):
 
 
 def next_token_loss(logits: Tensor, labels: Tensor, vocab: int, fusions: Fusions) -> Tensor:
-    """Return the mean loss of logits [B, S, V]; labels [B, S] are the same tokens, not shifted."""
+    """Return the mean loss of logits [B, S, V]; labels [B, S] are the input, not shifted."""
     if fusions.triton_cross_entropy:
         return NextTokenLoss.apply(logits, labels, vocab)
     following = F.pad(labels[:, 1:], (0, 1), value=-100)  # the last token has none: it is ignored
@@ -949,7 +951,7 @@ class DecoderLayer(nn.Module):
 class TinyLlama(nn.Module):
     """Llama (Touvron et al. 2023), both embeddings tied, parameters named as by Hugging Face."""
 
-    TARGETS = ("labels",)
+    TARGETS = ("labels",)  # what only the loss takes
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
@@ -1012,11 +1014,11 @@ def keep_separate_names(parent: nn.Module, fused: str, parts: dict[str, int]) ->
 
 def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
     """Build the model: a seed gives the same weights in every version and fusion setting."""
-    sizes = {n: v for n, v in vars(args).items() if n in ModelConfig.__dataclass_fields__}
-    fusions = Fusions(**{attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS})
+    sizes = {name: getattr(args, name) for name in ModelConfig.__dataclass_fields__ if name in args}
+    fusions = Fusions(**{name: getattr(args, name) for name in Fusions.__dataclass_fields__})
     with device:
         model = TinyLlama(ModelConfig(**sizes), fusions)
-    if device.type != "meta":
+    if device.type != "meta":  # where tensors have shapes alone, to count FLOPs
         generator = torch.Generator().manual_seed(args.seed)
         # canonical names, so the order of the draws does not depend on what is fused
         state = model.state_dict()

@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
 """TinyOpenFold V1: the baseline, a small AlphaFold 2 Evoformer stack in plain PyTorch operations.
 
-The input is an alignment (MSA): rows are related proteins, columns are residues (amino acids). Each
-place and each pair of residues has a vector; pairs predict distances. A block updates the MSA by
-attention along rows, then columns. In rows, a number made from a pair is added to the score of its
-two residues: the pair bias. It updates pair ij from MSA columns i and j (outer product), then by
-triangles, from pairs ik and jk (triangle multiplication, triangle attention).
+A protein is a chain of residues (amino acids). The input is an alignment, the MSA: rows are related
+proteins, columns are residues. Each place has a vector, and so has each pair of residues ij, called
+an edge: it predicts their distance. A block updates the MSA by attention within rows, where edge ij
+adds a number to the score of residues i and j (pair bias), then within columns. It updates edge ij
+by columns i and j (outer product), then by edges ik and jk (triangle multiplication and attention).
 Names follow OpenFold; AF2 SI is the supplement of Jumper et al. 2021.
 
-Nothing in the model is fused: each operation starts its own kernels (functions on the GPU). They
-read from memory, and write to it. Attention scores go there, too: read GatedAttention.attend first.
-Later versions train this same model to this same loss, with fewer kernels that move fewer bytes.
+Nothing in the model is fused: each operation starts its own kernels (functions on the GPU). A
+kernel reads from memory and writes to it, which often takes longer than its arithmetic. Attention
+scores go through memory, too: begin with GatedAttention.attend. Later versions train this same
+model to this same loss, with fewer kernels that move fewer bytes.
 
 Examples:
   python tiny_openfold_v1.py                                       train on synthetic proteins
@@ -51,23 +52,23 @@ except ImportError as error:
 # --- configuration
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model and how it runs; the defaults are those of the command line."""
+    """Sizes of the model, and their letters in shapes; B: batch, C: channels, D: C / H."""
 
-    msa_dim: int = 64
-    pair_dim: int = 128
+    msa_dim: int = 64  # c_m
+    pair_dim: int = 128  # c_z
     num_blocks: int = 4
-    num_heads_msa: int = 4
-    num_heads_pair: int = 4
-    num_seqs: int = 16
-    seq_len: int = 64
+    num_heads_msa: int = 4  # H
+    num_heads_pair: int = 4  # H
+    num_seqs: int = 16  # S, sequences (proteins) in an alignment
+    seq_len: int = 64  # N, residues in a sequence
     outer_product_dim: int = 32
     transition_factor: int = 4
-    checkpoint_blocks: bool = False
+    checkpoint_blocks: bool = False  # keep a block's input only, compute the rest again
 
 
 @dataclass(frozen=True)
 class Fusions:
-    """V1 fuses nothing."""
+    """Which fusions are on: V1 has none, later versions have a field for each."""
 
 
 # --- attention: update = linear_o(sigmoid(gate) * softmax(q k^T / sqrt(D) + bias) v)
@@ -93,11 +94,11 @@ class GatedAttention(nn.Module):
         """
         if present is not None:
             bias = x.new_zeros(1) if bias is None else bias
-            # a weight of 0, and no NaN where all keys are padding, nor in float16
+            # -1e4 fits float16 and gives a weight of 0; -inf gives NaN if all keys are padding
             bias = bias.masked_fill(~present[:, None, None], -1e4)
         linears = (self.linear_q, self.linear_k, self.linear_v, self.linear_g)
         q, k, v, gate = (linear(x) for linear in linears)
-        # Not in five dimensions, at which torch.compile's attention pattern fails (PyTorch 2.11).
+        # B and R are one dimension: torch.compile (PyTorch 2.11) fails on attention with both.
         heads = (self.heads, self.head_dim)
         q, k, v = (t.flatten(0, 1).unflatten(-1, heads).transpose(1, 2) for t in (q, k, v))
         scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)  # [B x R, H, N, N]
@@ -167,8 +168,8 @@ class TriangleMultiplication(nn.Module):
         super().__init__()
         dim = config.pair_dim
         self.layer_norm_in = nn.LayerNorm(dim)
-        self.linear_a_p = nn.Linear(dim, dim)
-        self.linear_a_g = nn.Linear(dim, dim)
+        self.linear_a_p = nn.Linear(dim, dim)  # p: projection
+        self.linear_a_g = nn.Linear(dim, dim)  # g: its gate
         self.linear_b_p = nn.Linear(dim, dim)
         self.linear_b_g = nn.Linear(dim, dim)
         self.linear_g = nn.Linear(dim, dim)
@@ -420,11 +421,11 @@ class TinyOpenFold(nn.Module):
 
 def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
     """Build the model: a seed gives the same weights in every version and fusion setting."""
-    sizes = {n: v for n, v in vars(args).items() if n in ModelConfig.__dataclass_fields__}
-    fusions = Fusions(**{attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS})
+    sizes = {name: getattr(args, name) for name in ModelConfig.__dataclass_fields__ if name in args}
+    fusions = Fusions(**{name: getattr(args, name) for name in Fusions.__dataclass_fields__})
     with device:
         model = TinyOpenFold(ModelConfig(**sizes), fusions)
-    if device.type != "meta":
+    if device.type != "meta":  # where tensors have shapes alone, to count FLOPs
         generator = torch.Generator().manual_seed(args.seed)
         # Canonical names, so the order of the draws does not depend on what is fused.
         state = model.state_dict()

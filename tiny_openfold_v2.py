@@ -47,18 +47,18 @@ except ImportError as error:
 # --- configuration
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model and how it runs; the defaults are those of the command line."""
+    """Sizes of the model, and their letters in shapes; B: batch, C: channels, D: C / H."""
 
-    msa_dim: int = 64
-    pair_dim: int = 128
+    msa_dim: int = 64  # c_m
+    pair_dim: int = 128  # c_z
     num_blocks: int = 4
-    num_heads_msa: int = 4
-    num_heads_pair: int = 4
-    num_seqs: int = 16
-    seq_len: int = 64
+    num_heads_msa: int = 4  # H
+    num_heads_pair: int = 4  # H
+    num_seqs: int = 16  # S, sequences (proteins) in an alignment
+    seq_len: int = 64  # N, residues in a sequence
     outer_product_dim: int = 32
     transition_factor: int = 4
-    checkpoint_blocks: bool = False
+    checkpoint_blocks: bool = False  # keep a block's input only, compute the rest again
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class GatedAttention(nn.Module):
         self.heads, self.head_dim = heads, dim // heads
         self.qkv_fusion, self.flash_attention = qkv_fusion, fusions.flash_attention
         if qkv_fusion:
-            parts = ("linear_q", "linear_k", "linear_v", "linear_g")
+            parts = ("linear_q", "linear_k", "linear_v", "linear_g")  # names in a state_dict
             self.linear_qkvg = QKVGLinear(dim, heads)
             keep_separate_names(self, "linear_qkvg", parts, biased=("linear_g",), heads=heads)
         else:
@@ -100,12 +100,12 @@ class GatedAttention(nn.Module):
         """
         if present is not None:
             bias = x.new_zeros(1) if bias is None else bias
-            # a weight of 0, and no NaN where all keys are padding, nor in float16
+            # -1e4 fits float16 and gives a weight of 0; -inf gives NaN if all keys are padding
             bias = bias.masked_fill(~present[:, None, None], -1e4)
         if self.flash_attention:
             return self.attend_flash(x, bias)
         q, k, v, gate = self.project(x.reshape(-1, x.shape[-1]))
-        # Not in five dimensions, at which torch.compile's attention pattern fails (PyTorch 2.11).
+        # B and R are one dimension: torch.compile (PyTorch 2.11) fails on attention with both.
         shape = (-1, x.shape[2], self.heads, self.head_dim)
         q, k, v = (t.view(shape).transpose(1, 2) for t in (q, k, v))
         scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)  # [B x R, H, N, N]
@@ -124,16 +124,17 @@ class GatedAttention(nn.Module):
     def attend_flash(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Attend as `attend` does, without scores in memory.
 
-        SDPA takes [batch, heads, N, D]. Here its batch are the rows, and its heads are ours of all
-        samples: so one bias [B x H, N, N] serves every row by broadcasting, where it would
-        otherwise be copied R times, which is as large as the scores are.
+        SDPA takes q, k and v as [batch, heads, N, D], and broadcasts a bias over its batch. All R
+        rows of a sample have the same bias, so here the batch is R, and the heads are B x H. With
+        B x R as the batch, the bias would be copied R times, to the size of the scores.
         """
         samples, rows, length, dim = x.shape
-        if bias is None:  # nothing to share: every row of every sample is a batch of its own
+        if bias is None:  # no bias to share: all rows of all samples are the batch
             samples, rows = 1, samples * rows
         else:
-            bias = bias.expand(samples, self.heads, length, length).flatten(0, 1)[None]
-            x, bias = x.permute(1, 2, 0, 3), bias.contiguous()
+            bias = bias.expand(samples, self.heads, length, length)
+            bias = bias.flatten(0, 1)[None].contiguous()  # [1, B x H, N, N]
+            x = x.permute(1, 2, 0, 3)  # [R, N, B, C]
         q, k, v, gate = self.project(x.reshape(-1, dim))  # [R x N x B, H, C / H]
         shape = (rows, length, samples * self.heads, -1)
         q, k, v = (t.view(shape).transpose(1, 2) for t in (q, k, v))
@@ -155,7 +156,7 @@ class QKVGLinear(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Project x [P, C] -> q, k, v, gate, each [P, H, C / H].
 
-        The four of one head lie side by side in memory.
+        The weight's rows are head by head, so the four of a head lie side by side in memory.
         """
         q, k, v, gate = F.linear(x, self.weight).view(len(x), self.heads, 4, -1).unbind(2)
         return q, k, v, gate + self.bias.view(self.heads, -1).to(gate.dtype)
@@ -230,8 +231,8 @@ class TriangleMultiplication(nn.Module):
             self.linear_ab = nn.Linear(dim, 4 * dim)
             keep_separate_names(self, "linear_ab", parts, biased=parts)
         else:
-            self.linear_a_p = nn.Linear(dim, dim)
-            self.linear_a_g = nn.Linear(dim, dim)
+            self.linear_a_p = nn.Linear(dim, dim)  # p: projection
+            self.linear_a_g = nn.Linear(dim, dim)  # g: its gate
             self.linear_b_p = nn.Linear(dim, dim)
             self.linear_b_g = nn.Linear(dim, dim)
         self.linear_g = nn.Linear(dim, dim)
@@ -536,11 +537,11 @@ def keep_separate_names(
 
 def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
     """Build the model: a seed gives the same weights in every version and fusion setting."""
-    sizes = {n: v for n, v in vars(args).items() if n in ModelConfig.__dataclass_fields__}
-    fusions = Fusions(**{attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS})
+    sizes = {name: getattr(args, name) for name in ModelConfig.__dataclass_fields__ if name in args}
+    fusions = Fusions(**{name: getattr(args, name) for name in Fusions.__dataclass_fields__})
     with device:
         model = TinyOpenFold(ModelConfig(**sizes), fusions)
-    if device.type != "meta":
+    if device.type != "meta":  # where tensors have shapes alone, to count FLOPs
         generator = torch.Generator().manual_seed(args.seed)
         # Canonical names, so the order of the draws does not depend on what is fused.
         state = model.state_dict()

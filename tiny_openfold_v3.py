@@ -68,18 +68,18 @@ except ImportError as error:
 # --- configuration
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model and how it runs; the defaults are those of the command line."""
+    """Sizes of the model, and their letters in shapes; B: batch, C: channels, D: C / H."""
 
-    msa_dim: int = 64
-    pair_dim: int = 128
+    msa_dim: int = 64  # c_m
+    pair_dim: int = 128  # c_z
     num_blocks: int = 4
-    num_heads_msa: int = 4
-    num_heads_pair: int = 4
-    num_seqs: int = 16
-    seq_len: int = 64
+    num_heads_msa: int = 4  # H
+    num_heads_pair: int = 4  # H
+    num_seqs: int = 16  # S, sequences (proteins) in an alignment
+    seq_len: int = 64  # N, residues in a sequence
     outer_product_dim: int = 32
     transition_factor: int = 4
-    checkpoint_blocks: bool = False
+    checkpoint_blocks: bool = False  # keep a block's input only, compute the rest again
     blocks: str = "default"  # what --blocks replaces
 
 
@@ -97,16 +97,17 @@ class Fusions:
 
 
 # --- kernels
-# A kernel runs as many programs, each with its own block of numbers. None adds atomically: each
-# writes the sum over its own rows, and one more launch adds these up, so that the same input gives
-# the same bits. Pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas.
+# A kernel runs as many programs, each with its own block of numbers. No two add to one place, as
+# their order would change the bits: each writes the sum over its own rows, and one more launch adds
+# these up. Pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas. What
+# a kernel calls stands below it, or in the section "what all kernels share".
 # --- blocks
 # Copied from dev/parts/blocks.py by dev/sync_parts.py: edit it there.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the kernels run on the CPU, in Python
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
 NAMESPACE = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # of our operators
-Sizes = dict[str, int]
-BLOCKS: dict[str, dict[str, Sizes]] = {}  # the sizes of each kernel in each case
+Sizes = dict[str, int]  # as {"TILE": 4096, "num_warps": 8}
+BLOCKS: dict[str, dict[str, Sizes]] = {}  # of each kernel, in each case
 OVERRIDES: dict[str, Sizes] = {}  # what --blocks replaces, for this run
 
 
@@ -114,11 +115,12 @@ def block_sizes(
     sizes: Sizes, *, hip_float32: Sizes | None = None, hip: Sizes | None = None,
     tf32: Sizes | None = None, float32: Sizes | None = None,
 ) -> Callable[[Callable], Callable]:  # fmt: skip
-    """Give the kernel below its block sizes, warps (4 if not here) and stages.
+    """Set the block sizes of the kernel below, and its num_warps and num_stages.
 
-    `sizes` are for 16 bits on NVIDIA's GPUs. The first of the other cases that applies says what
-    differs. TILE: elements of a block of rows. PROGRAMS share the rows, more of them where each
-    would have more than 16 blocks. --blocks replaces any of these.
+    `sizes` suit 16-bit tensors on NVIDIA's GPUs. The first other case that holds (hip: AMD) says
+    what differs there. TILE: elements of a block of rows. PROGRAMS: programs that share the blocks,
+    or more, so that none has over 16. num_warps: groups of 32 or 64 threads that run a program (4
+    if not set). num_stages: rounds of a loop whose loads are under way at once.
     """
     cases = {"hip_float32": hip_float32, "hip": hip, "tf32": tf32, "float32": float32, "any": sizes}
 
@@ -134,12 +136,12 @@ def block_sizes(
 # --- operators
 # Copied from dev/parts/operators.py by dev/sync_parts.py: edit it there.
 def operator(function: Callable) -> Callable:
-    """Make a function that launches kernels an operator; torch.compile sees the kernels in it."""
+    """Register a function that launches kernels with PyTorch, so that torch.compile sees them."""
     name = f"{NAMESPACE}::{function.__name__}"
     if not INTERPRETED:
         return triton_op(name, function, mutates_args=())
     opaque = torch.library.custom_op(name, function, mutates_args=())
-    opaque.register_fake(function)
+    opaque.register_fake(function)  # for shapes: torch.compile cannot look into it
     return opaque
 
 
@@ -156,13 +158,14 @@ def layer_norm_forward_kernel(
     """Normalise rows: y = x_hat * weight + bias.
 
     X and OUT are [rows, C]. With H heads the rows are pairs, and HEADS [H, C] projects them to the
-    bias of an attention, PAIR_BIAS_h = sum_c y_c HEADS_hc in [B, H, N, N]. A program owns ROWS
-    rows.
+    bias of an attention, PAIR_BIAS_h = sum_c y_c HEADS_hc in [B, H, N, N], with ENDING of the
+    transposed pairs. A program owns ROWS rows: `at` is where their elements are, `inside` which of
+    them exist. ALIGNED helps the compiler (length_of).
     """
     program = tl.program_id(0).to(tl.int64)
     row, at, inside = tile_of_rows(program * ROWS, rows, C, BLOCK_C, ROWS, True)
-    channel = tl.arange(0, BLOCK_C)
-    x, _ = normalise(load_tile(X, at, inside), inside, eps, C)
+    channel = tl.arange(0, BLOCK_C)  # BLOCK_C: C or more, as ranges are powers of two
+    x, _ = normalise(load_tile(X, at, inside), inside, eps, C)  # x_hat
     weight = tl.load(WEIGHT + channel, mask=channel < C, other=0.0)
     bias = tl.load(BIAS + channel, mask=channel < C, other=0.0)
     y = x * weight[None, :] + bias[None, :]
@@ -182,7 +185,7 @@ def layer_norm_backward_kernel(
     ALIGNED: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of a norm and of the pair bias, with x_hat and rstd made again from X.
+    """Compute the gradients of X, WEIGHT, BIAS and HEADS; x_hat and rstd are made again from X.
 
     dy = GRAD + sum_h dPAIR_BIAS_h HEADS_h, g = dy * weight,
     dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)); over the rows
@@ -194,14 +197,14 @@ def layer_norm_backward_kernel(
     channel = tl.arange(0, BLOCK_C)
     weight = tl.load(WEIGHT + channel, mask=channel < C, other=0.0)
     bias = tl.load(BIAS + channel, mask=channel < C, other=0.0)
-    # A sum over rows in every round costs more than these registers.
+    # The rows of these two are summed once, at the end: in each round it would cost more.
     grad_weight = tl.zeros([ROWS, BLOCK_C], tl.float32)
     grad_bias = tl.zeros([ROWS, BLOCK_C], tl.float32)
     grad_heads = tl.zeros([BLOCK_H, BLOCK_C], tl.float32)
     for start in range(program * ROWS, rows, PROGRAMS * ROWS):
         row, at, inside = tile_of_rows(start, rows, C, BLOCK_C, ROWS, True)
-        x, rstd = normalise(load_tile(X, at, inside), inside, eps, C)
-        grad = tl.zeros([ROWS, BLOCK_C], tl.float32)
+        x, rstd = normalise(load_tile(X, at, inside), inside, eps, C)  # x_hat
+        grad = tl.zeros([ROWS, BLOCK_C], tl.float32)  # dy
         if GRAD is not None:
             grad += load_tile(GRAD, at, inside)
         for head in tl.static_range(H):
@@ -210,7 +213,7 @@ def layer_norm_backward_kernel(
             grad_pair_bias = tl.load(at_pair, mask=row < rows, other=0.0).to(tl.float32)[:, None]
             grad += grad_pair_bias * projection[None, :]
             grad_head = tl.sum(grad_pair_bias * (x * weight[None, :] + bias[None, :]), 0)
-            is_head = (tl.arange(0, BLOCK_H) == head)[:, None]
+            is_head = (tl.arange(0, BLOCK_H) == head)[:, None]  # a block in registers has no [head]
             grad_heads += tl.where(is_head, grad_head[None, :], 0.0)
         grad_weight += grad * x
         grad_bias += grad
@@ -896,7 +899,7 @@ class GatedAttention(nn.Module):
         self.heads, self.head_dim = heads, dim // heads
         self.fused = fusions.triton_attention
         if self.fused:
-            parts = ("linear_q", "linear_k", "linear_v", "linear_g")
+            parts = ("linear_q", "linear_k", "linear_v", "linear_g")  # names in a state_dict
             self.linear_qkvg = QKVGLinear(dim)
             keep_separate_names(self, "linear_qkvg", parts, biased=("linear_g",), heads=heads)
         else:
@@ -918,7 +921,7 @@ class GatedAttention(nn.Module):
         """
         if present is not None:
             bias = x.new_zeros(1) if bias is None else bias
-            # a weight of 0, and no NaN where all keys are padding, nor in float16
+            # -1e4 fits float16 and gives a weight of 0; -inf gives NaN if all keys are padding
             bias = bias.masked_fill(~present[:, None, None], -1e4)
         if self.fused:
             qkvg = F.linear(x, self.linear_qkvg.weight).unflatten(-1, (self.heads, 4, -1))
@@ -930,7 +933,7 @@ class GatedAttention(nn.Module):
             return self.attend(x.transpose(1, 2), bias).transpose(1, 2)
         linears = (self.linear_q, self.linear_k, self.linear_v, self.linear_g)
         q, k, v, gate = (linear(x) for linear in linears)
-        # Not in five dimensions, at which torch.compile's attention pattern fails (PyTorch 2.11).
+        # B and R are one dimension: torch.compile (PyTorch 2.11) fails on attention with both.
         heads = (self.heads, self.head_dim)
         q, k, v = (t.flatten(0, 1).unflatten(-1, heads).transpose(1, 2) for t in (q, k, v))
         scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)  # [B x R, H, N, N]
@@ -2220,11 +2223,11 @@ def keep_separate_names(
 
 def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
     """Build the model: a seed gives the same weights in every version and fusion setting."""
-    sizes = {n: v for n, v in vars(args).items() if n in ModelConfig.__dataclass_fields__}
-    fusions = Fusions(**{attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS})
+    sizes = {name: getattr(args, name) for name in ModelConfig.__dataclass_fields__ if name in args}
+    fusions = Fusions(**{name: getattr(args, name) for name in Fusions.__dataclass_fields__})
     with device:
         model = TinyOpenFold(ModelConfig(**sizes), fusions)
-    if device.type != "meta":
+    if device.type != "meta":  # where tensors have shapes alone, to count FLOPs
         generator = torch.Generator().manual_seed(args.seed)
         # Canonical names, so the order of the draws does not depend on what is fused.
         state = model.state_dict()

@@ -73,18 +73,18 @@ except ImportError as error:
 # --- configuration
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model and how it runs; the defaults are those of the command line."""
+    """Sizes of the model, and their letters in shapes; B: batch, C: channels, D: C / H."""
 
-    msa_dim: int = 64
-    pair_dim: int = 128
+    msa_dim: int = 64  # c_m
+    pair_dim: int = 128  # c_z
     num_blocks: int = 4
-    num_heads_msa: int = 4
-    num_heads_pair: int = 4
-    num_seqs: int = 16
-    seq_len: int = 64
+    num_heads_msa: int = 4  # H
+    num_heads_pair: int = 4  # H
+    num_seqs: int = 16  # S, sequences (proteins) in an alignment
+    seq_len: int = 64  # N, residues in a sequence
     outer_product_dim: int = 32
     transition_factor: int = 4
-    checkpoint_blocks: bool = False
+    checkpoint_blocks: bool = False  # keep a block's input only, compute the rest again
     blocks: str = "default"  # what --blocks replaces
 
 
@@ -103,18 +103,19 @@ class Fusions:
 
 
 # --- kernels
-# A kernel runs as many programs, each with its own block of numbers. None adds atomically: each
-# writes the sum over its own rows, and one more launch adds these up, so that the same input gives
-# the same bits. Pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas.
-# A backward pass launches what the gradient of its input needs. Its function `compute`, which may
-# run on a side stream, leaves the gradients of parameters where they belong: parameter_gradients.
+# A kernel runs as many programs, each with its own block of numbers. No two add to one place, as
+# their order would change the bits: each writes the sum over its own rows, and one more launch adds
+# these up. Pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas. What
+# a kernel calls stands below it, or in the section "what all kernels share".
+# A backward pass launches what the gradient of its input needs. The gradients of its parameters
+# are for its function `compute`, which may run on a side stream: see parameter_gradients.
 # --- blocks
 # Copied from dev/parts/blocks.py by dev/sync_parts.py: edit it there.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the kernels run on the CPU, in Python
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
 NAMESPACE = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # of our operators
-Sizes = dict[str, int]
-BLOCKS: dict[str, dict[str, Sizes]] = {}  # the sizes of each kernel in each case
+Sizes = dict[str, int]  # as {"TILE": 4096, "num_warps": 8}
+BLOCKS: dict[str, dict[str, Sizes]] = {}  # of each kernel, in each case
 OVERRIDES: dict[str, Sizes] = {}  # what --blocks replaces, for this run
 
 
@@ -122,11 +123,12 @@ def block_sizes(
     sizes: Sizes, *, hip_float32: Sizes | None = None, hip: Sizes | None = None,
     tf32: Sizes | None = None, float32: Sizes | None = None,
 ) -> Callable[[Callable], Callable]:  # fmt: skip
-    """Give the kernel below its block sizes, warps (4 if not here) and stages.
+    """Set the block sizes of the kernel below, and its num_warps and num_stages.
 
-    `sizes` are for 16 bits on NVIDIA's GPUs. The first of the other cases that applies says what
-    differs. TILE: elements of a block of rows. PROGRAMS share the rows, more of them where each
-    would have more than 16 blocks. --blocks replaces any of these.
+    `sizes` suit 16-bit tensors on NVIDIA's GPUs. The first other case that holds (hip: AMD) says
+    what differs there. TILE: elements of a block of rows. PROGRAMS: programs that share the blocks,
+    or more, so that none has over 16. num_warps: groups of 32 or 64 threads that run a program (4
+    if not set). num_stages: rounds of a loop whose loads are under way at once.
     """
     cases = {"hip_float32": hip_float32, "hip": hip, "tf32": tf32, "float32": float32, "any": sizes}
 
@@ -142,13 +144,10 @@ def block_sizes(
 
 
 def without_second_derivative(backward: Callable) -> staticmethod:
-    """Return a Function's backward pass that refuses to be differentiated.
-
-    PyTorch's once_differentiable takes it for a constant if the gradient that it gets is one.
-    """
+    """Make a Function's backward pass fail where it would have to be differentiated itself."""
 
     def checked(ctx, *grads: Tensor | None):
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # PyTorch's once_differentiable lets constant gradients pass
             raise RuntimeError("create_graph: V4's kernels have no second derivatives; V1 has")
         return backward(ctx, *grads)
 
@@ -156,10 +155,10 @@ def without_second_derivative(backward: Callable) -> staticmethod:
 
 
 # --- norm and projection: out = y W^T + b with y = norm(x), and the pair bias of an attention
-# Norm and projection are one kernel, projection and residual (x + o W^T + b) another: neither y nor
-# an update is in memory, and no kernel adds gradients of the residual stream up. The backward pass
-# makes y again. The norm of a pair makes a pair bias as well, by the weight HEADS [H, C]. C must be
-# a power of two.
+# Norm and projection are one kernel; projection and residual, x + (o W^T + b), are another. So
+# neither y nor an update is ever in memory, and no kernel is needed to add gradients of x. The
+# backward pass makes y again. The norm of a pair also makes a pair bias, by the weight HEADS
+# [H, C]. C must be a power of two.
 @block_sizes(
     {"BLOCK_M": 64, "BLOCK_N": 128, "num_stages": 2},
     float32={"num_warps": 8},

@@ -18,11 +18,13 @@ import statistics
 import sys
 from collections.abc import Callable
 
+from dev.house import PROGRAMS, ROOMS, arrows
 from dev.sheet import (
     BLUE,
     GREEN,
     GREY,
     ORANGE,
+    PALE,
     PURPLE,
     RED,
     SKY,
@@ -265,6 +267,35 @@ def layer_kernels() -> Sheet:
     sheet.legend(334, (70, 190, 340, 450, 630), KERNEL)
     sheet.note(378, "TinyLlama, bf16, in a trace of an H100; other: casts, copies, rotary", 70)
     sheet.cut(70, 362)
+    return sheet
+
+
+@figure
+def house() -> Sheet:
+    """The rooms of the repository, and what each imports."""
+    sheet = Sheet("Imports go one way: down", 92 + 42 * len(ROOMS) + 44)
+    needed = arrows()
+    rooms = ROOMS[::-1]
+    middle = {room: 92 + 42 * number for number, room in enumerate(rooms)}
+    words = {room: f"{room}/" for room in PROGRAMS} | {"scripts": "tiny_*.py"}
+    top, bottom = middle["amd"] - 19, middle["ground"] + 19
+    sheet.box(14, top, 316, bottom - top, tint(SKY, 0.25))
+    sheet.text(26, top + 18, "fusion_lab", SMALL, BLUE, bold=True)
+    for room, y in middle.items():
+        sheet.text(316, y, words.get(room, room), at="end")
+        sheet.line(20, y + 21, 780, y + 21, color=PALE)
+    sources = [room for room in rooms if needed[room]]
+    colors = itertools.cycle((BLUE, RED, GREEN, PURPLE, GREY))
+    for number, (room, color) in enumerate(zip(sources, colors, strict=False)):
+        x = 362 + 36 * (len(sources) - number - 1)
+        sheet.dot(x, middle[room], color, 6)
+        sheet.line(x, middle[room], x, max(middle[other] for other in needed[room]), color=color)
+        for other in needed[room]:
+            sheet.dot(x, middle[other], color, 5, hollow=True)
+    sheet.note(
+        sheet.height - 22,
+        "full dot: this room imports those with a ring on its line; blue: fusion_lab",
+    )
     return sheet
 
 

@@ -111,7 +111,7 @@ else
 fi
 
 if [[ $track == auto ]]; then
-    detected=$("$python" "$checks" track)
+    detected=$(PYTHONPATH=$root "$python" "$checks" track)
     track=${detected%% *}
     echo "Track: $track (${detected#* })"
 else
@@ -120,13 +120,13 @@ fi
 
 refuse_diversion() {
     local advice
-    advice=$("$python" "$checks" diverts)
+    advice=$(PYTHONPATH=$root "$python" "$checks" diverts)
     [[ -z $advice ]] || fail "pip is set to install elsewhere than in $target, or nothing: $advice, then run this again"
 }
 refuse_diversion # of the environment, or of the Python that makes one and may have no pip
 
 # The PyTorch that is there: used if it can be, never replaced.
-torch=$("$python" "$checks" torch "$track") ||
+torch=$(PYTHONPATH=$root "$python" "$checks" torch "$track") ||
     fail "PyTorch of $python: $torch (nothing was changed; make and activate an environment without it, or load another)"
 echo "PyTorch: ${torch:-missing}"
 
@@ -166,7 +166,7 @@ if [[ $create ]]; then
         fail "the environment could not be made, see the message above"
     }
     [[ $dry_run ]] || python=$target/bin/python
-    if [[ $torch && $("$python" "$checks" torch "$track") != "$torch" ]]; then
+    if [[ $torch && $(PYTHONPATH=$root "$python" "$checks" torch "$track") != "$torch" ]]; then
         fail "$target does not see PyTorch $torch of $host: remove it, and activate the environment that has PyTorch"
     fi
 fi
@@ -183,7 +183,7 @@ install_failed() {
 if [[ -z $torch && -z $index_url ]]; then
     cpu_build=()
     if [[ $track == cpu ]]; then # other builds bring CUDA's libraries, gigabytes that nothing here would use
-        mapfile -t cpu_build < <("$python" "$checks" cpu-build "$requirements")
+        mapfile -t cpu_build < <(PYTHONPATH=$root "$python" "$checks" cpu-build "$requirements")
     fi
     run "${pip[@]}" install -r "$requirements" "${cpu_build[@]}" || install_failed
 else
@@ -197,10 +197,10 @@ else
                 questions+=(-E -s -S) # as in the new environment: nothing but the standard library
             fi
         else
-            torch=$("$python" "$checks" torch "$track") || fail "PyTorch from $index_url: $torch"
+            torch=$(PYTHONPATH=$root "$python" "$checks" torch "$track") || fail "PyTorch from $index_url: $torch"
         fi
     fi
-    answer=$("${questions[@]}" "$checks" missing "$requirements")
+    answer=$(PYTHONPATH=$root "${questions[@]}" "$checks" missing "$requirements")
     missing=()
     while read -r line; do
         # In a dry run these two are missing, but the command above would have brought them.

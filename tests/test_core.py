@@ -43,12 +43,22 @@ def test_a_copied_file_compares_by_itself(tmp_path: Path):
 @pytest.mark.parametrize(
     ("script", "argv", "needed"),
     [
-        (SCRIPT, "--verify-accuracy", "--verify-accuracy needs the folder lab of this repository"),
-        (SCRIPT, "--enable-memory-profiling", "--enable-memory-profiling needs the folder lab of"),
+        (
+            SCRIPT,
+            "--verify-accuracy",
+            "--verify-accuracy needs the folder fusion_lab of this repository",
+        ),
+        (
+            SCRIPT,
+            "--enable-memory-profiling",
+            "--enable-memory-profiling needs the folder fusion_lab of",
+        ),
         ("tiny_openfold_v2", "--msa a --structure b", "--structure needs examples"),
     ],
 )
 def test_a_copied_file_says_what_a_flag_needs(script: str, argv: str, needed: str, tmp_path: Path):
+    for ours in ("fusion_lab", "examples"):
+        (tmp_path / f"{ours}.py").touch()  # hides what the tests have installed
     done = run_copy(tmp_path / "mine.py", *words(argv), script=script)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("mine.py: ")]
     assert (done.returncode, "Traceback" in done.stderr) == (4, False), done.stderr
@@ -101,8 +111,7 @@ def test_a_script_needs_pytorch_numpy_and_triton_alone_and_v1_has_few_imports(pa
 
 
 def test_sync_tool_names_the_script_that_differs_and_repairs_it(tmp_path: Path):
-    for folder in ("dev",):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
+    shutil.copytree(ROOT / "dev", tmp_path / "dev")
     for path in ALL_SCRIPTS:
         shutil.copy(path, tmp_path)
     path, original = tmp_path / "tiny_openfold_v2.py", (ROOT / "tiny_openfold_v2.py").read_text()

@@ -22,7 +22,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, assert_refused, call, words
 
-from dev import run_sheet, tables
+from dev import tables
+from exercises import run_sheet
 from exercises.run_sheet import parse_sheet
 
 

@@ -249,3 +249,11 @@ def test_our_own_results_are_not_flagged_and_a_fake_clock_and_an_impossible_rate
         status, printed, _ = captured(check_benchmark.main, ["--solution", str(file)])
         flagged = printed.count("step: ") + printed.count("rate: ")
         assert (status, flagged, said in printed) == (1, 1, True)
+
+
+def test_each_fault_of_the_sheet_is_in_a_line_of_v3():
+    faults = (FOLDER / "faults.txt").read_text().strip().split("\n\n")[1:]
+    assert len(faults) == 9
+    for fault in faults:
+        right = "\n".join(line[2:] for line in fault.splitlines() if line[0] == "-")
+        assert right in FINAL.read_text(), fault

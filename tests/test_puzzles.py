@@ -30,8 +30,31 @@ def said(checker, file: Path, *argv: str) -> tuple[int, list[str]]:
 def test_a_solution_is_right_and_drawn(checker, file):
     status, lines = said(checker, file, "--solution")
     assert status == 0, lines
-    assert lines[-1].startswith(f"{file.stem}: solved (")
+    (solved,) = [line for line in lines if line.startswith(f"{file.stem}: ")]
+    assert solved.startswith(f"{file.stem}: solved (")
+    assert lines[lines.index(solved) + 1].startswith("moved: read ")
     assert any(": written by program" in line for line in lines)  # a sheet shows how
+
+
+@pytest.mark.parametrize(
+    ("number", "right", "other", "moved"),
+    [
+        (1, "", "", "read 2.00 and wrote 1.00 times x, needed 2.00 and 1.00: no byte more"),
+        (1, "tl.load(Y + at)", "tl.load(Y + at) + 0 * tl.load(X + at)",
+         "read 3.00 and wrote 1.00 times x, needed 2.00 and 1.00: a program loads x 2 times"),
+        (5, "", "", "3 programs load weight"),
+    ],
+)  # fmt: skip
+def test_a_solved_kernel_says_what_it_moved(checker, number, right, other, moved, tmp_path):
+    file = puzzle_file(number)
+    puzzle = checker.load(file).PUZZLE
+    text = (file.parent / "solutions" / file.name).read_text()
+    changed = tmp_path / file.name
+    changed.write_text(text.replace(right, other, 1) if right else text)
+    checker.use_kernels_of(puzzle, changed)
+    _, out, _ = captured(lambda argv: checker.main(puzzle, argv), [])
+    line = next(line for line in out.splitlines() if line.startswith("moved: "))
+    assert moved in line
 
 
 def test_what_is_still_to_be_written_is_said_in_one_line(checker):

@@ -13,7 +13,7 @@ from conftest import ROOT, load
 from pptx import Presentation
 from pptx.util import Inches
 
-from dev import run_sheet
+from exercises import run_sheet
 from fusion_lab.cli import run_tool
 from slides import build
 

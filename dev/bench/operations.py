@@ -31,7 +31,6 @@ from torch import Tensor
 from dev.bench.operation_tables import table
 from dev.bench.peers import (
     JoinedTriangle,
-    Step,
     attention_peers,
     cuequivariance_attention,
     library_attention,
@@ -45,6 +44,7 @@ from fusion_lab.graph_turns import (
     DEVICE,
     GPU,
     PRECISIONS,
+    Step,
     as_tuple,
     gradient_step,
     matmul_precision,

@@ -2,8 +2,8 @@
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the kernels run on the CPU, in Python
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
 NAMESPACE = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # of our operators
-Sizes = dict[str, int]
-BLOCKS: dict[str, dict[str, Sizes]] = {}  # the sizes of each kernel in each case
+Sizes = dict[str, int]  # as {"TILE": 4096, "num_warps": 8}
+BLOCKS: dict[str, dict[str, Sizes]] = {}  # of each kernel, in each case
 OVERRIDES: dict[str, Sizes] = {}  # what --blocks replaces, for this run
 
 
@@ -11,11 +11,12 @@ def block_sizes(
     sizes: Sizes, *, hip_float32: Sizes | None = None, hip: Sizes | None = None,
     tf32: Sizes | None = None, float32: Sizes | None = None,
 ) -> Callable[[Callable], Callable]:  # fmt: skip
-    """Give the kernel below its block sizes, warps (4 if not here) and stages.
+    """Set the block sizes of the kernel below, and its num_warps and num_stages.
 
-    `sizes` are for 16 bits on NVIDIA's GPUs. The first of the other cases that applies says what
-    differs. TILE: elements of a block of rows. PROGRAMS share the rows, more of them where each
-    would have more than 16 blocks. --blocks replaces any of these.
+    `sizes` suit 16-bit tensors on NVIDIA's GPUs. The first other case that holds (hip: AMD) says
+    what differs there. TILE: elements of a block of rows. PROGRAMS: programs that share the blocks,
+    or more, so that none has over 16. num_warps: groups of 32 or 64 threads that run a program (4
+    if not set). num_stages: rounds of a loop whose loads are under way at once.
     """
     cases = {"hip_float32": hip_float32, "hip": hip, "tf32": tf32, "float32": float32, "any": sizes}
 

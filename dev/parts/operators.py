@@ -1,9 +1,9 @@
 # Copied from dev/parts/operators.py by dev/sync_parts.py: edit it there.
 def operator(function: Callable) -> Callable:
-    """Make a function that launches kernels an operator; torch.compile sees the kernels in it."""
+    """Register a function that launches kernels with PyTorch, so that torch.compile sees them."""
     name = f"{NAMESPACE}::{function.__name__}"
     if not INTERPRETED:
         return triton_op(name, function, mutates_args=())
     opaque = torch.library.custom_op(name, function, mutates_args=())
-    opaque.register_fake(function)
+    opaque.register_fake(function)  # for shapes: torch.compile cannot look into it
     return opaque

@@ -41,6 +41,7 @@ class Area:
             self.size if device == CPU else 0, NOBODY
         )  # nobody looks at a GPU's stores
         self.reads: dict[int, np.ndarray] = {}  # program: how often it read each element
+        self.stored = 0  # elements, each as often as it was
         self.behind: dict[int, int] = {}  # place in the buffer: program that went there
         self.left_out: set[int] = set()  # places where the mask of a store was false
         self.twice: tuple[str, int, int] | None = None  # programs that wrote one place, and it

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from exercises.explain import explained, visible_mistake
+from exercises.puzzles import moved
 from exercises.puzzles.areas import CPU, NOBODY, Area, drawn
 from exercises.puzzles.mistakes import formulas_of
 from exercises.puzzles.recorder import KINDS, Recorder
@@ -484,6 +485,8 @@ def main(puzzle: Puzzle, argv: list[str] | None = None) -> int:
         if any(area.touched() for area in areas):
             print("\n".join(map(drawn, areas)))
         print(f"{file.stem}: {text}")
+        if solved:
+            print("\n".join(filter(None, (moved.line(areas), moved.bound(puzzle)))))
         return 0 if solved else 1
 
     return run_tool(file.name, body)

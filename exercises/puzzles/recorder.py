@@ -133,6 +133,7 @@ class Recorder:
         area, places, allowed = self.touch("store", pointer.data, wanted)
         number, name = self.program()
         touched = places[allowed]
+        area.stored += touched.size
         area.left_out |= {*places[~wanted].tolist()}
         if not area.output:
             self.fault("writes to an input", f"{self.line()}: {area.name} is only to be read")

@@ -24,19 +24,19 @@ import torch
 from exercises.explain import explained
 
 GIVEN = {  # `fingerprint` of each file as it was given
-    "puzzle_01_add": "f40d84d999e8649f",
-    "puzzle_02_mask": "a7fe7a65a52f221c",
-    "puzzle_03_row_sum": "630104bbc23f6e8f",
-    "puzzle_04_softmax": "70dbff658d91ba54",
-    "puzzle_05_rms_norm": "ad531c73f99f87b9",
-    "puzzle_06_rms_norm_backward": "0469046c55c3f19a",
-    "puzzle_07_swiglu": "e64ed88443ca083c",
-    "puzzle_08_matmul": "1319ef6ba0558a51",
-    "puzzle_09_matmul_bias_relu": "36e79b88e6da14aa",
-    "puzzle_10_online_softmax": "ba3fa205ac142b71",
-    "puzzle_11_flash_attention": "8fb7d0f4aeedaeec",
-    "puzzle_12_bias_gradient": "414e4dc7bc819b22",
-    "swiglu_backward": "d3b77e9ab81b769a",
+    "puzzle_01_add": "2e26d95c56c89690",
+    "puzzle_02_mask": "b275f25608d5d017",
+    "puzzle_03_row_sum": "9ab8161beda88b20",
+    "puzzle_04_softmax": "0850c2c332ea4910",
+    "puzzle_05_rms_norm": "2cece9589e84e37c",
+    "puzzle_06_rms_norm_backward": "9bd5a9473cd04594",
+    "puzzle_07_swiglu": "79c3802394a9fd9b",
+    "puzzle_08_matmul": "43b9ee02aa6f4e76",
+    "puzzle_09_matmul_bias_relu": "4be02130155e865b",
+    "puzzle_10_online_softmax": "2674da69b20fcfa0",
+    "puzzle_11_flash_attention": "650d830d26e4601e",
+    "puzzle_12_bias_gradient": "dea22160884057b6",
+    "swiglu_backward": "85a7dc6f42414169",
 }
 BUILTINS = {"abs", "bool", "float", "int", "len", "max", "min", "print", "range", "sum"}
 OF_TRITON = {"cdiv", "language", "next_power_of_2"}

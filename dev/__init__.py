@@ -1,1 +1,0 @@
-"""Upkeep of this repository."""

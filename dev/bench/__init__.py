@@ -1,1 +1,0 @@
-"""Programs that measure this repository: where the figures in results/ come from."""

@@ -1,0 +1,148 @@
+#!/usr/bin/env python3
+"""Count what the kernels of a step really move, with NVIDIA's Nsight Compute, beside the bytes that
+fusion_lab/profile/traffic.py predicts.
+
+One eager step of a version, each kernel by itself: bytes that device memory (DRAM) gives and takes,
+bytes between the SMs and the L2 cache, time, the share of the matrix units, of instructions issued
+and of warps, registers. With caches emptied before each kernel, and as the kernels before left
+them. And operations before and after their fusion (dev/bench/counted_sides.py).
+
+Examples:
+  python dev/bench/counters.py results/DIR/counters.json
+  python dev/bench/counters.py results/DIR/counters.json --only small
+  python dev/bench/counters.py --table results/DIR/counters.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from fusion_lab.cli import Parser, ToolError, documented_parser, program
+from fusion_lab.files import ROOT, read_json
+from fusion_lab.profile.kernels import short_name
+from fusion_lab.profile.ncu import Counted, by_kernel, ncu_command, read_ncu
+from fusion_lab.show import Column, render
+from fusion_lab.study import Part, chosen, measure_study
+
+GROUPS = {  # sides that one process launches
+    "small": ("operations", *(f"tiny_llama, small, bf16, V{n}" for n in (1, 2, 3, 4))),
+    "fp32": tuple(f"tiny_llama, small, fp32, V{n}" for n in (1, 4)),
+    "default": tuple(f"tiny_openfold, default, bf16, V{n}" for n in (4, 3, 2, 1)),
+    "medium": tuple(f"tiny_llama, medium, bf16, V{n}" for n in (1, 4)),
+    "crop": tuple(f"tiny_openfold, crop, bf16, V{n}" for n in (4, 3, 1)),
+}
+CACHES = {"emptied": True, "as they come": False}
+MARK = "spin_kernel"  # before each side
+SUMS = ("dram_read_mb", "dram_written_mb", "l2_read_mb", "l2_written_mb", "us")
+
+
+def counted(sides: tuple[str, ...], empty_caches: bool, limit: int) -> list[dict]:
+    """Return a row for each side of a group: its kernels, sums of them, and what is predicted."""
+    with tempfile.TemporaryDirectory() as folder:
+        output, predicted = Path(folder) / "ncu.csv", Path(folder) / "predicted.json"
+        application = [str(ROOT / "dev/bench/counted_sides.py"), str(predicted), *sides]
+        command = ncu_command(output, [sys.executable, *application], empty_caches)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+        except FileNotFoundError as error:
+            raise ToolError("ncu is not on PATH (NVIDIA Nsight Compute)", status=4) from error
+        except subprocess.TimeoutExpired as error:
+            raise ToolError(f"ncu had not ended after {limit} s", status=1) from error
+        if done.returncode:
+            lines = (done.stderr or done.stdout).strip().splitlines()
+            raise ToolError(f"ncu ended with status {done.returncode}: {lines[-1:]}", status=1)
+        launches = split_at_marks(read_ncu(output))
+        rows = json.loads(predicted.read_text())
+    return [with_counters(row, group) for row, group in zip(rows, launches, strict=True)]
+
+
+def split_at_marks(launches: list[Counted]) -> list[list[Counted]]:
+    """Return the launches of each side; a mark stands before the first of each."""
+    groups: list[list[Counted]] = []
+    for launch in launches:
+        if MARK in launch.name:
+            groups.append([])
+        else:
+            groups[-1].append(launch)
+    return groups
+
+
+def with_counters(row: dict, launches: list[Counted]) -> dict:
+    """Return the row of a side with its kernels and their sums, in MB and microseconds."""
+    by_operator = row.pop("by_operator")
+    kernels = by_kernel(launches)
+    sums = {key: sum(kernel[key] for kernel in kernels) for key in SUMS}
+    for kernel in kernels:
+        own = by_operator.get(kernel["name"])  # of PyTorch's kernels no operator has the name
+        kernel["predicted_mb"] = own and own / 1e6
+        kernel["name"] = short_name(kernel["name"])
+    row["predicted_mb"] = row.pop("predicted") / 1e6
+    return row | {"launches": len(launches), **sums, "kernels": kernels}
+
+
+def parts(limit: int) -> Iterator[Part]:
+    """Yield the parts of the study."""
+    for group, sides in GROUPS.items():
+        for caches, emptied in CACHES.items():
+            if emptied or group in ("small", "default"):
+                names = {"group": group, "caches": caches}
+                yield names, partial(counted, sides, emptied, limit)
+
+
+def table(rows: list[dict]) -> str:
+    """Return GB of each step, predicted and counted; MB of operations before and after."""
+    steps = [row for row in rows if row["what"] == "step"]
+    columns = [
+        Column("step", lambda row: f"{row['script']}, {row['shape'].partition(', ')[2]}"),
+        Column("precision", "precision", text=True),
+        Column("caches", "caches", text=True),
+        Column("kernels", "launches"),
+        Column("predicted GB", lambda row: row["predicted_mb"] / 1e3, ".2f"),
+        Column("DRAM read", lambda row: row["dram_read_mb"] / 1e3, ".2f"),
+        Column("DRAM written", lambda row: row["dram_written_mb"] / 1e3, ".2f"),
+        Column("L2 read", lambda row: row["l2_read_mb"] / 1e3, ".2f"),
+        Column("L2 written", lambda row: row["l2_written_mb"] / 1e3, ".2f"),
+    ]
+    operations = [row for row in rows if row["what"] == "operation" and row["caches"] == "emptied"]
+    of_operations = [
+        Column("operation", lambda row: f"{row['operation']}, {row['side']}"),
+        Column("kernels", "launches"),
+        Column("predicted MB", "predicted_mb", ".1f"),
+        Column("DRAM read + L2 written", lambda r: r["dram_read_mb"] + r["l2_written_mb"], ".1f"),
+        Column("us", "us", ".1f"),
+    ]
+    return "\n\n".join([render(columns, steps), render(of_operations, operations)])
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.table:
+        print(table(read_json(args.table)["rows"]))
+        return 0
+    if args.output is None:
+        raise ToolError("name a FILE.json for the study, or --table one")
+    wanted = chosen(list(parts(args.limit)), args.only)
+    print(table(measure_study(args.output, wanted, keep=True)))
+    return 0
+
+
+def build_parser() -> Parser:
+    parser = documented_parser(__file__, __doc__)
+    parser.add_argument("output", type=Path, nargs="?", metavar="FILE.json", help="the study")
+    only = "these groups, or caches"
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help=only)
+    parser.add_count("--limit", 240, "seconds of a group")
+    parser.add_path("--table", "FILE.json", "measure nothing, print the tables of this study")
+    return parser
+
+
+main = program(build_parser, run)
+
+if __name__ == "__main__":
+    sys.exit(main())

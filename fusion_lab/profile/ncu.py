@@ -1,0 +1,101 @@
+"""What NVIDIA's Nsight Compute (ncu) counts of each kernel: the options that ask for it, and what
+it writes."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusion_lab.cli import ToolError
+
+SECTOR = 32  # bytes, the unit in which the L2 cache moves data
+# What stands for what in ncu. `srcunit_tex` are the requests of the SMs: without it a write that
+# crosses from one half of an H100's or H200's L2 to the other counts twice.
+METRICS = {
+    "ns": "gpu__time_duration.sum",
+    "dram_read": "dram__bytes_read.sum",
+    "dram_written": "dram__bytes_write.sum",
+    "l2_read_sectors": "lts__t_sectors_srcunit_tex_op_read.sum",
+    "l2_written_sectors": "lts__t_sectors_srcunit_tex_op_write.sum",
+    "tensor_percent": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
+    "issue_percent": "sm__inst_issued.avg.pct_of_peak_sustained_active",
+    "occupancy_percent": "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "registers": "launch__registers_per_thread",
+}
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A launch of a kernel: bytes, nanoseconds, shares of what an SM can do, registers of a
+    thread."""
+
+    name: str
+    ns: float
+    dram_read: float
+    dram_written: float
+    l2_read: float  # by the SMs
+    l2_written: float
+    tensor_percent: float  # cycles in which the matrix units work
+    issue_percent: float  # cycles in which an instruction begins
+    occupancy_percent: float  # of the warps that an SM can hold, those that it holds
+    registers: float
+
+
+def ncu_command(output: Path, application: Sequence[str], empty_caches: bool) -> list[str]:
+    """Return a command that counts the kernels between cudaProfilerStart and Stop of a program."""
+    return [
+        *("ncu", "--csv", "--page", "raw", "--print-units", "base"),
+        *("--profile-from-start", "off", "--target-processes", "application-only"),
+        *("--cache-control", "all" if empty_caches else "none", "--clock-control", "none"),
+        *("--metrics", ",".join(METRICS.values()), "--log-file", str(output)),
+        *application,
+    ]
+
+
+def number(text: str) -> float:
+    """Return a number as ncu writes it: with commas between thousands, empty where it has none."""
+    return float(text.replace(",", "") or 0)
+
+
+def read_ncu(path: Path) -> list[Counted]:
+    """Return the launches in a file of `ncu --csv --page raw`; ToolError where it is none."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ToolError(f"{path}: {error}") from error
+    rows = list(csv.DictReader(line for line in lines if not line.startswith("==")))
+    if any("ERR_NVGPUCTRPERM" in line for line in lines):
+        raise ToolError(f"{path}: ncu may not read the counters (ERR_NVGPUCTRPERM)", status=4)
+    if not rows or "Kernel Name" not in rows[0]:
+        raise ToolError(f"{path}: no kernel was counted")
+    missing = [metric for metric in METRICS.values() if metric not in rows[0]]
+    if missing:
+        raise ToolError(f"{path}: it has no column {missing[0]}")
+    launches = []
+    for row in rows[1:]:  # the first one has the units
+        values = {key: number(row[metric]) for key, metric in METRICS.items()}
+        values["l2_read"] = SECTOR * values.pop("l2_read_sectors")
+        values["l2_written"] = SECTOR * values.pop("l2_written_sectors")
+        launches.append(Counted(row["Kernel Name"], **values))
+    return launches
+
+
+def by_kernel(launches: Iterable[Counted]) -> list[dict]:
+    """Return a row for each name, those that take longest first: sums of times and bytes, means of
+    the shares by time, the most registers."""
+    groups: dict[str, list[Counted]] = {}
+    for launch in launches:
+        groups.setdefault(launch.name, []).append(launch)
+    rows = []
+    for name, group in groups.items():
+        ns = sum(launch.ns for launch in group)
+        row = {"name": name, "calls": len(group), "us": ns / 1e3}
+        for key in ("dram_read", "dram_written", "l2_read", "l2_written"):
+            row[f"{key}_mb"] = sum(getattr(launch, key) for launch in group) / 1e6
+        for key in ("tensor_percent", "issue_percent", "occupancy_percent"):
+            row[key] = sum(getattr(launch, key) * launch.ns for launch in group) / max(1, ns)
+        row["registers"] = max(launch.registers for launch in group)
+        rows.append(row)
+    return sorted(rows, key=lambda row: -row["us"])
