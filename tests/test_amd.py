@@ -251,6 +251,7 @@ MINE = 4 * np.arange(128).reshape(2, 64)
          {"v1": 0, "v2": 7, "v5": 8}, "race: writes what another wave has written"),
         ([WRITE], {"v1": 0, "v2": MINE}, "race: two waves write different values"),
         ([WRITE], {"v1": 0, "v2": 7}, None),
+        ([WRITE], {"v1": 0, "v2": np.where(LANES == 63, 7, LANES)}, None),  # the last lane wins
         ([READ], {"v4": 0}, "reads LDS that nobody has written"),
         ([WRITE], {"v1": 1024, "v2": 0}, "writes 4 bytes from byte 1024 of 1024 in LDS"),
         ([WRITE], {"v1": 2, "v2": 0}, "misaligned"),

@@ -158,10 +158,12 @@ class Lds:
         self.bytes[index], self.last[index], self.known[index] = content, bit, True
         if self.waves == 1:
             return
-        # of a wave's lanes the last wins
-        lost = (self.bytes[index] != content) & (self.last[index] != bit)
-        what = "race: two waves write different values since the last barrier"
-        self.check(lost, what, address, active)
+        if (lost := self.bytes[index] != content).any():
+            # of a wave's lanes the last wins, of waves either
+            last = last_of_each_wave(index, bit)
+            new &= last
+            what = "race: two waves write different values since the last barrier"
+            self.check(lost & last & (self.last[index] != bit), what, address, active)
         for touched, verb in ((self.writers, "written"), (self.readers, "read")):
             others = new & (touched[index] & ~bit != 0)
             what = f"race: writes what another wave has {verb} since the last barrier"
@@ -175,3 +177,11 @@ class Lds:
             lanes = np.zeros_like(active)
             lanes[active] = bad.any(1)
             raise Fault(f"{what} (byte {int(address[lanes][0])} of LDS)", lanes)
+
+
+def last_of_each_wave(index: np.ndarray, bit: np.ndarray) -> np.ndarray:
+    """Whether no later lane of the wave has the same byte, [lanes, bytes]."""
+    last_first = (index.astype(np.int64) << 16 | bit).ravel()[::-1]
+    last = np.zeros(index.size, bool)
+    last[np.unique(last_first, return_index=True)[1]] = True
+    return last[::-1].reshape(index.shape)
