@@ -190,7 +190,7 @@ def test_agree_not_executed_and_failed_are_three_things(tmp_path: Path):
     assert "the compiler's code with Triton's interpreter" in last
     assert "variance is off by 0." in done.stderr
     assert "double: the first of 2 configurations, BLOCK: 64, num_warps: 1" in done.stderr
-    assert "not executed: cosine, mine.py:26: v_trig_preop_f64" in done.stderr
+    assert "not executed: cosine, mine.py:27: v_trig_preop_f64" in done.stderr
     assert "program failed: it ended with status 1" in done.stderr
 
 
