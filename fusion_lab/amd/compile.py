@@ -49,10 +49,8 @@ from fusion_lab.profile.traffic import Launching
 from fusion_lab.script import load_script
 from fusion_lab.show import Column, render
 
-if not hasattr(triton, "knobs"):
-    say(f"error: compiling for AMD here needs Triton 3.4 or newer, this is {triton.__version__}")
-    sys.exit(4)
-triton.knobs.runtime.interpret = False  # also for files that ask for the interpreter
+if hasattr(triton, "knobs"):
+    triton.knobs.runtime.interpret = False  # also for files that ask for the interpreter
 # for Triton, and the KiB of LDS (NVIDIA: shared memory) of a compute unit, which a workgroup can
 # have
 TARGETS = {

@@ -6,9 +6,11 @@ Kernels must be compilable: TRITON_INTERPRET=0 before anything imports Triton.
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import triton
 
 from fusion_lab.amd import execute
 from fusion_lab.amd.assembly import Program, Unknown, parse
@@ -16,7 +18,11 @@ from fusion_lab.amd.counters import Counts
 from fusion_lab.amd.memory import Fault, Memory, Part
 from fusion_lab.amd.record import bytes_of
 from fusion_lab.amd.waves import Waves
+from fusion_lab.cli import say
 
+if not hasattr(triton, "knobs"):
+    say(f"error: executing AMD's code needs Triton 3.4 or newer, this is {triton.__version__}")
+    sys.exit(4)
 EXECUTED = ("gfx942", "gfx90a")  # GPUs whose code is executed
 AT_ONCE = 256  # waves that execute together: more cost no less
 PACKED = {"fp32": "<f", "fp64": "<d", "i1": "<?", "i8": "<b", "i16": "<h", "i32": "<i",
