@@ -129,6 +129,7 @@ def test_a_training_step_agrees_with_the_interpreter_and_leaves_counters(tmp_pat
     assert {row["Agent_Id"] for row in rows} == {"executed, not measured"}
     assert any(int(row["SQ_INSTS_VALU_MFMA_BF16"]) for row in rows)
     assert not any(int(row["SQ_INSTS_VALU_MFMA_F32"]) for row in rows)
+    assert "SQ_INSTS_VALU_MFMA_MOPS_F64" in rows[0]  # a roofline wants all types
     with (tmp_path / "executed_counter_collection.csv").open(newline="") as file:
         waves = [row for row in csv.DictReader(file) if row["Counter_Name"] == "SQ_WAVES"]
     assert [row["Counter_Value"] for row in waves] == [row["SQ_WAVES"] for row in rows]

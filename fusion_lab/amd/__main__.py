@@ -20,7 +20,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from fusion_lab.cli import documented_parser
+from fusion_lab.cli import documented_parser, run_tool
 
 COMMANDS = ("run", "step", "compile")
 
@@ -34,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton: kernels are compiled
     # without it Triton 3.9 prints a warning
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-    return importlib.import_module(f"fusion_lab.amd.{command}").main(argv[1:])
+    name = f"fusion_lab.amd.{command}"
+    # a package that is missing is one line
+    return run_tool("amd-run", lambda: importlib.import_module(name).main(argv[1:]))
 
 
 if __name__ == "__main__":

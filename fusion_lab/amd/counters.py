@@ -30,7 +30,7 @@ READS = {
 # of an MI300X (AMD's data sheet and CDNA 3 white paper): how many bytes may lie nearer than L2, its
 # Infinity Cache and memory, and the bytes per second of each
 LEVELS = ((0, 34.4e12), (32 << 20, 17.2e12), (288 << 20, 5.3e12))
-TYPES = ("BF16", "F16", "XF32", "F32")  # of matrix products
+TYPES = ("BF16", "F16", "XF32", "F32", "F64", "F8", "I8")  # of matrix products that are counted
 FLOAT = re.compile(
     r"v_(?:pk_)?(?:(add|sub|subrev|mul|fma|fmac|fmamk|fmaak|mac|mad)"
     r"|(rcp|rsq|sqrt|exp|log|sin|cos)(?:_iflag)?)_f(16|32|64)$"
