@@ -170,7 +170,11 @@ def saved_registers(path: Path) -> list[dict]:
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     try:
-        return [row | {name: float(row[name]) for name in FIELDS} for row in rows]
+        # waves of a SIMD can be a half
+        return [
+            row | {name: float(row[name]) if name == "waves" else int(row[name]) for name in FIELDS}
+            for row in rows
+        ]
     except (KeyError, TypeError, ValueError) as error:
         raise ToolError(f"{path}: {error!r}") from error
 
