@@ -208,7 +208,7 @@ dev/bench/versions.py overview .
 exercises/performance_debugging/check_step.py {ROOT}/tiny_llama_v1.py
 exercises/tiny_llama_v3/add_relu.py
 slides/build.py
-dev/compile_for_amd.py --help""".splitlines()
+dev/amd_results.py registers""".splitlines()
 # Runs command lines, one after the other, where there is nothing but the standard library.
 RUNS = """
 import contextlib, io, json, runpy, sys
