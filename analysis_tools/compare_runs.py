@@ -14,7 +14,7 @@ is too, and then the exit status is 1.
 --csv has a row for each run with all that is known of it, whatever its outcome: sizes, each fusion
 as 0 or 1, precision, device, times, memory, kernels, launches and loss. A loop in the shell and
 this command are a sweep. --save keeps the runs in one file, complete and under the names of their
-rows, for this tool and others to read. A file that is read is not written on.
+rows, for this tool and others to read.
 
 Examples:
   python analysis_tools/compare_runs.py exercises/results/v1 exercises/results/v2

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
-from fusion_lab.cli import ToolError, say
+from fusion_lab.cli import ToolError, note, say
 from fusion_lab.files import read_json
 from fusion_lab.script import model_and_version, named_run, precision_of
 from fusion_lab.show import Column, ended, rate, render
@@ -488,6 +488,22 @@ def runs_of(tops: Mapping[str, Path], model: str) -> list[Run]:
         place = collected(top, f"pytorch_profiles_{version}/{name}")
         runs += [load_run(place / name, version.upper())] if isinstance(place, Path) else []
     return runs
+
+
+def versions_in(tops: Mapping[str, Path], models: Iterable[str]) -> list[dict]:
+    """The results in the folders of these versions as rows, of the models that have more than one;
+    notes on stderr what differs."""
+    rows = []
+    wanted = []
+    for model in models:
+        runs = runs_of(tops, model)
+        wanted += [f"{model}_{version}_summary.json in {top}" for version, top in tops.items()]
+        if len(runs) >= min(2, len(tops)):
+            note(*differences((run.result["script"], run.result) for run in runs))
+            rows += [{"side": run.name, **run.row(alone=True)} for run in runs]
+    if not rows:
+        raise ToolError(f"there is no {' or '.join(wanted)}")
+    return rows
 
 
 def split_name(argument: str) -> tuple[str | None, str]:

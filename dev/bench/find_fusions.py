@@ -39,9 +39,9 @@ from fusion_lab.fusions.groups import Finding
 from fusion_lab.fusions.rates import CONSTANTS, Rates, measure_rates
 from fusion_lab.fusions.record import Recorded
 from fusion_lab.host import free_memory
-from fusion_lab.records import NUMBER, TEXT, TURNS, WHOLE, Row
+from fusion_lab.records import NUMBER, TEXT, TURNS, WHOLE, Row, read_rows
 from fusion_lab.show import Column, render
-from fusion_lab.study import measure_study, read_rows
+from fusion_lab.study import measure_study
 from fusion_lab.turns import compare_in_turns
 
 GPU = torch.cuda.is_available()

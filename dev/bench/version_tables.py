@@ -14,17 +14,11 @@ from fusion_lab.profile.kernels import CATEGORIES
 from fusion_lab.records import FLAG, Profile, Row, read, read_rows
 from fusion_lab.script import load_script
 from fusion_lab.show import Column, render, side_columns
-from fusion_lab.study import (
-    Ablated,
-    by_shape,
-    by_side,
-    costs_table,
-    sets_table,
-)
+from fusion_lab.study import by_side
+from fusion_lab.sweep import rows_table, worth_table
 from fusion_lab.turns import speedup
 
 FINISHED = ("batch_ms", "turns_ms", "per_step")  # what a side has that finished
-PADDED = ", padded"  # at the end of a side's name
 FASTEST = {"tiny_llama": "fastest", "tiny_openfold": "fastest_openfold"}  # file of each model
 
 
@@ -203,30 +197,10 @@ def flags_named(side: str) -> list[str]:
 def ablation_tables(directory: Path, script: str) -> str:
     """What is gained by each set of a version's fusions, and what each costs if it is left out;
     without the fusions that are no flag of it any longer."""
-    rows = read_rows(directory / f"ablation_{script}.json", ("precision", "side"), kind=Ablated)
+    rows = read_rows(directory / f"ablation_{script}.json", ("precision", "side", "on"))
     flags = {flag for flag, *_ in load_script(f"{script}.py").FUSIONS} if rows else ()
     rows = [row for row in rows if all(flag in flags for flag in flags_named(row["side"]))]
-    tables = [
-        sets_table(", ".join(filter(None, (script, shape.partition(", ")[2]))), same)
-        for shape, same in by_shape(rows).items()
-    ]
-    return joined(*tables, costs_table(script, rows) if rows else "")
-
-
-def padding_table(directory: Path) -> str:
-    """Milliseconds per step of each version, and how much longer it takes with masks."""
-
-    def longer(version: str, sides: Mapping[str, dict]) -> float:
-        return 100 * speedup(sides[f"{version}{PADDED}"], sides[version]) - 100
-
-    lines, sides = read_lines(directory / "padding.json", measured=FINISHED)
-    names = sorted(name for name in sides if PADDED not in name)
-    columns = [
-        Column("as graphs", "name"),
-        *side_columns("{}, ms", names, "batch_ms", ".2f"),
-        *(Column(f"{name} padded", partial(longer, name), "+.1f", " %") for name in names),
-    ]
-    return render(columns, lines)
+    return joined(rows_table(script, rows), worth_table(rows)) if rows else ""
 
 
 ABLATIONS = [script_of(model, version) for version in ALL_VERSIONS[1:] for model in FASTEST]
@@ -237,7 +211,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "headline": lambda where: headline_tables(where / "headline.json"),  # V1 and V2, all modes
     "versions": lambda where: headline_tables(where / "headline_v3.json"),  # V1 to V3, as graphs
     "ablation": lambda where: joined(*(tables(where) for tables in OF_ABLATIONS.values())),
-    "padding": padding_table,
     "overview": overview_table,
     "llama": partial(model_table, model="tiny_llama"),
     "openfold": partial(model_table, model="tiny_openfold"),

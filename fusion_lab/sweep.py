@@ -1,0 +1,659 @@
+"""Sweeps: versions or sets of fusions in turns at each size and precision, as a study that goes on
+where it stopped; its tables, CSV, picture, and a sentence that says what matters.
+
+What shares sizes, precision and group took turns together and is a team; ratios are within teams
+alone. In an ablation a side is a set of the fusions that vary. Sets take turns in groups, each of
+which also has none, all, and all a second time: how far that control is from all tells which
+differences are none. Gains are ratios of times in the same turn, above 1 where time is saved.
+"""
+
+import argparse
+import contextlib
+import io
+import itertools
+import math
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
+from pathlib import Path
+from types import ModuleType
+
+from fusion_lab.cli import Parser, ToolError, at_least, note, several
+from fusion_lab.files import write_text
+from fusion_lab.records import read_study
+from fusion_lab.script import (
+    load_script,
+    model_and_version,
+    parser_around,
+    script_arguments,
+    script_named,
+)
+from fusion_lab.show import Column, drawing, ended, rate, render, save_figure, write_csv
+from fusion_lab.study import (
+    as_rows,
+    by_side,
+    check_failed,
+    heading,
+    measure_study,
+    median,
+    range_of,
+    unit_of,
+)
+from fusion_lab.turns import (
+    TURN_MS,
+    graph_of,
+    in_turns,
+    make_trainer,
+    named,
+    on_gpu,
+    ratios,
+    short_run,
+    speed,
+    speedup,
+    verdict,
+    words_of,
+)
+
+CONTROL = "all again"  # all of the fusions, built and captured a second time
+GROUP = 12  # sets of fusions that are in memory together
+SMALLEST_GROUP = 4  # none, all, the control and one more
+LOSS_STEPS = ("--warmup-steps", "2", "--num-steps", "8")
+PRECISIONS = {
+    "fp32": [],
+    "TF32": ["--matmul-precision", "high"],
+    "bf16": ["--use-amp"],
+    "fp16": ["--use-amp", "--amp-dtype", "float16"],
+}
+# on a CPU where no size is asked for: an ablation then takes about three minutes on two cores
+SMALL = {
+    "tiny_llama": "--hidden-dim 128 --num-layers 2 --num-heads 4 --seq-len 64 --batch-size 2",
+    "tiny_openfold": "--num-blocks 1 --num-seqs 8 --seq-len 24 --batch-size 1",
+}
+CELL = {  # what a team shares, and what tables call it
+    "model": "model",
+    "shape": "size",
+    "batch_size": "batch size",
+    "seq_len": "length",
+    "precision": "precision",
+}
+SIZES = ("batch_size", "seq_len")
+TEAM = (*CELL, "seed", "group")
+Set = tuple[str, ...]  # the fusions that are on
+Gains = dict[frozenset, dict[tuple, float]]  # over none, of a set by seed and turn
+
+
+@dataclass(frozen=True)
+class Side:
+    """What takes turns: a script with arguments, and which of the fusions that vary are on."""
+
+    script: str
+    argv: list[str]
+    on: Set | None = None
+
+
+Point = tuple[dict, dict[str, Side]]  # what names a team, and its sides
+
+
+# --- what is measured
+
+
+def new_fusions(module: ModuleType) -> list[str]:
+    """Flags that a version adds to the one before, in the same folder; all without one."""
+    path = Path(module.__file__)
+    before = path.with_name(f"{path.stem.removesuffix(str(module.VERSION))}{module.VERSION - 1}.py")
+    known = {flag for flag, *_ in load_script(str(before)).FUSIONS} if before.is_file() else set()
+    return [flag for flag, *_ in module.FUSIONS if flag not in known]
+
+
+def fusion_sets(fusions: Sequence[str], every: bool = False) -> list[Set]:
+    """None, each alone, all but each, and all; or every combination."""
+    number = len(fusions)
+    few = {0, min(1, number), max(0, number - 1), number}
+    sets = []
+    for size in range(number + 1) if every else sorted(few):
+        found = list(itertools.combinations(fusions, size))
+        # the first one first lacks the first fusion
+        sets += reversed(found) if 1 < size == number - 1 else found
+    return sets
+
+
+def set_name(on: Set, fusions: Sequence[str]) -> str:
+    if len(on) in (0, len(fusions)):
+        return "all" if on else "none"
+    if len(on) == 1:
+        return f"only {on[0]}"
+    off = [fusion for fusion in fusions if fusion not in on]
+    return f"all but {off[0]}" if len(off) == 1 else " + ".join(on)
+
+
+def fusion_teams(
+    side: Side, fusions: Sequence[str], sets: Sequence[Set], group: int
+) -> Iterator[Point]:
+    """These sets in groups of at most so many, each with none of the fusions, all, and the
+    control."""
+    others = [on for on in sets if 0 < len(on) < len(fusions)]
+    size = group - 3
+    groups = [others[i : i + size] for i in range(0, len(others), size)] or [[]]
+    for number, chosen in enumerate(groups, 1):
+        sides = {}
+        for on in (tuple(fusions), *chosen, ()):
+            flags = [f"--{'enable' if fusion in on else 'disable'}-{fusion}" for fusion in fusions]
+            sides[set_name(on, fusions)] = Side(side.script, [*side.argv, *flags], on)
+        sides[CONTROL] = sides["all"]  # last: as far from the first as any
+        yield {"group": number}, sides
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Without the lines of the runs: a point is one line."""
+    nowhere = io.StringIO()
+    with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        yield
+
+
+def measured(
+    sides: Mapping[str, Side], rounds: int, counted: bool = True, loss: Sequence[str] | None = None
+) -> list[dict]:
+    """A row for each side. With `loss` it has the last loss of a run by itself, for which these
+    arguments stand before those of the side; a set of fusions has its speed-up over none."""
+    pairs = {name: (side.script, side.argv) for name, side in sides.items()}
+    with silence():
+        rows = in_turns(pairs, rounds, counted)
+        for name, (script, argv) in pairs.items() if loss is not None else ():
+            if "error" not in rows[name]:
+                rows[name] |= last_loss(script, [*loss, *argv])
+    for name, side in sides.items():
+        if side.on is not None:
+            gain = speedup(rows["none"], rows[name])
+            rows[name] |= {"on": [*side.on], "speedup": gain}
+    return as_rows(rows)
+
+
+def last_loss(script: str, argv: Sequence[str]) -> dict:
+    """The last loss of a short run, or how it ended."""
+    try:
+        result = short_run(script, argv)
+    except Exception as error:  # a row, as in turns
+        return {"status": "failed", "error": str(error).partition("\n")[0]}
+    if result["status"] == "oom":
+        return {"status": "oom", "error": result["error"]}
+    return {"final_loss": result["loss"].get("final")}
+
+
+class Cost:
+    """About how many seconds a point takes: by two steps of the first side, and by the FLOPs of
+    each."""
+
+    def __init__(self, points: Sequence[Point], rounds: int, loss: Sequence[str] | None):
+        self.points = {str(names): sides for names, sides in points}
+        self.rounds = rounds
+        self.loss = loss
+
+    @cached_property
+    def trial(self) -> tuple[float, float]:
+        """Seconds until a first step is done, and seconds of a step per FLOP."""
+        side = next(iter(next(iter(self.points.values())).values()))
+        began = time.monotonic()
+        with silence():
+            trainer = make_trainer(script_named(side.script), side.argv)
+            trainer.step()
+            start = time.monotonic()
+            trainer.step()
+        return start - began, (time.monotonic() - start) / self.flops(side)[0]
+
+    def flops(self, side: Side) -> tuple[int, argparse.Namespace]:
+        import torch
+
+        module = script_named(side.script)
+        args = module.parse_args([*(self.loss or ()), *side.argv])
+        batch = module.make_batches(args, torch.device("cpu"), args.seed).next_batch()
+        return module.count_flops(args, batch), args
+
+    def __call__(self, names: dict) -> float:
+        sides = self.points[str(names)]
+        flops, args = self.flops(next(iter(sides.values())))
+        start, per_flop = self.trial
+        step = per_flop * flops
+        turn = max(TURN_MS / 1e3, 2 * step)
+        seconds = start + (args.warmup_steps + 6) * step + self.rounds * turn
+        if self.loss is not None:
+            seconds += start + (args.warmup_steps + args.num_steps) * step
+        return seconds * len(sides)
+
+
+# --- the arguments
+
+
+def sweep_parser(prog: str, documentation: str | None, script: str, rounds: int) -> Parser:
+    """The parser of a program that measures a sweep, or shows what one has measured."""
+    parser = parser_around(prog, documentation, script, "the scripts")
+    add = parser.add_argument
+    sizes = {"type": several(at_least(1)), "metavar": "N,N", "default": [None]}
+    one = "(default: as the arguments say)"
+    add("--seq-lengths", **sizes, help=f"sequence lengths {one}")
+    add("--batch-sizes", **sizes, help=one)
+    choices = {"type": several(among=[*PRECISIONS]), "metavar": "P,P", "default": [None]}
+    add("--precisions", **choices, help=f"of {', '.join(PRECISIONS)} {one}")
+    compilers = "modes of torch.compile that take turns, or none (default: as the arguments say)"
+    add("--compilers", type=several(), metavar="M,M", default=[None], help=compilers)
+    parser.add_count("--rounds", rounds, "turns of each side")
+    study = {"type": Path, "dest": "output", "metavar": "FILE.json"}
+    add("--output", "--json", **study, help="the study (default: a name of its own here)")
+    parser.add_path("--table", "FILE.json", "measure nothing, show this study")
+    parser.add_path("--csv", "FILE.csv", "also write the rows there")
+    parser.add_path("--plot", "FILE.png", "also draw the speed-ups with the ranges of their turns")
+    return parser
+
+
+def names_sizes(argv: Sequence[str], module: ModuleType) -> bool:
+    """Is a size of the model or of its batches among these arguments?"""
+    sizes = {f"--{field.name.replace('_', '-')}" for field in fields(module.ModelConfig)}
+    return bool((sizes | {"--batch-size", "--seq-len"}) & words_of(argv))
+
+
+def small_sizes(args: argparse.Namespace, argv: Sequence[str], module: ModuleType) -> list[str]:
+    """Sizes that take little time on a CPU, where none is asked for; none elsewhere."""
+    axes = [*args.seq_lengths, *args.batch_sizes] != [None, None]
+    small = SMALL.get(model_and_version(module.SCRIPT)[0])
+    if axes or not small or on_gpu(argv) or names_sizes(argv, module):
+        return []
+    note(f"a CPU, and no size is given: {module.SCRIPT} gets {small}")
+    return small.split()
+
+
+def points_of(
+    args: argparse.Namespace,
+    argv: Sequence[str],
+    teams: Iterable[Sequence[str]],
+    sets_of: Callable[[ModuleType], tuple[list[str], list[Set]]] | None = None,
+    grid: Mapping[bool, tuple[list[int], list[int]]] | None = None,
+) -> list[Point]:
+    """The points of a sweep: scripts of each team in turns, at each size and in each precision.
+
+    What does not fit a script is said now.
+
+    Args:
+        sets_of: gives the fusions of a script that vary, and their sets: these take turns, and not
+            the scripts.
+        grid: sequence lengths and batch sizes with a GPU and without one, where none are given.
+    """
+    points = []
+    for team in teams:
+        small = small_sizes(args, argv, script_named(team[0]))
+        lengths, batches = args.seq_lengths, args.batch_sizes
+        if grid and [*lengths, *batches] == [None, None]:
+            lengths, batches = grid[on_gpu(argv)]
+        for length, batch, precision in itertools.product(lengths, batches, args.precisions):
+            asked = [*small, *argv, *PRECISIONS.get(precision, ())]
+            asked += ["--seq-len", str(length)] if length else []
+            asked += ["--batch-size", str(batch)] if batch else []
+            sides = sides_of(team, asked, args.compilers)
+            found = [(names_of(sides), sides)]
+            if sets_of:
+                found = [
+                    (names_of({name: side}, "version", "mode") | group, of_group)
+                    for name, side in sides.items()
+                    for group, of_group in fusion_teams(
+                        side, *sets_of(script_named(side.script)), args.group_size
+                    )
+                ]
+            points += found
+    for _, sides in points:
+        names_of(sides)
+    return points
+
+
+def sides_of(
+    team: Sequence[str], argv: Sequence[str], compilers: Iterable[str | None]
+) -> dict[str, Side]:
+    """Versions as they are, and under each mode of torch.compile."""
+    sides = {}
+    for mode, script in itertools.product(compilers, team):
+        name = model_and_version(script)[1] or script
+        compiled = []
+        if mode not in (None, "none"):
+            name += f" compiled {mode}"
+            compiled = ["--enable-torch-compile", "--torch-compile-mode", mode]
+        sides[name] = Side(script, graph_of([*argv, *compiled]))
+    return sides
+
+
+def names_of(sides: Mapping[str, Side], *more: str) -> dict:
+    """What the sides of a team share; a script ends the program if its arguments do not fit."""
+    for side in reversed(sides.values()):
+        args = script_arguments(script_named(side.script), side.argv, None)[1]
+        row = named(side.script, side.argv, args)
+    return {key: row[key] for key in (*CELL, *more) if key in row}
+
+
+# --- what was measured
+
+
+def teams_of(rows: Iterable[dict]) -> dict[tuple, dict[str, dict]]:
+    """Sides by name, of each team."""
+    rows = [{"side": "", **row} for row in rows]
+    ablation = any("on" in row for row in rows)
+    return by_side(rows, *TEAM, *(["script", "mode"] if ablation else []))
+
+
+def first_of(sides: Mapping[str, dict]) -> dict:
+    """The side that the others are compared with: none of the fusions, else the first one."""
+    return sides.get("none") or next(iter(sides.values()))
+
+
+def beside_first(sides: Mapping[str, dict]) -> list[dict]:
+    """Rows of a team with their rates, and what they are beside the first: how many times as fast,
+    the range of that, and the difference of losses; None where there is nothing to compare."""
+    first = first_of(sides)
+    found = []
+    for row in sides.values():
+        both = first if row is not first else {}
+        over = ratios(both, row)
+        loss = parted(row.get("final_loss"), both.get("final_loss"))
+        beside = {
+            "samples_per_sec": speed(row) or row.get("samples_per_sec"),
+            "over_first": median(over) or parted(both.get("batch_ms"), row.get("batch_ms")),
+            "in_turns": range_of(over),
+            "loss_beside_first": loss and loss - 1,
+        }
+        found.append({**row, **beside})
+    return found
+
+
+def parted(one: float | None, other: float | None) -> float | None:
+    """One over the other, None where one of them is not known."""
+    return one / other if one and other else None
+
+
+def cell_columns(rows: Sequence[dict]) -> list[Column]:
+    """What of sizes, precision and group is not the same in all rows."""
+    labels = CELL | {"group": "turns of group"}
+    if all("shape" in row for row in rows):
+        labels = {key: label for key, label in labels.items() if key not in SIZES}
+    for key in ("version", "mode"):
+        labels |= {key: key} if any("on" in row for row in rows) else {}
+    return [
+        Column(label, lambda row, key=key: str(row.get(key, "-")), text=True)
+        for key, label in labels.items()
+        if len({row.get(key) for row in rows}) > 1
+    ]
+
+
+def rows_table(title: str, rows: Sequence[dict], *more: Column, style: str = "markdown") -> str:
+    """All sides, each team below the other; ratios are within a team."""
+    teams = teams_of(rows).values()
+    firsts = dict.fromkeys(first_of(sides)["side"] for sides in teams if len(sides) > 1)
+    lines = [row for sides in teams for row in beside_first(sides)]
+    first = next(iter(firsts)) if len(firsts) == 1 else "the first"
+
+    def where_known(*columns: Column) -> list[Column]:
+        return [column for column in columns if any(column.of(row) is not None for row in lines)]
+
+    columns = [
+        *([Column(title, "side")] if firsts else []),
+        *cell_columns(rows),
+        Column("samples/sec", lambda row: rate(row.get("samples_per_sec"))).or_ended(),
+        Column("ms per step", lambda row: row.get("batch_ms"), ".2f"),
+        *where_known(
+            Column(f"over {first}", "over_first", ".2f", "x"),
+            Column("in turns", "in_turns"),
+            Column("peak MB", lambda row: row.get("peak_mb"), ".1f"),
+            Column(f"{unit_of(rows)} per step", lambda row: row.get("per_step"), ".10g"),
+            Column("host launches", lambda row: row.get("host_launches"), ".10g"),
+            Column("final loss", lambda row: row.get("final_loss"), ".4f"),
+            Column(f"loss beside {first}", "loss_beside_first", "+.1e"),
+            *more,
+        ),
+    ]
+    return render(columns, lines, style)
+
+
+def csv_rows(rows: Sequence[dict]) -> list[dict]:
+    """What is known of each side, with the limits of its turns; None where there is nothing."""
+    keys = ("model", "version", "script", "side", "shape", "batch_size", "seq_len", "precision")
+    keys += ("mode", "group", "status", "error", "samples_per_sec", "batch_ms", "peak_mb")
+    keys += ("per_step", "host_launches", "final_loss")
+    found = []
+    for sides in teams_of(rows).values():
+        for row in beside_first(sides):
+            turns = row.get("turns_ms") or []
+            over = ratios(first_of(sides), row)
+            limits = {"turns": len(turns), "over": first_of(sides).get("side")}
+            for name, values in (("ms", turns), ("ratio", over)):
+                limits[f"lowest_{name}"] = min(values, default=None)
+                limits[f"highest_{name}"] = max(values, default=None)
+            limits["ratio"] = median(over)
+            limits["verdict"] = verdict(over) if row["over_first"] else None
+            found.append({key: row.get(key) for key in keys} | limits)
+    return found
+
+
+# --- what each fusion is worth
+
+
+def gains_over_none(rows: Iterable[dict]) -> Gains:
+    """Of each set and turn, its speed-up over none of its own group."""
+    rows = [row for row in rows if "turns_ms" in row and row.get("side") != CONTROL]
+    found = defaultdict(dict)
+    none = {(row.get("seed"), row.get("group")): row for row in rows if not row["on"]}
+    for row in rows:
+        if reference := none.get((row.get("seed"), row.get("group"))):
+            for turn, gain in enumerate(ratios(reference, row)):
+                found[frozenset(row["on"])][row.get("seed"), turn] = gain
+    return dict(found)
+
+
+def over_all(rows: Iterable[dict], side: str, key: str = "turns_ms") -> list[float]:
+    """Times of a side over those of all fusions in the same turns; peaks of memory over the
+    control's: what compiling leaves may count as the first side's."""
+    reference = CONTROL if key == "peak_mb" else "all"
+    found = []
+    for sides in by_side(rows, "seed", "group").values():
+        pair = [sides.get(name, {}).get(key) for name in (side, reference)]
+        if all(pair):
+            pair = [value if isinstance(value, list) else [value] for value in pair]
+            found += [one / other for one, other in zip(*pair, strict=True)]
+    return found
+
+
+def noise(rows: Iterable[dict]) -> float | None:
+    """How far the control was from all at most, as a part of the time; None without a control."""
+    return max((abs(ratio - 1) for ratio in over_all(rows, CONTROL)), default=None)
+
+
+def main_effect(gains: Gains, fusion: str) -> list[float]:
+    """What a fusion gains, turn by turn: the median, on log times, of all pairs of sets that differ
+    in it alone."""
+    found = [(on, on | {fusion}) for on in gains if fusion not in on]
+    pairs = [(gains[on], gains[both]) for on, both in found if both in gains]
+    turns = sorted(set.intersection(*map(set, itertools.chain(*pairs)))) if pairs else []
+    logs = [[math.log(after[turn] / before[turn]) for before, after in pairs] for turn in turns]
+    return [math.exp(statistics.median(of_turn)) for of_turn in logs]
+
+
+def worth_of(rows: Sequence[dict], fusions: Sequence[str]) -> list[dict]:
+    """What each fusion gains in a cell: alone, added last with its range, and on the whole; and
+    what that shows beside the control. None where it was not measured."""
+    gains = gains_over_none(rows)
+    limit = noise(rows)
+    found = []
+    for fusion in fusions:
+        rest = tuple(name for name in fusions if name != fusion)
+        without = set_name(rest, fusions)
+        last = over_all(rows, without)
+        if not last:  # studies without all in each group
+            every, all_but = (gains.get(frozenset(on), {}) for on in (fusions, rest))
+            last = [every[turn] / all_but[turn] for turn in every.keys() & all_but.keys()]
+        shown = verdict(last) if last else None
+        if last and limit and abs(median(last) - 1) <= limit:
+            shown = "no difference seen"
+        ends = [ended(row) for row in rows if row["side"] == without and ended(row)]
+        found.append(
+            {
+                "fusion": fusion,
+                "alone": median([*gains.get(frozenset([fusion]), {}).values()]),
+                "last": ends[0] if ends else median(last),
+                "range": last and f"{min(last):.2f}x to {max(last):.2f}x",
+                "main": median(main_effect(gains, fusion)),
+                "memory": median([100 * (r - 1) for r in over_all(rows, without, "peak_mb")]),
+                "shown": shown,
+            }
+        )
+    if limit is not None:
+        control = {"last": f"within {100 * limit:.1f} %"}
+        found.append({**dict.fromkeys(found[0]), "fusion": CONTROL, **control})
+    return found
+
+
+def cells_of(rows: Iterable[dict]) -> list[list[dict]]:
+    """Rows of an ablation that share all but their group."""
+    found = defaultdict(list)
+    for row in rows:
+        found[tuple(row.get(key) for key in (*CELL, "script", "mode"))].append(row)
+    return [*found.values()]
+
+
+def varying(rows: Iterable[dict]) -> list[str]:
+    return max((row["on"] for row in rows), key=len)
+
+
+def worth_table(rows: Sequence[dict]) -> str:
+    """What each fusion gains at each size, and what that shows."""
+    lines = []
+    for cell in cells_of(rows):
+        shared = {key: cell[0].get(key) for key in (*CELL, "version", "mode") if key in cell[0]}
+        lines += [{**shared, **line} for line in worth_of(cell, varying(cell))]
+    columns = [
+        Column("what each fusion gains", "fusion"),
+        *[column for column in cell_columns(rows) if column.label != "turns of group"],
+        Column("alone", "alone", ".2f", "x"),
+        Column("added last", "last", ".2f", "x"),
+        Column("in turns", lambda row: row["range"] or None),
+        Column("main effect", "main", ".2f", "x"),
+        Column("MB without it", "memory", "+.1f", " %"),
+        Column("what that shows", "shown", text=True),
+    ]
+    return render(columns, lines)
+
+
+def conclusion(rows: Sequence[dict]) -> str:
+    """At each size in a sentence: what makes a difference, and what shows none."""
+    fusions = any("on" in row for row in rows)
+    names = [column for column in cell_columns(rows) if column.label != "turns of group"]
+    sentences = []
+    for cell in cells_of(rows) if fusions else [[*s.values()] for s in teams_of(rows).values()]:
+        where = ", ".join(f"{column.label} {column.of(cell[0])}" for column in names)
+        if fusions:
+            found = {line["fusion"]: line for line in worth_of(cell, varying(cell))}
+            over = {n: (line["last"], line["shown"]) for n, line in found.items() if line["shown"]}
+        else:
+            first, *others = cell
+            turns = {row["side"]: ratios(first, row) for row in others}
+            over = {name: (median(r), verdict(r)) for name, r in turns.items() if r}
+        if over:
+            sentences.append(f"{where or 'At these sizes'}: {in_a_sentence(over)}.")
+    return "\n".join(sentences)
+
+
+def in_a_sentence(over: Mapping[str, tuple[float, str]]) -> str:
+    parts = defaultdict(list)
+    for name, (ratio, shown) in over.items():
+        if shown in ("no difference seen", "too few turns to tell"):
+            parts[shown].append(name)
+        else:
+            parts["saves time" if ratio > 1 else "takes longer"].append(f"{name} ({ratio:.2f}x)")
+    return "; ".join(f"{what}: {', '.join(names)}" for what, names in parts.items())
+
+
+def draw(path: Path, title: str, rows: Sequence[dict]) -> None:
+    """Speed-ups over the first side against the size that varies, with the ranges of their turns;
+    a part for each of the other sizes and precisions."""
+    x = next((k for k in ("seq_len", "batch_size") if len({r.get(k) for r in rows}) > 1), "seq_len")
+    parts = defaultdict(lambda: defaultdict(list))
+    for sides in teams_of(rows).values():
+        for name, row in sides.items():
+            over = ratios(first_of(sides), row)
+            if over and row is not first_of(sides):
+                others = {key: row.get(key) for key in (*CELL, "script") if key in row and key != x}
+                others.pop("script", None) if "on" not in row else None
+                parts[", ".join(map(str, others.values()))][name].append((row[x], over))
+    if not parts:
+        raise ToolError("there is nothing to draw: no two sides took turns", status=1)
+    figure, axes = drawing().subplots(
+        1, len(parts), squeeze=False, sharey=True, figsize=(6 * len(parts), 4.5), layout="tight"
+    )
+    for place, (name, lines) in zip(axes[0], parts.items(), strict=True):
+        for side, points in lines.items():
+            points.sort(key=lambda point: point[0])
+            middle = [statistics.median(over) for _, over in points]
+            below = [m - min(over) for m, (_, over) in zip(middle, points, strict=True)]
+            above = [max(over) - m for m, (_, over) in zip(middle, points, strict=True)]
+            ends = [below, above]
+            place.errorbar(
+                [at for at, _ in points], middle, ends, label=side, marker="o", capsize=3
+            )
+        place.axhline(1, color="gray", linewidth=0.8)
+        place.set(xlabel=CELL[x], ylabel="speed-up, range of the turns", title=name)
+        place.set_xticks(sorted({at for points in lines.values() for at, _ in points}))
+        place.grid(alpha=0.3)
+        place.legend(fontsize="small")
+    figure.suptitle(title, fontsize="medium")
+    save_figure(figure, path)
+
+
+# --- the programs
+
+
+def measure_points(
+    args: argparse.Namespace,
+    argv: Sequence[str],
+    points: Sequence[Point],
+    path: Path,
+    loss: Sequence[str] | None = None,
+    **settings: object,
+) -> Path:
+    """Measure what is not measured yet; returns where the study is."""
+    parts = [(names, partial(measured, sides, args.rounds, True, loss)) for names, sides in points]
+    cost = Cost(points, args.rounds, loss)
+    settings |= {"rounds": args.rounds, "argv": [*argv]}
+    measure_study(path, parts, keep=True, cost=cost, **settings)
+    return path
+
+
+def show(args: argparse.Namespace, path: Path, report: Path | None = None) -> int:
+    """Print the tables of a study and what it shows, and write what is asked for; returns the exit
+    status."""
+    content = read_study(path, ("script", "argv", "batch_size", "precision"))
+    rows = content["rows"]
+    title = " and ".join(dict.fromkeys(row.get("model", row["script"]) for row in rows))
+    return show_rows(args, rows, heading(content, title), report)
+
+
+def show_rows(
+    args: argparse.Namespace, rows: Sequence[dict], title: str, report: Path | None, *more: Column
+) -> int:
+    parts = [title]
+    for model in dict.fromkeys(row.get("model") for row in rows):
+        same = [row for row in rows if row.get("model") == model]
+        scripts = [*dict.fromkeys(row["script"] for row in same)]
+        label = scripts[0] if len(scripts) == 1 else model or "side"
+        parts.append(rows_table(label, same, *more))
+        parts += [worth_table(same)] if any("on" in row for row in same) else []
+    text = "\n\n".join(filter(None, [*parts, conclusion(rows)]))
+    print(text, flush=True)
+    if report:
+        write_text(report, f"# Versions compared\n\n{text}\n")
+    if args.csv:
+        write_csv(args.csv, csv_rows(rows))
+    if args.plot:
+        draw(args.plot, title, rows)
+    if written := [str(path) for path in (report, args.csv, args.plot) if path]:
+        print(f"\nWritten: {', '.join(written)}")
+    if any(row.get("status") == "oom" and "on" in row for row in rows):
+        beside = "out of memory beside the other sets of a group"
+        note(f"{beside}: a smaller --group-size takes less")
+    check_failed(rows)
+    return 0
