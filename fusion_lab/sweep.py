@@ -194,15 +194,17 @@ class Cost:
 
     @cached_property
     def trial(self) -> tuple[float, float]:
-        """Seconds until a first step is done, and seconds of a step per FLOP."""
-        side = next(iter(next(iter(self.points.values())).values()))
-        began = time.monotonic()
-        with silence():
-            trainer = make_trainer(script_named(side.script), side.argv)
-            trainer.step()
-            start = time.monotonic()
-            trainer.step()
-        return start - began, (time.monotonic() - start) / self.flops(side)[0]
+        """Seconds until a first step is done, and seconds of a step per FLOP; of the first side
+        that trains, as one that does not is a row."""
+        for side in itertools.chain(*(sides.values() for sides in self.points.values())):
+            with contextlib.suppress(Exception), silence():
+                began = time.monotonic()
+                trainer = make_trainer(script_named(side.script), side.argv)
+                trainer.step()
+                start = time.monotonic()
+                trainer.step()
+                return start - began, (time.monotonic() - start) / self.flops(side)[0]
+        return 0.0, 0.0
 
     def flops(self, side: Side) -> tuple[int, argparse.Namespace]:
         import torch
@@ -213,15 +215,18 @@ class Cost:
         return module.count_flops(args, batch), args
 
     def __call__(self, names: dict) -> float:
-        sides = self.points[str(names)]
-        flops, args = self.flops(next(iter(sides.values())))
+        sides = self.points[str(names)].values()
         start, per_flop = self.trial
-        step = per_flop * flops
-        turn = max(TURN_MS / 1e3, 2 * step)
-        seconds = start + (args.warmup_steps + 6) * step + self.rounds * turn
-        if self.loss is not None:
-            seconds += start + (args.warmup_steps + args.num_steps) * step
-        return seconds * len(sides)
+        for side in sides:
+            with contextlib.suppress(Exception):  # what does not train is a row
+                flops, args = self.flops(side)
+                step = per_flop * flops
+                turn = max(TURN_MS / 1e3, 2 * step)
+                seconds = start + (args.warmup_steps + 6) * step + self.rounds * turn
+                if self.loss is not None:
+                    seconds += start + (args.warmup_steps + args.num_steps) * step
+                return seconds * len(sides)
+        return start * len(sides)
 
 
 # --- the arguments
