@@ -29,7 +29,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from fusion_lab import records
+from fusion_lab import runs as records
 from fusion_lab.cli import Parser, documented_parser, note, program
 from fusion_lab.files import write_text
 from fusion_lab.script import precision_of

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from fusion_lab import sweep
 from fusion_lab.cli import Parser, ToolError, note, program
-from fusion_lab.records import versions_in
+from fusion_lab.runs import versions_in
 from fusion_lab.script import load_script
 from fusion_lab.turns import on_gpu
 

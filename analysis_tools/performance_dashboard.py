@@ -26,7 +26,8 @@ from pathlib import Path
 
 from fusion_lab.cli import Parser, ToolError, documented_parser, note, program, say
 from fusion_lab.files import ROOT, below, read_json, write_text
-from fusion_lab.records import Run, baseline_in_turns, checked_study, fused_in, load_run, runs_in
+from fusion_lab.records import checked_study
+from fusion_lab.runs import Run, baseline_in_turns, fused_in, load_run, runs_in
 from fusion_lab.script import mode_of, model_and_version, precision_of
 from fusion_lab.show import render
 from fusion_lab.study import beside_first, versions_columns

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from fusion_lab import records
+from fusion_lab import runs as records
 from fusion_lab.cli import Parser, ToolError, documented_parser, note, program
 from fusion_lab.show import Column, drawing, ended, render, save_figure
 from fusion_lab.turns import speedup

@@ -20,7 +20,7 @@ import sys
 from operator import itemgetter
 
 from fusion_lab.cli import Parser, ToolError, documented_parser, note, positive, program
-from fusion_lab.records import Entry, load_entries
+from fusion_lab.runs import Entry, load_entries
 from fusion_lab.show import Column, cell, ended, render
 
 NOTED = ("num_steps", "warmup_steps", "learning_rate", "seed")  # what may differ

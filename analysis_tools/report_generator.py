@@ -23,7 +23,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from fusion_lab import records
+from fusion_lab import runs as records
 from fusion_lab.cli import Parser, ToolError, documented_parser, program
 from fusion_lab.files import write_text
 from fusion_lab.profile import reduction, roofline

@@ -13,7 +13,7 @@ from pathlib import Path
 # What programs here import that can be missing, and how it is installed
 SETUP = "bash setup/environment_setup.sh"
 PACKAGES = {
-    **dict.fromkeys(("torch", "triton", "numpy", "matplotlib"), SETUP),
+    **dict.fromkeys(("torch", "triton", "numpy", "matplotlib", "msgspec"), SETUP),
     "gemmi": "pip install gemmi",
     "deepspeed": "pip install -r requirements-deepspeed.txt",
     "pptx": "pip install python-pptx",

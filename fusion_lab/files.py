@@ -25,7 +25,7 @@ def below(top: Path, pattern: str) -> list[Path]:
 def read_json(path: Path) -> dict:
     """A JSON object; ToolError if the file cannot be read or holds something else."""
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes(), parse_constant=refuse)
     except OSError as error:
         raise ToolError(f"{path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -33,6 +33,11 @@ def read_json(path: Path) -> dict:
     if not isinstance(content, dict):
         raise ToolError(f"{path}: not a JSON object")
     return content
+
+
+def refuse(constant: str) -> None:
+    """What json.loads calls for NaN and infinity, which are no JSON."""
+    raise ValueError(f"{constant} is no number")
 
 
 def write_file(path: Path, write: Callable[[Path], object]) -> None:

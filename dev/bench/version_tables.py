@@ -11,7 +11,7 @@ from dev.bench.several_gpus import scaling_tables
 from dev.bench.sizes import ALL_VERSIONS, MODES, VERSIONS, script_of
 from fusion_lab.cli import ToolError
 from fusion_lab.profile.kernels import CATEGORIES
-from fusion_lab.records import FLAG, Profile, Row, read, read_rows
+from fusion_lab.records import Profile, Row, read, read_rows
 from fusion_lab.script import load_script
 from fusion_lab.show import Column, render, side_columns
 from fusion_lab.study import by_side
@@ -22,7 +22,8 @@ FINISHED = ("batch_ms", "turns_ms", "per_step")  # what a side has that finished
 FASTEST = {"tiny_llama": "fastest", "tiny_openfold": "fastest_openfold"}  # file of each model
 
 
-Trunk = Row | {"checkpointed": FLAG}  # with --checkpoint-blocks
+class Trunk(Row):
+    checkpointed: bool  # with --checkpoint-blocks
 
 
 def read_lines(
@@ -30,7 +31,7 @@ def read_lines(
     name: str = "{shape}, {precision}",
     column: str = "{side}",
     measured: Iterable[str] = (),
-    kind: dict = Row,
+    kind: type = Row,
 ) -> tuple[list[dict], list[str]]:
     """The rows of a study as lines of a table, and what its columns are called: rows of the same
     `name` are one line, in which each stands under its `column`. All have what is `measured`."""

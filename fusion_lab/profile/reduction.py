@@ -18,7 +18,7 @@ from fusion_lab.profile.kernels import (
     read_statistics,
     short_name,
 )
-from fusion_lab.records import check_family, collected, differences, load_run, only_file
+from fusion_lab.runs import check_family, collected, differences, load_run, only_file
 from fusion_lab.show import Column, render
 
 SIDES = ("baseline", "fused")
