@@ -1,10 +1,12 @@
-"""Runs: result files found, named and put side by side.
+"""Runs: what result files hold, in whatever file or folder, named and put side by side.
 
-Several runs may be in one file, as `compare_runs.py --save` writes it; FILE.json/NAME is then the
-path of one of them.
+A run is a result of a script, or a row of a study. Several runs may be in one file, as
+`compare_runs.py --save` writes it; FILE.json/NAME is then the path of one of them.
 """
 
 import glob
+import itertools
+import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,10 +15,11 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
 from fusion_lab.cli import ToolError, note, say
-from fusion_lab.files import read_json
+from fusion_lab.files import below, read_json
 from fusion_lab.records import Steps, Summary, checked, checked_study, read
 from fusion_lab.script import model_and_version, named_run, precision_of
 from fusion_lab.show import Column, ended, rate, render
+from fusion_lab.study import launch_of
 from fusion_lab.turns import ratios, spread
 
 # What is named where it is not the same; with the value where a file of an earlier core has
@@ -29,7 +32,8 @@ SAME_TRAINING = {
 }
 SAME_ENVIRONMENT = ("device_name", "torch")
 SIZES = ("batch_size", "seq_len")  # what names a row of a study, with
-NAMES = ("precision", "mode", "seed", "group", "side")
+OTHER_FILES = {"rows", "modules", "categories", "chains", "stages"}  # fields of other programs
+NAMES = ("precision", "mode", "seed", "group", "side", "version")
 # mean over median step, from which a run was disturbed; 67 of the 71 in exercises.json are below
 UNSTEADY = 1.1
 PHASES = ("forward", "backward", "optimizer", "graph")
@@ -48,11 +52,15 @@ MEASURED = {
 
 @dataclass(frozen=True)
 class Run:
-    """One result file under the name that its row or line gets."""
+    """One result under the name that its row or line gets."""
 
     name: str
     path: Path
     result: dict
+    team: str = ""  # what took turns together
+    is_first: bool = False  # of its team, which the others are compared with
+    side: str = ""  # of a study
+    repeats: tuple[float, ...] = ()  # ms per step of the runs of which this is the median
 
     @property
     def status(self) -> str:
@@ -61,6 +69,18 @@ class Run:
     def number(self, group: str, key: str) -> float | list[float] | None:
         """A measured value, None if the run does not have it or did not finish."""
         return self.result.get(group, {}).get(key) if self.status == "ok" else None
+
+    def times(self) -> tuple[float, float, float]:
+        """ms per step: median, shortest and longest turn or repeat; without them median step, up to
+        the 95th percentile."""
+        found = self.repeats or self.number("timing", "turns_ms") or []
+        if len(found) > 1:
+            return statistics.median(found), min(found), max(found)
+        keys = ("batch_median_ms", "batch_ms", "batch_p95_ms")
+        times = (self.number("timing", key) for key in keys)
+        if not (found := [ms for ms in times if ms]):
+            raise ToolError(f"{self.path}: it has no times of a step")
+        return found[0], min(found), max(found)
 
     @property
     def settings(self) -> dict:
@@ -154,33 +174,154 @@ def collected(top: Path, files: str, step: str | None = None) -> Path | str:
 
 
 def load_run(path: Path, name: str | None = None) -> Run:
-    """The result in a file or directory, or one of several in a file. It is called after the
-    directory unless it has a name."""
-    if path.is_dir():
-        path = only_file(path, "*_summary.json", "no result file (*_summary.json)")
+    """The one run in a file or folder; ToolError if there are several."""
+    found = found_in(path)
+    if len(found) != 1:
+        several = ", ".join(run.name for run in found) or "none"
+        raise ToolError(f"{path}: one run is wanted, there are {several}")
+    return replace(found[0], name=name or found[0].name)
+
+
+def of_summary(path: Path, result: dict, name: str) -> Run:
+    """A run of a script; --compare-fusion leaves both of a pair, one in the folder `baseline`."""
+    folder = path.resolve().parent
+    is_first = folder.name == "baseline"
+    team = folder.parent if is_first else folder
+    return Run(name, path, result, str(team / path.name), is_first)
+
+
+def is_run(row: Mapping) -> bool:
+    """Is a row of a study of a script that trained?"""
+    return bool(
+        {"batch_ms", "turns_ms", "status"} & row.keys() and {"script", "model"} & row.keys()
+    )
+
+
+def of_study(path: Path, study: dict) -> list[Run]:
+    """The rows of a study that trained a model, under their names."""
+    found: dict[str, tuple[dict, str]] = {}
+    numbered: set[tuple[str, int]] = set()  # names of rows, and which of that name
+    firsts: dict[str, dict] = {}  # of each team
+    for row in study["rows"]:
+        if not is_run(row):
+            continue
+        sizes = next(((key,) for key in ("shape", "name") if key in row), SIZES)
+        shared = {key: row[key] for key in (*sizes, "precision", "seed", "group") if key in row}
+        shared["launch"] = launch_of(row)
+        size = [v if isinstance(v, str) else f"{k} {v}" for k, v in shared.items() if v]
+        team = f"{path}: {', '.join([row.get('model', ''), *size])}"
+        if team not in firsts or row.get("side") == "none":
+            firsts[team] = row
+        names = {key: row[key] for key in (*sizes, *NAMES) if key in row}
+        names.pop("version", None) if "side" in row else None
+        name = ", ".join(v if isinstance(v, str) else f"{k} {v}" for k, v in names.items())
+        number = next(n for n in itertools.count(1) if (name, n) not in numbered)
+        numbered.add((name, number))
+        found[f"{name} ({number})" if number > 1 else name] = row, team
+    environment = study["environment"]
+    return [
+        Run(name, path, result_of(row, environment), team, firsts[team] is row, row.get("side", ""))
+        for name, (row, team) in found.items()
+    ]
+
+
+def result_of(row: Mapping, environment: Mapping) -> dict:
+    """A row of a study in the form of a script's result."""
+    mode = row.get("mode", "")
+    precision = row.get("precision", "fp32")
+    flags = ("--enable-", "--disable-")
+    argv = [word for word in row.get("argv", ()) if not word.startswith(flags)]
+    config = {key: row[key] for key in ("seq_len", "shape") if key in row}
+    keys = ("batch_ms", "turns_ms", "samples_per_sec", "batch_median_ms", "batch_p95_ms")
+    timing = {key: row[key] for key in keys if row.get(key)}
+    if "batch_ms" in timing and row.get("batch_size"):
+        timing.setdefault("samples_per_sec", 1e3 * row["batch_size"] / timing["batch_ms"])
+    return {
+        "script": row.get("script", row.get("model")),
+        "status": row.get("status", "ok"),
+        "error": row.get("error"),
+        "config": {**config, "arguments": " ".join(argv) or "none"},
+        "fusions": {name.replace("-", "_"): True for name in row.get("fusions", ())},
+        "training": {
+            "batch_size": row.get("batch_size"),
+            "use_amp": precision in ("bf16", "fp16"),
+            "amp_dtype": "float16" if precision == "fp16" else "bfloat16",
+            "matmul_precision": {"TF32": "high"}.get(precision, "highest"),
+            "torch_compile": "compiled" in mode,
+            "cuda_graph": "graph" in mode,
+            "processes": row.get("processes", 1),
+        },
+        "environment": environment,
+        "timing": timing,
+        "memory": {"peak_mb": row.get("peak_mb")},
+        "kernels": {key: row.get(key) for key in ("unit", "per_step", "host_launches")},
+        "loss": {"final": row.get("final_loss")},
+    }
+
+
+def of_file(path: Path, name: str) -> list[Run] | None:
+    """The runs in a file; None if it is a file of something else."""
+    content = read_json(path)
+    if isinstance(content.get("runs"), dict):
+        return [*runs_in(path, content).values()]
+    if isinstance(content.get("rows"), list) and isinstance(content.get("environment"), dict):
+        if not content["rows"]:
+            raise ToolError(f"{path}: a study without a row")
+        rows = [row for row in content["rows"] if isinstance(row, dict)]
+        if not any(is_run(row) for row in rows):
+            return None  # of operations
+        return of_study(path, checked_study(content, path)) or None
+    if OTHER_FILES & content.keys() or "schema_version" not in content:
+        return None
+    return [of_summary(path, checked(Summary, content, path), name)]
+
+
+def found_in(path: Path, everything: bool = False) -> list[Run]:
+    """All runs in a file, or in a folder: its own results, else its other files, else those below;
+    `everything`: all of these.
+
+    Runs that a profiler slowed down are not among them. A folder without runs, and files in it that
+    are of something else, are passed over; a file that is named itself has to be of runs.
+    """
     if inside := file_of_runs(path):
         runs, key = inside
         if key not in runs:
             raise ToolError(f"{path}: no such run; there are {', '.join(runs)}")
-        result = runs[key].result
-    elif not path.exists():
+        return [runs[key]]
+    if not path.exists():
         raise ToolError(f"{path}: no such file or directory")
-    else:
-        result = read(Summary, path)
-    if name is None:
+    if not path.is_dir():
+        short = path.name.removesuffix(".json")
         alone = path.name.endswith("_summary.json")
-        name = path.resolve().parent.name if alone else path.name.removesuffix(".json")
-    return Run(name, path, result)
+        found = of_file(path, path.resolve().parent.name if alone else short)
+        if found is None:
+            raise ToolError(f"{path}: no runs: another kind of file, or damaged")
+        return found
+    own = sorted(path.glob("*_summary.json")), sorted(path.glob("*.json"))
+    for files in (*([] if everything else own), below(path, "*.json")):
+        found = []
+        for file in files:
+            slowed_down = re.search(r"(^|/)rocprof.*_summary\.json$", str(file.relative_to(path)))
+            if not slowed_down and not file.name.endswith(".partial.json"):
+                found += of_file(file, name_below(path, file)) or []
+        if found:
+            return distinct(found)
+    note(f"{path}: no runs in there")
+    return []
 
 
-def runs_of(tops: Mapping[str, Path], model: str) -> list[Run]:
-    """Results of a model's versions that are in the folders of these, under their names."""
-    runs = []
-    for version, top in tops.items():
-        name = f"{model}_{version}_summary.json"
-        place = collected(top, f"pytorch_profiles_{version}/{name}")
-        runs += [load_run(place / name, version.upper())] if isinstance(place, Path) else []
-    return runs
+def name_below(top: Path, file: Path) -> str:
+    folder = file.parent.relative_to(top)
+    return (Path(top.resolve().name) / folder).as_posix()
+
+
+def distinct(runs: Sequence[Run]) -> list[Run]:
+    """Runs of which those of one name have their script in it, too."""
+    count = Counter(run.name for run in runs)
+    return [
+        replace(run, name=f"{run.name}/{run.result['script']}") if count[run.name] > 1 else run
+        for run in runs
+    ]
 
 
 def versions_in(tops: Mapping[str, Path], models: Iterable[str]) -> list[dict]:
@@ -188,9 +329,16 @@ def versions_in(tops: Mapping[str, Path], models: Iterable[str]) -> list[dict]:
     notes on stderr what differs."""
     rows = []
     wanted = []
+    every = {version: found_in(top) for version, top in tops.items()}
     for model in models:
-        runs = runs_of(tops, model)
-        wanted += [f"{model}_{version}_summary.json in {top}" for version, top in tops.items()]
+        runs = []
+        for version, found in every.items():
+            wanted.append(f"{model}_{version}_summary.json in {tops[version]}")
+            of_version = [run for run in found if run.result["script"] == f"{model}_{version}"]
+            if len(of_version) > 1:
+                names = ", ".join(run.name for run in of_version)
+                raise ToolError(f"{tops[version]}: several runs of {version} ({names}), name one")
+            runs += [replace(run, name=version.upper()) for run in of_version]
         if len(runs) >= min(2, len(tops)):
             note(*differences((run.result["script"], run.result) for run in runs))
             rows += [{"side": run.name, **run.row(alone=True)} for run in runs]
@@ -226,24 +374,57 @@ def matching(path: str) -> list[Path]:
 
 
 def load_runs(arguments: Iterable[str], lines: bool = False) -> list[Run]:
-    """Runs of one model, given as PATH or NAME=PATH; a PATH can be a pattern. Where names are
-    alike, paths take their place; as `lines`, a NAME= is also that of the paths after it."""
-    given, name = [], None
+    """Runs given as PATH or NAME=PATH, of which each is taken once; a PATH can be a pattern. Where
+    names are alike, paths take their place; as `lines`, a NAME= is also that of the paths after
+    it."""
+    runs, name, seen = [], None, set()
     for argument in arguments:
         own, path = split_name(argument)
         name = own or (name if lines else None)
         if lines and name is None:
             raise ToolError(f"{argument!r} is not NAME=PATH")
-        given += [(name, place) for place in matching(path)]
-    runs = [load_run(place, name) for name, place in given]
-    count = Counter(run.name for run in runs)
-    for index, (name, place) in enumerate(given):
-        if not lines and count[runs[index].name] > 1:
-            if name is not None:
-                raise ToolError(f"two runs are named {name}")
-            runs[index] = replace(runs[index], name=str(place))
-    check_family((run.name, run.result) for run in runs)
-    return runs
+        for place in matching(path):
+            for run in found_in(place):
+                key = (run.path.resolve(), run.name, name)
+                if key not in seen:
+                    seen.add(key)
+                    runs.append(replace(run, name=name) if name else run)
+    if not runs:
+        raise ToolError("there is no run in any of these")
+    if lines:
+        return [replace(run, name=f"{run.name} {run.side}".strip()) for run in runs]
+    given = {split_name(argument)[0] for argument in arguments}
+    count = Counter(run.name for run in runs if run.name not in given)
+    return medians(replace(r, name=place_of(r)) if count[r.name] > 1 else r for r in runs)
+
+
+def place_of(run: Run) -> str:
+    """The folder of a run, or the file, with its name in there."""
+    if run.path.name.endswith("_summary.json"):
+        return str(run.path.parent)
+    return str(run.path if run.path.name == run.name else run.path / run.name)
+
+
+def medians(runs: Iterable[Run]) -> list[Run]:
+    """Of runs with one name, and of one model, that with the median time, which knows the times of
+    all."""
+    groups: dict[tuple, list[Run]] = defaultdict(list)
+    for run in runs:
+        groups[run.name, model_and_version(run.result["script"])[0]].append(run)
+    found = []
+    for same in groups.values():
+        finished = sorted(
+            (run for run in same if run.number("timing", "batch_ms")),
+            key=lambda run: run.number("timing", "batch_ms"),
+        )
+        if len(finished) < 2:
+            found += same
+            continue
+        times = tuple(run.number("timing", "batch_ms") for run in finished)
+        middle = finished[(len(finished) - 1) // 2]
+        note(*differences((str(run.path), run.result) for run in same))
+        found += [replace(middle, repeats=times), *(run for run in same if run.status != "ok")]
+    return found
 
 
 def check_family(named: Iterable[tuple[str, dict]]) -> None:
@@ -284,10 +465,16 @@ def differences(named: Iterable[tuple[str, dict]], ignore: Sequence[str] = ()) -
                 values[key][str(value)].append(name)
     lines = []
     for key, by_value in values.items():
-        if len(by_value) > 1 and key not in ignore:
-            found = (f"{value} for {', '.join(names)}" for value, names in by_value.items())
+        if len(by_value) > 1 and key not in (*ignore, "arguments"):
+            found = (f"{value} for {some(names)}" for value, names in by_value.items())
             lines.append(f"{key} differs: {'; '.join(found)}")
     return lines
+
+
+def some(names: Sequence[str]) -> str:
+    """The first of several names, and how many there are more."""
+    more = f" and {len(names) - 3} more" if len(names) > 4 else ""
+    return ", ".join(names[:3] if more else names) + more
 
 
 def unsteady(runs: Iterable[Run]) -> list[str]:
@@ -302,64 +489,6 @@ def unsteady(runs: Iterable[Run]) -> list[str]:
     return lines
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A run, or a row of a study that took turns: what was measured, and what a comparison wants to
-    be the same."""
-
-    path: Path
-    row: dict
-    settings: dict
-
-    def times(self) -> tuple[float, float, float]:
-        """ms per step: median, shortest and longest turn; without turns median step, up to the 95th
-        percentile."""
-        found = self.row.get("turns_ms") or []
-        if len(found) > 1:
-            return statistics.median(found), min(found), max(found)
-        times = map(self.row.get, ("batch_median_ms", "batch_ms", "batch_p95_ms"))
-        if not (found := [ms for ms in times if ms]):
-            raise ToolError(f"{self.path}: it has no times of a step")
-        return found[0], min(found), max(found)
-
-
-def entries_of_study(path: Path, study: dict) -> dict[str, Entry]:
-    """The rows of a study that were measured in turns, by their names."""
-    environment, found = study["environment"], {}
-    same = {key: environment.get(key) for key in SAME_ENVIRONMENT}
-    if environment.get("device") == "cpu":
-        same["cpu_threads"] = environment.get("cpu_threads")
-    for row in study["rows"]:
-        if {"turns_ms", "status"} & row.keys() and {"script", "model"} <= row.keys():
-            sizes = next(((key,) for key in ("shape", "name") if key in row), SIZES)
-            names = {key: row[key] for key in (*sizes, *NAMES) if key in row}
-            names = names or {"script": row["script"]}
-            name = ", ".join(v if isinstance(v, str) else f"{k} {v}" for k, v in names.items())
-            if name in found:
-                raise ToolError(f"{path}: two rows are named {name}")
-            flags = ("--enable-", "--disable-")
-            argv = [word for word in row.get("argv", ()) if not word.startswith(flags)]
-            asked = {"model": row["model"], "arguments": " ".join(argv) or "none"}
-            found[name] = Entry(path, row, {"kind": "row of a study"} | same | asked)
-    if not found:
-        raise ToolError(f"{path}: no row of this study was measured in turns")
-    return found
-
-
-def load_entries(path: Path) -> dict[str, Entry]:
-    """What a file or directory holds, by name: a run, several, or the rows of a study."""
-    content = read_json(path) if path.is_file() else {}
-    if isinstance(content.get("rows"), list):
-        return entries_of_study(path, checked_study(content, path))
-    several = isinstance(content.get("runs"), dict)
-    found = {}
-    for run in runs_in(path, content).values() if several else [load_run(path)]:
-        row, environment = run.row(), run.result["environment"]
-        first = {"kind": "run", "model": row["model"], "device_name": environment["device_name"]}
-        found[run.name] = Entry(run.path, row, first | settings(run.result))
-    return found
-
-
 def report_failed(runs: Iterable[Run]) -> int:
     """Name runs that failed on stderr; returns 1 if there are any: out of memory is a result."""
     failed = [run for run in runs if run.status == "failed"]
@@ -369,13 +498,14 @@ def report_failed(runs: Iterable[Run]) -> int:
 
 
 def baseline_in_turns(run: Run, runs: Iterable[Run]) -> Run | None:
-    """The run that --compare-fusion measured in turns with this one, in its folder `baseline`."""
-    place = (run.path.parent / "baseline" / run.path.name).resolve()
+    """The run that took turns with this one and that it is compared with."""
 
     def turns(one: Run) -> int:
         return len(one.number("timing", "turns_ms") or ())
 
-    found = (other for other in runs if other.path.resolve() == place)
+    if run.is_first or not run.team:
+        return None
+    found = (other for other in runs if other.team == run.team and other.is_first)
     return next((other for other in found if turns(other) == turns(run) > 1), None)
 
 
@@ -401,10 +531,12 @@ def beside(run: Run, baseline: Run) -> dict:
 
     speedup, memory = ratio("samples_per_sec"), ratio("peak_mb")
     row["in_turns"] = None
-    if speedup and baseline_in_turns(run, [baseline]):
+    if baseline_in_turns(run, [baseline]):
         turns = ratios(baseline.result["timing"], run.result["timing"])
         speedup, row["in_turns"] = statistics.median(turns), spread(turns)
     row["speedup"] = speedup
+    low, high = (min(run.repeats), max(run.repeats)) if run.repeats else (None, None)
+    row |= {"repeats": len(run.repeats) or None, "lowest_ms": low, "highest_ms": high}
     row["processes"] = row["processes"] or 1  # files of an earlier core do not say
     alone = baseline.number("training", "processes") or 1
     row["scaling_efficiency_percent"] = speedup and 100 * speedup * alone / row["processes"]
@@ -430,6 +562,12 @@ def runs_section(sides: Mapping[str, Run]) -> str:
     return "\n\n".join(parts)
 
 
+def range_of_repeats(row: Mapping) -> str | None:
+    if not row["repeats"]:
+        return None
+    return f"{row['lowest_ms']:.2f} to {row['highest_ms']:.2f} in {row['repeats']}"
+
+
 def runs_table(runs: Sequence[Run], rows: Sequence[dict], times: bool = True) -> str:
     """A table of these runs; without `times` only memory, kernels and loss, the same in every
     run."""
@@ -447,6 +585,7 @@ def runs_table(runs: Sequence[Run], rows: Sequence[dict], times: bool = True) ->
         *where_measured(Column("in turns", "in_turns")),
         *[Column("scaling efficiency", "scaling_efficiency_percent", ".1f", " %")] * scaled,
         Column("ms per step", "batch_ms", ".2f"),
+        *where_measured(Column("of repeats", range_of_repeats)),
         *where_measured(*(Column(f"{phase} ms", f"{phase}_ms", ".2f") for phase in PHASES)),
         *where_measured(Column("compilation ms", "compilation_ms", ".0f")),
     ]

@@ -170,6 +170,15 @@ def by_side(rows: Iterable[dict], *keys: str) -> dict[tuple, dict[str, dict]]:
     return groups
 
 
+def launch_of(row: Mapping) -> str:
+    """The mode of a row, eager or graph, of what took turns with it: a side that is called compiled
+    stands beside others."""
+    mode = row.get("mode", "")
+    if "compiled" in row.get("side", ""):
+        mode = mode.replace("compiled", "").strip() or "eager"
+    return mode
+
+
 def unit_of(rows: Iterable[dict]) -> str:
     """What is counted per step: kernels, or operator calls on a CPU."""
     return next((row["unit"] for row in rows if row.get("unit")), "kernels")

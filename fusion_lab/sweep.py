@@ -37,6 +37,7 @@ from fusion_lab.study import (
     by_side,
     check_failed,
     heading,
+    launch_of,
     measure_study,
     median,
     range_of,
@@ -341,7 +342,12 @@ def teams_of(rows: Iterable[dict]) -> dict[tuple, dict[str, dict]]:
     """Sides by name, of each team."""
     rows = [{"side": "", **row} for row in rows]
     ablation = any("on" in row for row in rows)
-    return by_side(rows, *TEAM, *(["script", "mode"] if ablation else []))
+    teams: dict[tuple, dict[str, dict]] = {}
+    for row in rows:
+        keys = (*TEAM, "script") if ablation else TEAM
+        team = launch_of(row), *(row.get(key) for key in keys)
+        teams.setdefault(team, {})[row["side"]] = row
+    return teams
 
 
 def first_of(sides: Mapping[str, dict]) -> dict:
