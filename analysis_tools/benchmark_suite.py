@@ -50,7 +50,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         if unknown := [model for model in args.models if model not in there]:
             raise ToolError(f"--models {unknown[0]}: {args.family} has {', '.join(there)}")
         team = [load_script(f"tiny_{args.family}_{model}.py").SCRIPT for model in args.models]
-        points = sweep.points_of(args, argv, [team], grid=GRID)
+        points = sweep.sweep_points(args, argv, [team], grid=GRID)
         path = args.output or Path(f"benchmark_{args.family}.json")
         settings = {"models": args.models, "metrics": args.metrics, "family": args.family}
         loss = [] if "accuracy" in args.metrics else None

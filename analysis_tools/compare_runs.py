@@ -38,10 +38,8 @@ from collections.abc import Sequence
 from fusion_lab import runs as records
 from fusion_lab.cli import Parser, ToolError, documented_parser, note, program
 from fusion_lab.files import write_text
-from fusion_lab.script import model_and_version, precision_of
+from fusion_lab.script import model_and_version
 from fusion_lab.show import write_csv
-
-ASKED = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", "deterministic")
 
 
 def build_parser() -> Parser:
@@ -56,26 +54,6 @@ def build_parser() -> Parser:
     parser.add_path("--csv", "FILE", "also write all that is known, unrounded")
     parser.add_path("--save", "FILE.json", "also keep the runs in one file")
     return parser
-
-
-def csv_rows(rows: Sequence[dict], runs: Sequence[records.Run]) -> list[dict]:
-    """The rows with what each run was asked to do; a fusion that a version lacks is off."""
-    sizes = dict.fromkeys(key for run in runs for key in run.result["config"])
-    fusions = dict.fromkeys(key for run in runs for key in run.result.get("fusions", ()))
-    wide = []
-    for row, run in zip(rows, runs, strict=True):
-        result, training = run.result, run.result["training"]
-        first = {key: row[key] for key in ("configuration", "script", "status")}
-        asked = {key: result["config"].get(key) for key in sizes}
-        asked |= {key: training.get(key) for key in ASKED}
-        asked |= {key: int(bool(result.get("fusions", {}).get(key))) for key in fusions}
-        asked["precision"] = precision_of(training)
-        compiled = training.get("torch_compile")
-        asked["torch_compile"] = (training.get("torch_compile_mode") or "") if compiled else ""
-        asked["cuda_graph"] = int(bool(training.get("cuda_graph")))
-        asked |= {key: result["environment"].get(key) for key in ("device", "device_name", "torch")}
-        wide.append({**first, **asked, **row, "error": result.get("error")})
-    return wide
 
 
 def grouped(
@@ -118,7 +96,7 @@ def compare(args: argparse.Namespace) -> int:
         print(records.runs_table(same, found, not args.no_times), flush=True)
         rows += zip(found, same, strict=True)
     if args.csv:
-        write_csv(args.csv, csv_rows(*zip(*rows, strict=True)))
+        write_csv(args.csv, records.csv_rows(*zip(*rows, strict=True)))
     if args.save:
         named = records.by_name((run.name, run.result) for run in runs)
         write_text(args.save, json.dumps({"runs": named}, indent=1) + "\n")

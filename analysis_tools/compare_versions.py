@@ -56,13 +56,13 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         report = args.output_dir / "version_comparison.md"
     if folders:
         alone = "Read from results of single runs, which were not measured in turns."
-        return sweep.show_rows(args, versions_in(folders, models), alone, report)
+        return sweep.show_runs(args, versions_in(folders, models), alone, report)
     if not args.table:
         wanted = args.versions or (VERSIONS if on_gpu(argv) else VERSIONS[:2])
         if not args.versions and len(wanted) < len(VERSIONS):
             note("no GPU: V1 and V2 only, others would run in Triton's interpreter (--versions)")
         teams = [[load_script(f"{m}_{v}.py").SCRIPT for v in sorted(wanted)] for m in models]
-        points = sweep.points_of(args, argv, teams)
+        points = sweep.sweep_points(args, argv, teams)
         loss, versions = sweep.LOSS_STEPS, sorted(wanted)
         sweep.measure_points(args, argv, points, path, loss, versions=versions)
     return sweep.show(args, path, report)

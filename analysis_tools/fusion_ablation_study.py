@@ -64,7 +64,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     path = study.study_asked_for(args.table, argv)
     if not path:
         scripts = [load_script(name).SCRIPT for name in args.script]
-        points = sweep.points_of(args, argv, [[s] for s in scripts], partial(sets_of, args))
+        points = sweep.sweep_points(args, argv, [[s] for s in scripts], partial(sets_of, args))
         path = args.output or Path(f"ablation_{'_'.join(scripts)}.json")
         settings = {"fusions": args.fusions, "every": args.all_combinations}
         sweep.measure_points(args, argv, points, path, group=args.group_size, **settings)

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         module, rows = load_script(args.script), []
         small = sweep.small_sizes(args, argv, module)
         sizes, args.batch_sizes = args.batch_sizes, [None]
-        points = sweep.points_of(args, [*small, *argv], [[module.SCRIPT]])
+        points = sweep.sweep_points(args, [*small, *argv], [[module.SCRIPT]])
         limits = {"limit_mb": args.target_memory_usage * memory}
         limits["most"] = args.max_batch_size or (32 if small else 65536)
         limits["host_mb"] = None if on_gpu(argv) else memory

@@ -15,51 +15,13 @@ Examples:
 """
 
 import argparse
-import statistics
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
-from typing import NamedTuple
 
-from fusion_lab import runs as records
-from fusion_lab.cli import Parser, ToolError, documented_parser, note, program
+from fusion_lab.cli import Parser, ToolError, documented_parser, program
 from fusion_lab.files import write_text
-from fusion_lab.show import Column, drawing, ended, render, save_figure
-from fusion_lab.turns import ratios
-
-Points = dict[str, dict[float, list[records.Run]]]  # of each line, the runs at a place
-
-
-def gains(run: records.Run, every: Sequence[records.Run]) -> list[float]:
-    """How many times as fast as its baseline, turn by turn; none if it did not finish."""
-    if run.status != "ok":
-        return []
-    folder = run.path.parent / "baseline"
-    others = records.found_in(folder) if folder.is_dir() else every
-    before = records.baseline_in_turns(run, others)
-    if not before:
-        raise ToolError(f"{run.path}: no baseline took turns with it (--compare-fusion does that)")
-    return ratios(before.result["timing"], run.result["timing"])
-
-
-def peaks(run: records.Run, every: Sequence[records.Run]) -> list[float]:
-    return [run.peak_mb] if run.peak_mb else []
-
-
-class Quantity(NamedTuple):
-    """What is plotted: its values of a run among all runs, and how it is written."""
-
-    of: Callable[[records.Run, Sequence[records.Run]], list[float]]
-    column: str
-    form: tuple[str, ...]
-    axis: str
-
-
-QUANTITIES = {
-    "memory": Quantity(peaks, "{}, MB", (".1f",), "peak memory, MB"),
-    "speedup": Quantity(gains, "{}", (".2f", "x"), "speed-up over its baseline"),
-}
+from fusion_lab.plot import QUANTITIES, columns_of, draw_lines, points_of, values_of
+from fusion_lab.runs import load_runs, report_failed
+from fusion_lab.show import render
 
 
 def build_parser() -> Parser:
@@ -73,93 +35,8 @@ def build_parser() -> Parser:
     return parser
 
 
-def points_of(runs: Sequence[records.Run], x: str) -> Points:
-    """The runs at each place; not those that ended before they had a model."""
-    points, named, lost = {}, [], []
-    for run in runs:
-        if not run.result["config"] and run.status != "ok":
-            lost.append(f"left out, it ended before it had a model: {run.path}")
-            continue
-        place = {**run.result["training"], **run.result["config"]}.get(x)
-        if isinstance(place, bool) or not isinstance(place, (int, float)):
-            raise ToolError(f"{run.path}: {x} is no number in this result")
-        points.setdefault(run.name, {}).setdefault(place, []).append(run)
-        named.append((f"{run.name} at {place}", run.result))
-    if not points:
-        raise ToolError("none of these runs got as far as its first step")
-    records.check_family(named)
-    note(*records.differences(named, ignore=(x, "arguments")), *lost)
-    return points
-
-
-def values_of(
-    points: Points, what: Quantity, every: Sequence[records.Run]
-) -> dict[tuple[str, float], list[float]]:
-    """All values of each line at each place."""
-    return {
-        (name, place): [value for run in runs for value in what.of(run, every)]
-        for name, line in points.items()
-        for place, runs in line.items()
-    }
-
-
-def columns_of(points: Points, values: dict, label: str, what: Quantity) -> list[Column]:
-    """Places down, names across: the quantity of each, then that of the others over the first."""
-    first, *others = points
-
-    def value(name: str, place: float) -> object:
-        ends = [ended(run.result) for run in points[name].get(place, ()) if ended(run.result)]
-        found = values.get((name, place))
-        return statistics.median(found) if found else next(iter(ends), None)
-
-    def over_first(name: str, place: float) -> float | None:
-        both = [values.get((line, place)) for line in (name, first)]
-        return statistics.median(both[0]) / statistics.median(both[1]) if all(both) else None
-
-    columns = [Column(label, str)]
-    columns += [Column(what.column.format(n), partial(value, n), *what.form) for n in points]
-    return columns + [Column(f"{n} / {first}", partial(over_first, n), ".2f") for n in others]
-
-
-def apart(places: set[float]) -> list[float]:
-    """Those whose labels have room beside one another, the lowest first."""
-    kept: list[float] = []
-    for place in sorted(places):
-        if not kept or place - kept[-1] >= 0.04 * (max(places) - min(places)):
-            kept.append(place)
-    return kept
-
-
-def draw(path: Path, points: Points, values: dict, label: str, what: Quantity) -> None:
-    """The picture, with the ranges; out-of-memory runs are crosses at its top."""
-    figure, axes = drawing().subplots(figsize=(8, 5), layout="constrained")
-    for number, (name, mine) in enumerate(points.items()):
-        found = {place: values[name, place] for place in sorted(mine) if values[name, place]}
-        middle = [statistics.median(each) for each in found.values()]
-        below = [m - min(each) for m, each in zip(middle, found.values(), strict=True)]
-        above = [max(each) - m for m, each in zip(middle, found.values(), strict=True)]
-        (line,) = axes.plot([*found], middle, "osD^v"[number % 5] + "-", label=name)
-        bars = {"fmt": "none", "ecolor": line.get_color(), "capsize": 3}
-        axes.errorbar([*found], middle, [below, above], **bars)
-        gone = [place for place, runs in mine.items() for run in runs if run.status == "oom"]
-        if gone:
-            # in parts of the axes' height, so that crosses do not hide each other
-            style = {"color": line.get_color(), "transform": axes.get_xaxis_transform()}
-            heights = [0.98 - 0.04 * number] * len(gone)
-            axes.plot(gone, heights, "x", **style, label=f"{name}: out of memory")
-    axes.set_xticks(apart(set().union(*points.values())))  # linear growth is a straight line
-    axes.set_ylim(0, 1.15 * axes.get_ylim()[1])  # room for the crosses
-    runs = (run for mine in points.values() for same in mine.values() for run in same)
-    titles = dict.fromkeys(records.described(run.result) for run in runs)
-    axes.set_title("\n".join(titles), fontsize="medium")
-    axes.set(xlabel=label, ylabel=what.axis)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    save_figure(figure, path)
-
-
 def plot(args: argparse.Namespace) -> int:
-    output, runs, what = args.output, records.load_runs(args.runs, True), QUANTITIES[args.what]
+    output, runs, what = args.output, load_runs(args.runs, True), QUANTITIES[args.what]
     if output and output.suffix not in (".png", ".svg", ".pdf"):
         raise ToolError(f"--output {output}: must end in .png, .svg, .pdf")
     # a baseline has no speed-up of its own
@@ -173,9 +50,9 @@ def plot(args: argparse.Namespace) -> int:
     if args.csv:
         write_text(args.csv, render(columns, places, "csv"))
     if output:
-        draw(output, points, values, label, what)
+        draw_lines(output, points, values, label, what)
         print(f"\nWritten: {output}")
-    return records.report_failed(runs)
+    return report_failed(runs)
 
 
 main = program(build_parser, plot)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from fusion_lab.cli import ToolError
 from fusion_lab.records import read_study
+from fusion_lab.runs import Run, of_study
 from fusion_lab.show import Column, cell, range_of_speeds
 from fusion_lab.study import Part, heading, is_of
-from fusion_lab.sweep import Point, parted, show_rows, silence
+from fusion_lab.sweep import Point, show_runs, silence
 from fusion_lab.turns import in_turns, speed
 
 TARGETS = {  # most samples per second, shortest step, fewest MB per sample: the smaller the better
@@ -95,17 +96,21 @@ def report(args: argparse.Namespace, path: Path, memory_mb: float) -> int:
     content = read_study(path, ("batch_size", "script", "argv"))
     target = args.target_memory_usage
 
-    def part(row: dict) -> str | None:
-        share = parted(row.get("peak_mb"), memory_mb)
+    def part(run: Run) -> str | None:
+        share = run.peak_mb and run.peak_mb / memory_mb
         return share and cell(share, ".1%", ", above the limit" * (share > target))
 
-    rows = sorted(content["rows"], key=lambda row: (row.get("seq_len", 0), row["batch_size"]))
-    columns = Column("samples/sec in turns", range_of_speeds), Column("of memory", part)
-    status = show_rows(args, rows, heading(content, rows[0]["script"]), None, *columns)
-    cells = {tuple(row.get(key) for key in ("side", "seq_len", "precision")): [] for row in rows}
-    for row in rows:
-        if row.get("peak_mb") and row["peak_mb"] <= target * memory_mb:
-            cells[tuple(row.get(key) for key in ("side", "seq_len", "precision"))].append(row)
+    content["rows"].sort(key=lambda row: (row.get("seq_len", 0), row["batch_size"]))
+    runs = of_study(path, content)
+    speeds = Column("samples/sec in turns", lambda run: range_of_speeds(run.asked))
+    title = heading(content, content["rows"][0]["script"])
+    status = show_runs(args, runs, title, more=[speeds, Column("of memory", part)])
+    cells: dict[tuple, list[dict]] = {}
+    for run in runs:
+        place = tuple(run.asked.get(key) for key in ("side", "seq_len", "precision"))
+        fitting = cells.setdefault(place, [])
+        if run.peak_mb and run.peak_mb <= target * memory_mb:
+            fitting.append(run.asked)
     for (_, length, _), fitting in cells.items():
         if not fitting:
             message = f"even batch size 1 takes more than {target:.0%} of memory"

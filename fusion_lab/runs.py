@@ -10,14 +10,14 @@ import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
 from fusion_lab.cli import ToolError, note, say
 from fusion_lab.files import below, read_json
 from fusion_lab.records import Steps, Summary, checked, checked_study, read
-from fusion_lab.script import model_and_version, named_run, precision_of
+from fusion_lab.script import model_and_version, precision_of
 from fusion_lab.show import Column, ended, rate, render
 from fusion_lab.study import launch_of
 from fusion_lab.turns import ratios, spread
@@ -36,6 +36,15 @@ OTHER_FILES = {"rows", "modules", "categories", "chains", "stages"}  # fields of
 NAMES = ("precision", "mode", "seed", "group", "side", "version")
 # mean over median step, from which a run was disturbed; 67 of the 71 in exercises.json are below
 UNSTEADY = 1.1
+CELL = {  # what rows that took turns share, and what tables call it
+    "model": "model",
+    "shape": "size",
+    "batch_size": "batch size",
+    "seq_len": "length",
+    "precision": "precision",
+    "group": "turns of group",
+}
+ASKED = ("batch_size", "num_steps", "warmup_steps", "learning_rate", "seed", "deterministic")
 PHASES = ("forward", "backward", "optimizer", "graph")
 MEASURED = {
     "samples_per_sec": ("timing", "samples_per_sec"),
@@ -59,7 +68,7 @@ class Run:
     result: dict
     team: str = ""  # what took turns together
     is_first: bool = False  # of its team, which the others are compared with
-    side: str = ""  # of a study
+    asked: dict = field(default_factory=dict)  # what a row of a study says of itself
     repeats: tuple[float, ...] = ()  # ms per step of the runs of which this is the median
 
     @property
@@ -83,6 +92,10 @@ class Run:
         return found[0], min(found), max(found)
 
     @property
+    def side(self) -> str:
+        return self.asked.get("side", "")
+
+    @property
     def settings(self) -> dict:
         return self.result
 
@@ -90,23 +103,6 @@ class Run:
     def peak_mb(self) -> float | None:
         """Peak memory, None if it was not measured or the run did not finish."""
         return self.number("memory", "peak_mb")
-
-    def row(self, alone: bool = False) -> dict:
-        """What was measured, as a row of a study has it, with the final loss, or how it ended;
-        `alone`: without its turns. Peak memory may be null, else what was not measured is left
-        out."""
-        result = self.result
-        row = named_run(result["script"], result["training"])
-        row |= {"fusions": fused_in(result), "peak_mb": self.peak_mb}
-        if self.status != "ok":
-            return {**row, "status": self.status, "error": self.result.get("error")}
-        times = ("samples_per_sec", "batch_ms", "batch_median_ms", "batch_p95_ms")
-        measured = {key: self.number("timing", key) for key in times}
-        measured |= {key: self.number("kernels", key) for key in ("per_step", "host_launches")}
-        measured["unit"] = result["kernels"].get("unit")
-        measured["turns_ms"] = None if alone else result["timing"].get("turns_ms")
-        measured["final_loss"] = self.number("loss", "final")
-        return row | {key: value for key, value in measured.items() if value is not None}
 
 
 def fused_in(result: Mapping) -> list[str]:
@@ -220,7 +216,7 @@ def of_study(path: Path, study: dict) -> list[Run]:
         found[f"{name} ({number})" if number > 1 else name] = row, team
     environment = study["environment"]
     return [
-        Run(name, path, result_of(row, environment), team, firsts[team] is row, row.get("side", ""))
+        Run(name, path, result_of(row, environment), team, firsts[team] is row, row)
         for name, (row, team) in found.items()
     ]
 
@@ -324,10 +320,10 @@ def distinct(runs: Sequence[Run]) -> list[Run]:
     ]
 
 
-def versions_in(tops: Mapping[str, Path], models: Iterable[str]) -> list[dict]:
-    """The results in the folders of these versions as rows, of the models that have more than one;
-    notes on stderr what differs."""
-    rows = []
+def versions_in(tops: Mapping[str, Path], models: Iterable[str]) -> list[Run]:
+    """The results in the folders of these versions, of the models that have more than one; notes on
+    stderr what differs."""
+    chosen = []
     wanted = []
     every = {version: found_in(top) for version, top in tops.items()}
     for model in models:
@@ -341,10 +337,10 @@ def versions_in(tops: Mapping[str, Path], models: Iterable[str]) -> list[dict]:
             runs += [replace(run, name=version.upper()) for run in of_version]
         if len(runs) >= min(2, len(tops)):
             note(*differences((run.result["script"], run.result) for run in runs))
-            rows += [{"side": run.name, **run.row(alone=True)} for run in runs]
-    if not rows:
+            chosen += [replace(run, team="") for run in runs]
+    if not chosen:
         raise ToolError(f"there is no {' or '.join(wanted)}")
-    return rows
+    return chosen
 
 
 def split_name(argument: str) -> tuple[str | None, str]:
@@ -510,7 +506,11 @@ def baseline_in_turns(run: Run, runs: Iterable[Run]) -> Run | None:
 
 
 def baseline_of(run: Run, runs: Sequence[Run]) -> Run:
-    """The one that it was measured in turns with, otherwise the first; a baseline is its own."""
+    """The one that it was measured in turns with, otherwise the first; a baseline is its own. Of a
+    study it is the first of the team, whether that finished or not."""
+    of_team = [other for other in runs if run.asked and other.team == run.team and other.is_first]
+    if of_team:
+        return of_team[0]
     own = run if any(baseline_in_turns(other, [run]) for other in runs) else runs[0]
     return baseline_in_turns(run, runs) or own
 
@@ -518,30 +518,54 @@ def baseline_of(run: Run, runs: Sequence[Run]) -> Run:
 def beside(run: Run, baseline: Run) -> dict:
     """The numbers of a run as a row, None where there is none or the run did not finish. Where both
     took turns the speed-up is the median of theirs, as --compare-fusion prints it."""
-    row: dict = {
-        "configuration": run.name,
-        "script": run.result.get("script"),
-        "status": run.status,
-    }
+    row = {"configuration": run.name, "script": run.result["script"], "status": run.status}
     row |= {key: run.number(*place) for key, place in MEASURED.items()}
+    row["repeats"] = len(run.repeats) or None
+    ranged = run.repeats or run.number("timing", "turns_ms") or ()
+    row["lowest_ms"] = min(ranged, default=None)
+    row["highest_ms"] = max(ranged, default=None)
 
     def ratio(key: str) -> float | None:
         base = baseline.number(*MEASURED[key])
-        return row[key] / base if row[key] is not None and base else None
+        return row[key] / base if row[key] and base else None
 
-    speedup, memory = ratio("samples_per_sec"), ratio("peak_mb")
-    row["in_turns"] = None
+    row["speedup"] = ratio("samples_per_sec")
+    turns = []
     if baseline_in_turns(run, [baseline]):
         turns = ratios(baseline.result["timing"], run.result["timing"])
-        speedup, row["in_turns"] = statistics.median(turns), spread(turns)
-    row["speedup"] = speedup
-    low, high = (min(run.repeats), max(run.repeats)) if run.repeats else (None, None)
-    row |= {"repeats": len(run.repeats) or None, "lowest_ms": low, "highest_ms": high}
+        row["speedup"] = statistics.median(turns)
+    row["in_turns"] = spread(turns) if turns else None
+    row["lowest_ratio"] = min(turns, default=None)
+    row["highest_ratio"] = max(turns, default=None)
     row["processes"] = row["processes"] or 1  # files of an earlier core do not say
     alone = baseline.number("training", "processes") or 1
-    row["scaling_efficiency_percent"] = speedup and 100 * speedup * alone / row["processes"]
+    efficiency = row["speedup"] and 100 * row["speedup"] * alone / row["processes"]
+    row["scaling_efficiency_percent"] = efficiency
+    memory = ratio("peak_mb")
     row["memory_change_percent"] = None if memory is None else 100 * (memory - 1)
+    loss = ratio("final_loss")
+    row["loss_change"] = None if loss is None or run is baseline else loss - 1
     return {**row, "path": str(run.path)}
+
+
+def csv_rows(rows: Sequence[dict], runs: Sequence[Run]) -> list[dict]:
+    """Rows with what each run was asked to do; a fusion that a version lacks is off."""
+    sizes = dict.fromkeys(key for run in runs for key in run.result["config"])
+    fusions = dict.fromkeys(key for run in runs for key in run.result.get("fusions", ()))
+    wide = []
+    for row, run in zip(rows, runs, strict=True):
+        result, training = run.result, run.result["training"]
+        first = {key: row[key] for key in ("configuration", "script", "status")}
+        asked = {key: result["config"].get(key) for key in sizes}
+        asked |= {key: training.get(key) for key in ASKED}
+        asked |= {key: int(bool(result.get("fusions", {}).get(key))) for key in fusions}
+        asked["precision"] = precision_of(training)
+        compiled = training.get("torch_compile")
+        asked["torch_compile"] = (training.get("torch_compile_mode") or "yes") if compiled else ""
+        asked["cuda_graph"] = int(bool(training.get("cuda_graph")))
+        asked |= {key: result["environment"].get(key) for key in ("device", "device_name", "torch")}
+        wide.append({**first, **asked, **row, "error": result.get("error")})
+    return wide
 
 
 def renamed(sides: Mapping[str, Run]) -> list[Run]:
@@ -568,16 +592,38 @@ def range_of_repeats(row: Mapping) -> str | None:
     return f"{row['lowest_ms']:.2f} to {row['highest_ms']:.2f} in {row['repeats']}"
 
 
-def runs_table(runs: Sequence[Run], rows: Sequence[dict], times: bool = True) -> str:
-    """A table of these runs; without `times` only memory, kernels and loss, the same in every
-    run."""
-    units = sorted(
-        {run.result["kernels"]["unit"] for run in runs if run.result["kernels"].get("unit")}
-    )
+def cell_columns(runs: Sequence[Run]) -> list[Column]:
+    """Columns of sizes, precision and group, of which not all are the same, for rows that know
+    their run."""
+    labels = {**CELL, "version": "version"} if any("on" in r.asked for r in runs) else CELL
+    if all("shape" in run.asked for run in runs):
+        labels = {key: label for key, label in labels.items() if key not in SIZES}
+    return [
+        Column(label, lambda run, key=key: str(run.asked.get(key, "-")), text=True)
+        for key, label in labels.items()
+        if len({str(run.asked.get(key)) for run in runs}) > 1
+    ]
+
+
+def runs_table(
+    runs: Sequence[Run],
+    rows: Sequence[dict],
+    times: bool = True,
+    title: str = "configuration",
+    cells: bool = False,
+    more: Sequence[Column] = (),
+) -> str:
+    """A table of these runs; without `times` only memory, kernels and loss, the same in every run;
+    with `cells` their sizes."""
+    units = {run.result["kernels"].get("unit") for run in runs} - {None}
     scaled = len({row["processes"] for row in rows if row["speedup"]}) > 1
+    of_row = {id(row): run for row, run in zip(rows, runs, strict=True)}
 
     def where_measured(*columns: Column) -> list[Column]:
         return [column for column in columns if any(column.of(row) is not None for row in rows)]
+
+    def with_run(column: Column) -> Column:
+        return replace(column, value=lambda row: column.of(of_row[id(row)]))
 
     of_times = [
         Column("samples/sec", lambda row: ended(row) or rate(row["samples_per_sec"])),
@@ -590,12 +636,18 @@ def runs_table(runs: Sequence[Run], rows: Sequence[dict], times: bool = True) ->
         *where_measured(Column("compilation ms", "compilation_ms", ".0f")),
     ]
     peak = Column("peak MB", "peak_mb", ".1f")
+    counted = Column(
+        f"{' or '.join(sorted(units)) or 'kernels'} per step", "kernels_per_step", ".10g"
+    )
+    loss = Column("final loss", "final_loss", ".4f")
     columns = [
-        Column("configuration", "configuration"),
+        Column(title, "configuration"),
+        *(map(with_run, cell_columns(runs)) if cells else []),
         *(of_times if times else []),
         peak if times else peak.or_ended(),
         Column("memory change", "memory_change_percent", "+.1f", " %"),
-        Column(f"{' or '.join(units) or 'kernels'} per step", "kernels_per_step", ".10g"),
-        Column("final loss", "final_loss", ".4f"),
+        *(where_measured(counted, loss) if cells else [counted, loss]),
+        *(where_measured(Column("loss change", "loss_change", "+.1e")) if cells else []),
+        *map(with_run, more),
     ]
     return render(columns, rows)

@@ -16,14 +16,28 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 from fusion_lab.cli import Parser, ToolError, at_least, note, several
 from fusion_lab.files import write_text
+from fusion_lab.plot import QUANTITIES, draw_lines, points_of, values_of
 from fusion_lab.records import read_study
+from fusion_lab.runs import (
+    CELL,
+    SIZES,
+    Run,
+    baseline_in_turns,
+    baseline_of,
+    beside,
+    cell_columns,
+    csv_rows,
+    of_study,
+    report_failed,
+    runs_table,
+)
 from fusion_lab.script import (
     load_script,
     model_and_version,
@@ -31,18 +45,8 @@ from fusion_lab.script import (
     script_arguments,
     script_named,
 )
-from fusion_lab.show import Column, drawing, ended, rate, render, save_figure, write_csv
-from fusion_lab.study import (
-    as_rows,
-    by_side,
-    check_failed,
-    heading,
-    launch_of,
-    measure_study,
-    median,
-    range_of,
-    unit_of,
-)
+from fusion_lab.show import Column, ended, render, write_csv
+from fusion_lab.study import as_rows, by_side, heading, measure_study, median
 from fusion_lab.turns import (
     TURN_MS,
     graph_of,
@@ -52,7 +56,6 @@ from fusion_lab.turns import (
     on_gpu,
     ratios,
     short_run,
-    speed,
     speedup,
     verdict,
     words_of,
@@ -73,15 +76,6 @@ SMALL = {
     "tiny_llama": "--hidden-dim 128 --num-layers 2 --num-heads 4 --seq-len 64 --batch-size 2",
     "tiny_openfold": "--num-blocks 1 --num-seqs 8 --seq-len 24 --batch-size 1",
 }
-CELL = {  # what a team shares, and what tables call it
-    "model": "model",
-    "shape": "size",
-    "batch_size": "batch size",
-    "seq_len": "length",
-    "precision": "precision",
-}
-SIZES = ("batch_size", "seq_len")
-TEAM = (*CELL, "seed", "group")
 Set = tuple[str, ...]  # the fusions that are on
 Gains = dict[frozenset, dict[tuple, float]]  # over none, of a set by seed and turn
 
@@ -270,7 +264,7 @@ def small_sizes(args: argparse.Namespace, argv: Sequence[str], module: ModuleTyp
     return small.split()
 
 
-def points_of(
+def sweep_points(
     args: argparse.Namespace,
     argv: Sequence[str],
     teams: Iterable[Sequence[str]],
@@ -333,113 +327,6 @@ def names_of(sides: Mapping[str, Side], *more: str) -> dict:
         args = script_arguments(script_named(side.script), side.argv, None)[1]
         row = named(side.script, side.argv, args)
     return {key: row[key] for key in (*CELL, *more) if key in row}
-
-
-# --- what was measured
-
-
-def teams_of(rows: Iterable[dict]) -> dict[tuple, dict[str, dict]]:
-    """Sides by name, of each team."""
-    rows = [{"side": "", **row} for row in rows]
-    ablation = any("on" in row for row in rows)
-    teams: dict[tuple, dict[str, dict]] = {}
-    for row in rows:
-        keys = (*TEAM, "script") if ablation else TEAM
-        team = launch_of(row), *(row.get(key) for key in keys)
-        teams.setdefault(team, {})[row["side"]] = row
-    return teams
-
-
-def first_of(sides: Mapping[str, dict]) -> dict:
-    """The side that the others are compared with: none of the fusions, else the first one."""
-    return sides.get("none") or next(iter(sides.values()))
-
-
-def beside_first(sides: Mapping[str, dict]) -> list[dict]:
-    """Rows of a team with their rates, and what they are beside the first: how many times as fast,
-    the range of that, and the difference of losses; None where there is nothing to compare."""
-    first = first_of(sides)
-    found = []
-    for row in sides.values():
-        both = first if row is not first else {}
-        over = ratios(both, row)
-        loss = parted(row.get("final_loss"), both.get("final_loss"))
-        beside = {
-            "samples_per_sec": speed(row) or row.get("samples_per_sec"),
-            "over_first": median(over) or parted(both.get("batch_ms"), row.get("batch_ms")),
-            "in_turns": range_of(over),
-            "loss_beside_first": loss and loss - 1,
-        }
-        found.append({**row, **beside})
-    return found
-
-
-def parted(one: float | None, other: float | None) -> float | None:
-    """One over the other, None where one of them is not known."""
-    return one / other if one and other else None
-
-
-def cell_columns(rows: Sequence[dict]) -> list[Column]:
-    """What of sizes, precision and group is not the same in all rows."""
-    labels = CELL | {"group": "turns of group"}
-    if all("shape" in row for row in rows):
-        labels = {key: label for key, label in labels.items() if key not in SIZES}
-    for key in ("version", "mode"):
-        labels |= {key: key} if any("on" in row for row in rows) else {}
-    return [
-        Column(label, lambda row, key=key: str(row.get(key, "-")), text=True)
-        for key, label in labels.items()
-        if len({row.get(key) for row in rows}) > 1
-    ]
-
-
-def rows_table(title: str, rows: Sequence[dict], *more: Column, style: str = "markdown") -> str:
-    """All sides, each team below the other; ratios are within a team."""
-    teams = teams_of(rows).values()
-    firsts = dict.fromkeys(first_of(sides)["side"] for sides in teams if len(sides) > 1)
-    lines = [row for sides in teams for row in beside_first(sides)]
-    first = next(iter(firsts)) if len(firsts) == 1 else "the first"
-
-    def where_known(*columns: Column) -> list[Column]:
-        return [column for column in columns if any(column.of(row) is not None for row in lines)]
-
-    columns = [
-        *([Column(title, "side")] if firsts else []),
-        *cell_columns(rows),
-        Column("samples/sec", lambda row: rate(row.get("samples_per_sec"))).or_ended(),
-        Column("ms per step", lambda row: row.get("batch_ms"), ".2f"),
-        *where_known(
-            Column(f"over {first}", "over_first", ".2f", "x"),
-            Column("in turns", "in_turns"),
-            Column("peak MB", lambda row: row.get("peak_mb"), ".1f"),
-            Column(f"{unit_of(rows)} per step", lambda row: row.get("per_step"), ".10g"),
-            Column("host launches", lambda row: row.get("host_launches"), ".10g"),
-            Column("final loss", lambda row: row.get("final_loss"), ".4f"),
-            Column(f"loss beside {first}", "loss_beside_first", "+.1e"),
-            *more,
-        ),
-    ]
-    return render(columns, lines, style)
-
-
-def csv_rows(rows: Sequence[dict]) -> list[dict]:
-    """What is known of each side, with the limits of its turns; None where there is nothing."""
-    keys = ("model", "version", "script", "side", "shape", "batch_size", "seq_len", "precision")
-    keys += ("mode", "group", "status", "error", "samples_per_sec", "batch_ms", "peak_mb")
-    keys += ("per_step", "host_launches", "final_loss")
-    found = []
-    for sides in teams_of(rows).values():
-        for row in beside_first(sides):
-            turns = row.get("turns_ms") or []
-            over = ratios(first_of(sides), row)
-            limits = {"turns": len(turns), "over": first_of(sides).get("side")}
-            for name, values in (("ms", turns), ("ratio", over)):
-                limits[f"lowest_{name}"] = min(values, default=None)
-                limits[f"highest_{name}"] = max(values, default=None)
-            limits["ratio"] = median(over)
-            limits["verdict"] = verdict(over) if row["over_first"] else None
-            found.append({key: row.get(key) for key in keys} | limits)
-    return found
 
 
 # --- what each fusion is worth
@@ -523,7 +410,8 @@ def cells_of(rows: Iterable[dict]) -> list[list[dict]]:
     """Rows of an ablation that share all but their group."""
     found = defaultdict(list)
     for row in rows:
-        found[tuple(row.get(key) for key in (*CELL, "script", "mode"))].append(row)
+        keys = [key for key in (*CELL, "script", "mode") if key != "group"]
+        found[tuple(row.get(key) for key in keys)].append(row)
     return [*found.values()]
 
 
@@ -531,15 +419,19 @@ def varying(rows: Iterable[dict]) -> list[str]:
     return max((row["on"] for row in rows), key=len)
 
 
-def worth_table(rows: Sequence[dict]) -> str:
+def worth_table(runs: Sequence[Run]) -> str:
     """What each fusion gains at each size, and what that shows."""
     lines = []
-    for cell in cells_of(rows):
-        shared = {key: cell[0].get(key) for key in (*CELL, "version", "mode") if key in cell[0]}
-        lines += [{**shared, **line} for line in worth_of(cell, varying(cell))]
+    for cell in cells_of(run.asked for run in runs):
+        lines += [{"asked": cell[0], **line} for line in worth_of(cell, varying(cell))]
+    of_cell = [
+        replace(column, value=lambda row, column=column: column.of(SimpleNamespace(**row)))
+        for column in cell_columns(runs)
+        if column.label != CELL["group"]
+    ]
     columns = [
         Column("what each fusion gains", "fusion"),
-        *[column for column in cell_columns(rows) if column.label != "turns of group"],
+        *of_cell,
         Column("alone", "alone", ".2f", "x"),
         Column("added last", "last", ".2f", "x"),
         Column("in turns", lambda row: row["range"] or None),
@@ -550,13 +442,17 @@ def worth_table(rows: Sequence[dict]) -> str:
     return render(columns, lines)
 
 
-def conclusion(rows: Sequence[dict]) -> str:
+def conclusion(runs: Sequence[Run]) -> str:
     """At each size in a sentence: what makes a difference, and what shows none."""
+    rows = [run.asked for run in runs]
     fusions = any("on" in row for row in rows)
-    names = [column for column in cell_columns(rows) if column.label != "turns of group"]
+    names = [column for column in cell_columns(runs) if column.label != CELL["group"]]
+    teams = defaultdict(list)
+    for run in sorted((r for r in runs if r.side), key=lambda run: not run.is_first):
+        teams[run.team].append(run.asked)
     sentences = []
-    for cell in cells_of(rows) if fusions else [[*s.values()] for s in teams_of(rows).values()]:
-        where = ", ".join(f"{column.label} {column.of(cell[0])}" for column in names)
+    for cell in cells_of(rows) if fusions else teams.values():
+        where = ", ".join(f"{c.label} {c.of(SimpleNamespace(asked=cell[0]))}" for c in names)
         if fusions:
             found = {line["fusion"]: line for line in worth_of(cell, varying(cell))}
             over = {n: (line["last"], line["shown"]) for n, line in found.items() if line["shown"]}
@@ -579,40 +475,23 @@ def in_a_sentence(over: Mapping[str, tuple[float, str]]) -> str:
     return "; ".join(f"{what}: {', '.join(names)}" for what, names in parts.items())
 
 
-def draw(path: Path, title: str, rows: Sequence[dict]) -> None:
+def draw(path: Path, runs: Sequence[Run]) -> None:
     """Speed-ups over the first side against the size that varies, with the ranges of their turns;
-    a part for each of the other sizes and precisions."""
-    x = next((k for k in ("seq_len", "batch_size") if len({r.get(k) for r in rows}) > 1), "seq_len")
-    parts = defaultdict(lambda: defaultdict(list))
-    for sides in teams_of(rows).values():
-        for name, row in sides.items():
-            over = ratios(first_of(sides), row)
-            if over and row is not first_of(sides):
-                others = {key: row.get(key) for key in (*CELL, "script") if key in row and key != x}
-                others.pop("script", None) if "on" not in row else None
-                parts[", ".join(map(str, others.values()))][name].append((row[x], over))
-    if not parts:
+    a line for each side, and for each of the other sizes and precisions."""
+    x = next((k for k in SIZES if len({run.asked.get(k) for run in runs}) > 1), SIZES[0])
+    names = [
+        column for column in cell_columns(runs) if column.label not in (CELL[x], CELL["group"])
+    ]
+    shown = [
+        replace(run, name=", ".join([run.side, *(column.of(run) for column in names)]))
+        for run in runs
+        if not run.is_first and (run.status != "ok" or baseline_in_turns(run, runs))
+    ]
+    if not shown:
         raise ToolError("there is nothing to draw: no two sides took turns", status=1)
-    figure, axes = drawing().subplots(
-        1, len(parts), squeeze=False, sharey=True, figsize=(6 * len(parts), 4.5), layout="tight"
-    )
-    for place, (name, lines) in zip(axes[0], parts.items(), strict=True):
-        for side, points in lines.items():
-            points.sort(key=lambda point: point[0])
-            middle = [statistics.median(over) for _, over in points]
-            below = [m - min(over) for m, (_, over) in zip(middle, points, strict=True)]
-            above = [max(over) - m for m, (_, over) in zip(middle, points, strict=True)]
-            ends = [below, above]
-            place.errorbar(
-                [at for at, _ in points], middle, ends, label=side, marker="o", capsize=3
-            )
-        place.axhline(1, color="gray", linewidth=0.8)
-        place.set(xlabel=CELL[x], ylabel="speed-up, range of the turns", title=name)
-        place.set_xticks(sorted({at for points in lines.values() for at, _ in points}))
-        place.grid(alpha=0.3)
-        place.legend(fontsize="small")
-    figure.suptitle(title, fontsize="medium")
-    save_figure(figure, path)
+    speedups = QUANTITIES["speedup"]
+    points = points_of(shown, x)
+    draw_lines(path, points, values_of(points, speedups, runs), CELL[x], speedups)
 
 
 # --- the programs
@@ -638,33 +517,48 @@ def show(args: argparse.Namespace, path: Path, report: Path | None = None) -> in
     """Print the tables of a study and what it shows, and write what is asked for; returns the exit
     status."""
     content = read_study(path, ("script", "argv", "batch_size", "precision"))
-    rows = content["rows"]
-    title = " and ".join(dict.fromkeys(row.get("model", row["script"]) for row in rows))
-    return show_rows(args, rows, heading(content, title), report)
+    scripts = dict.fromkeys(row.get("model", row["script"]) for row in content["rows"])
+    return show_runs(args, of_study(path, content), heading(content, " and ".join(scripts)), report)
 
 
-def show_rows(
-    args: argparse.Namespace, rows: Sequence[dict], title: str, report: Path | None, *more: Column
+def tables_of(
+    runs: Sequence[Run], more: Sequence[Column] = ()
+) -> tuple[list[str], list[dict], list[Run]]:
+    """A table for each model, and of sets of fusions what each gains; the rows and their runs."""
+    tables, rows, shown = [], [], []
+    for model in dict.fromkeys(model_and_version(run.result["script"])[0] for run in runs):
+        of_model = [r for r in runs if model_and_version(r.result["script"])[0] == model]
+        same = [replace(run, name=run.side or run.name) for run in of_model]
+        found = [beside(run, baseline_of(run, same)) for run in same]
+        scripts = [*dict.fromkeys(run.result["script"] for run in same)]
+        label = scripts[0] if len(scripts) == 1 else model
+        tables.append(runs_table(same, found, title=label, cells=True, more=more))
+        tables += [worth_table(same)] if any("on" in run.asked for run in same) else []
+        rows += found
+        shown += same
+    return tables, rows, shown
+
+
+def show_runs(
+    args: argparse.Namespace,
+    runs: Sequence[Run],
+    title: str,
+    report: Path | None = None,
+    more: Sequence[Column] = (),
 ) -> int:
-    parts = [title]
-    for model in dict.fromkeys(row.get("model") for row in rows):
-        same = [row for row in rows if row.get("model") == model]
-        scripts = [*dict.fromkeys(row["script"] for row in same)]
-        label = scripts[0] if len(scripts) == 1 else model or "side"
-        parts.append(rows_table(label, same, *more))
-        parts += [worth_table(same)] if any("on" in row for row in same) else []
-    text = "\n\n".join(filter(None, [*parts, conclusion(rows)]))
+    """The same of runs."""
+    tables, rows, shown = tables_of(runs, more)
+    text = "\n\n".join(filter(None, [title, *tables, conclusion(shown)]))
     print(text, flush=True)
     if report:
         write_text(report, f"# Versions compared\n\n{text}\n")
     if args.csv:
-        write_csv(args.csv, csv_rows(rows))
+        write_csv(args.csv, csv_rows(rows, shown))
     if args.plot:
-        draw(args.plot, title, rows)
+        draw(args.plot, shown)
     if written := [str(path) for path in (report, args.csv, args.plot) if path]:
         print(f"\nWritten: {', '.join(written)}")
-    if any(row.get("status") == "oom" and "on" in row for row in rows):
-        beside = "out of memory beside the other sets of a group"
-        note(f"{beside}: a smaller --group-size takes less")
-    check_failed(rows)
-    return 0
+    if any(run.status == "oom" and "on" in run.asked for run in runs):
+        beside_others = "out of memory beside the other sets of a group"
+        note(f"{beside_others}: a smaller --group-size takes less")
+    return report_failed(runs)

@@ -7,13 +7,14 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import call, load, read_rows, table_of, words
 
 from analysis_tools import benchmark_suite, fusion_ablation_study, optimize_batch_size
-from fusion_lab import batch_size, study, sweep, turns
+from fusion_lab import batch_size, runs, study, sweep, turns
 from fusion_lab.cli import ToolError
 from fusion_lab.turns import Turns, all_measured, compare_in_turns, in_turns, spread
 
@@ -210,7 +211,10 @@ def test_a_gain_within_that_of_the_control_is_none_seen():
         )
     ]
     assert sweep.noise(rows) == pytest.approx(0.02)
-    shown = {row["what each fusion gains"]: row for row in table_of(sweep.worth_table(rows))}
+    study_of = {"environment": {"device_name": "x"}, "rows": rows}
+    measured = runs.of_study(Path("x.json"), study_of)
+    (table, worth), *_ = sweep.tables_of(measured)
+    shown = {row["what each fusion gains"]: row for row in table_of(worth)}
     found = [(row["added last"], row["MB without it"]) for row in shown.values()]
     none = "no difference seen"
     assert found == [
@@ -220,9 +224,9 @@ def test_a_gain_within_that_of_the_control_is_none_seen():
     agree = "all turns agree"
     assert [shown[name]["what that shows"] for name in "abc"] == [agree, none, agree]
     said = "At these sizes: saves time: a (1.10x); no difference seen: b; takes longer: c (0.97x)."
-    assert sweep.conclusion(rows) == said
-    groups = {row["turns of group"]: row for row in table_of(sweep.rows_table("x", rows))}
-    assert groups.keys() == {"1", "2"}, "each group has its own none, as its rows come from it"
+    assert sweep.conclusion(measured) == said
+    firsts = [row["turns of group"] for row in table_of(table) if row["x"] == "none"]
+    assert firsts == ["1", "2"], "each group has its own none, as its rows come from it"
 
 
 @pytest.fixture
@@ -254,7 +258,7 @@ def test_an_ablation_has_the_effect_of_each_fusion(steady, tmp_path):
     assert (status, "6 of 6" in err) == (0, True)
     assert max(map(len, err.splitlines())) < 100, "a point is one short line"
     rows = {row["tiny_llama_v2"]: row for row in table_of(out)}
-    assert (len(rows), rows["all but swiglu-fusion"]["over none"]) == (9, "2.50x")
+    assert (len(rows), rows["all but swiglu-fusion"]["speed-up"]) == (9, "2.50x")
     assert "flash-attention (2.00x)" in out.splitlines()[-1]
     assert call(fusion_ablation_study, "--table", path)[1] == out
     assert call(fusion_ablation_study, *argv)[1] == out, "nothing is left to measure"
@@ -277,14 +281,14 @@ def test_the_suite_compares_the_models_of_each_cell(steady, monkeypatch, tmp_pat
         "2",
         "83.3",
     ]
-    found = [second[key] for key in ("samples/sec", "over V1", "in turns", "loss beside V1")]
+    found = [second[key] for key in ("samples/sec", "speed-up", "in turns", "loss change")]
     assert found == ["229.2", "2.75x", "2.75x to 2.75x", "+2.5e-01"]
     assert (third["samples/sec"], third["ms per step"]) == ("out of memory", "-")
-    assert fourth["over V1"] == "-", "there is nothing to compare with"
+    assert fourth["speed-up"] == "-", "there is nothing to compare with"
     assert "batch size 2: saves time: V2 (2.75x).\n" in out
     shown = call(benchmark_suite, "--table", tmp_path / "suite.json")[1]
     assert shown == out.partition("\nWritten")[0]
-    assert [row["ratio"] for row in read_rows(tmp_path / "s.csv")] == ["1.0", "2.75", "", ""]
+    assert [row["speedup"] for row in read_rows(tmp_path / "s.csv")] == ["1.0", "2.75", "", ""]
     assert (tmp_path / "s.png").stat().st_size > 5_000
     more = call(benchmark_suite, *argv, "--seq-lengths", "8,16")
     assert "for 2 points to measure" in more[2], "what was measured stays"

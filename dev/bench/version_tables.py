@@ -12,10 +12,11 @@ from dev.bench.sizes import ALL_VERSIONS, MODES, VERSIONS, script_of
 from fusion_lab.cli import ToolError
 from fusion_lab.profile.kernels import CATEGORIES
 from fusion_lab.records import Profile, Row, read, read_rows
+from fusion_lab.runs import of_study
 from fusion_lab.script import load_script
 from fusion_lab.show import Column, render, side_columns
 from fusion_lab.study import by_side
-from fusion_lab.sweep import rows_table, worth_table
+from fusion_lab.sweep import tables_of
 from fusion_lab.turns import speedup
 
 FINISHED = ("batch_ms", "turns_ms", "per_step")  # what a side has that finished
@@ -198,10 +199,12 @@ def flags_named(side: str) -> list[str]:
 def ablation_tables(directory: Path, script: str) -> str:
     """What is gained by each set of a version's fusions, and what each costs if it is left out;
     without the fusions that are no flag of it any longer."""
-    rows = read_rows(directory / f"ablation_{script}.json", ("precision", "side", "on"))
+    path = directory / f"ablation_{script}.json"
+    rows = read_rows(path, ("precision", "side", "on"))
     flags = {flag for flag, *_ in load_script(f"{script}.py").FUSIONS} if rows else ()
     rows = [row for row in rows if all(flag in flags for flag in flags_named(row["side"]))]
-    return joined(rows_table(script, rows), worth_table(rows)) if rows else ""
+    runs = of_study(path, {"environment": {}, "rows": rows})
+    return joined(*tables_of(runs)[0])
 
 
 ABLATIONS = [script_of(model, version) for version in ALL_VERSIONS[1:] for model in FASTEST]
