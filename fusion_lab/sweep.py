@@ -400,7 +400,8 @@ def worth_of(rows: Sequence[dict], fusions: Sequence[str]) -> list[dict]:
                 "shown": shown,
             }
         )
-    if limit is not None:
+    found = [line for line in found if line["alone"] or line["last"]]
+    if limit is not None and found:
         control = {"last": f"within {100 * limit:.1f} %"}
         found.append({**dict.fromkeys(found[0]), "fusion": CONTROL, **control})
     return found
