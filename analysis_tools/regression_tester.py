@@ -21,7 +21,7 @@ from operator import itemgetter
 
 from fusion_lab.cli import Parser, ToolError, documented_parser, note, positive, program
 from fusion_lab.files import write_text
-from fusion_lab.runs import Run, found_in, settings
+from fusion_lab.runs import Run, find_runs, settings
 from fusion_lab.script import model_and_version
 from fusion_lab.show import Column, cell, ended, render
 
@@ -94,7 +94,7 @@ def lines_of(name: str, old: Run, new: Run, least: float | None) -> tuple[list[l
 
 
 def test(args: argparse.Namespace) -> int:
-    pairs = pair(*map(found_in, (args.baseline_results, args.current_results)))
+    pairs = pair(*map(find_runs, (args.baseline_results, args.current_results)))
     first, *others = (old for old, _ in pairs.values())
     if all(old.status != "ok" for old in (first, *others)):
         raise ToolError(f"{first.path}: the baseline did not finish ({first.result.get('error')})")

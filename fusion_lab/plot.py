@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fusion_lab.cli import ToolError, note
-from fusion_lab.runs import Run, baseline_in_turns, check_family, described, differences, found_in
+from fusion_lab.runs import Run, baseline_in_turns, check_family, described, differences, find_runs
 from fusion_lab.show import Column, drawing, ended, save_figure
 from fusion_lab.turns import ratios
 
@@ -19,7 +19,7 @@ def gains(run: Run, every: Sequence[Run]) -> list[float]:
     if run.status != "ok":
         return []
     folder = run.path.parent / "baseline"
-    others = found_in(folder) if folder.is_dir() else every
+    others = find_runs(folder) if folder.is_dir() else every
     before = baseline_in_turns(run, others)
     if not before:
         raise ToolError(f"{run.path}: no baseline took turns with it (--compare-fusion does that)")

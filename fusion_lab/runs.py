@@ -171,7 +171,7 @@ def collected(top: Path, files: str, step: str | None = None) -> Path | str:
 
 def load_run(path: Path, name: str | None = None) -> Run:
     """The one run in a file or folder; ToolError if there are several."""
-    found = found_in(path)
+    found = find_runs(path)
     if len(found) != 1:
         several = ", ".join(run.name for run in found) or "none"
         raise ToolError(f"{path}: one run is wanted, there are {several}")
@@ -272,7 +272,7 @@ def of_file(path: Path, name: str) -> list[Run] | None:
     return [of_summary(path, checked(Summary, content, path), name)]
 
 
-def found_in(path: Path, everything: bool = False) -> list[Run]:
+def find_runs(path: Path, everything: bool = False) -> list[Run]:
     """All runs in a file, or in a folder: its own results, else its other files, else those below;
     `everything`: all of these.
 
@@ -325,7 +325,7 @@ def versions_in(tops: Mapping[str, Path], models: Iterable[str]) -> list[Run]:
     stderr what differs."""
     chosen = []
     wanted = []
-    every = {version: found_in(top) for version, top in tops.items()}
+    every = {version: find_runs(top) for version, top in tops.items()}
     for model in models:
         runs = []
         for version, found in every.items():
@@ -380,7 +380,7 @@ def load_runs(arguments: Iterable[str], lines: bool = False) -> list[Run]:
         if lines and name is None:
             raise ToolError(f"{argument!r} is not NAME=PATH")
         for place in matching(path):
-            for run in found_in(place):
+            for run in find_runs(place):
                 key = (run.path.resolve(), run.name, name)
                 if key not in seen:
                     seen.add(key)

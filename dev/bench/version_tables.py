@@ -3,6 +3,7 @@
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from string import Formatter
@@ -16,7 +17,7 @@ from fusion_lab.runs import of_study
 from fusion_lab.script import load_script
 from fusion_lab.show import Column, render, side_columns
 from fusion_lab.study import by_side
-from fusion_lab.sweep import tables_of
+from fusion_lab.sweep import worth_table
 from fusion_lab.turns import speedup
 
 FINISHED = ("batch_ms", "turns_ms", "per_step")  # what a side has that finished
@@ -203,8 +204,31 @@ def ablation_tables(directory: Path, script: str) -> str:
     rows = read_rows(path, ("precision", "side", "on"))
     flags = {flag for flag, *_ in load_script(f"{script}.py").FUSIONS} if rows else ()
     rows = [row for row in rows if all(flag in flags for flag in flags_named(row["side"]))]
+    shapes = dict.fromkeys(row.get("shape", "") for row in rows)
+    tables = [sets_table(script, shape, rows) for shape in shapes]
     runs = of_study(path, {"environment": {}, "rows": rows})
-    return joined(*tables_of(runs)[0])
+    return joined(*tables, *([worth_table(runs)] if runs else []))
+
+
+def sets_table(script: str, shape: str, rows: Iterable[Mapping]) -> str:
+    """Kernels, time and speed-up over none of each set of fusions, in each precision."""
+    lines: dict[str, dict] = {}
+    for row in sorted(rows, key=lambda row: len(row["on"])):
+        if row.get("shape", "") == shape:
+            line = lines.setdefault(row["side"], {"name": row["side"]})
+            line.setdefault(row["precision"], row)
+    precisions = dict.fromkeys(key for line in lines.values() for key in line if key != "name")
+    columns = [Column(", ".join(filter(None, (script, shape.partition(", ")[2]))), "name")]
+    for precision in precisions:
+        if any(line.get(precision, {}).get("per_step") for line in lines.values()):
+            columns += side_columns("{} kernels", [precision], lambda row: row.get("per_step"))
+        columns += side_columns("{} ms per step", [precision], "batch_ms", ".2f", ends=True)
+        gain = "speedup", ".2f"
+        columns += [
+            replace(column, unit="x")
+            for column in side_columns("{} speed-up", [precision], *gain, ends=True)
+        ]
+    return render(columns, [*lines.values()])
 
 
 ABLATIONS = [script_of(model, version) for version in ALL_VERSIONS[1:] for model in FASTEST]

@@ -20,7 +20,7 @@ from fusion_lab.runs import (
     collected,
     described,
     differences,
-    found_in,
+    find_runs,
     load_run,
     renamed,
     runs_section,
@@ -57,7 +57,7 @@ def panels_of(places: Sequence[Path]) -> tuple[list[Panel], list[Run]]:
     runs = {}
     for place in places:
         top = place if place.is_dir() else place.parent
-        for run in found_in(place, everything=True):
+        for run in find_runs(place, everything=True):
             file = run.path.relative_to(top) if run.path.is_relative_to(top) else run.path
             runs.setdefault((run.path.resolve(), run.name), (run, file.as_posix()))
     teams = defaultdict(list)
