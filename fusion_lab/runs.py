@@ -402,11 +402,12 @@ def place_of(run: Run) -> str:
 
 
 def medians(runs: Iterable[Run]) -> list[Run]:
-    """Of runs with one name, and of one model, that with the median time, which knows the times of
-    all."""
+    """Of runs with one name and the same settings but for the seed, that with the median time,
+    which knows the times of all."""
     groups: dict[tuple, list[Run]] = defaultdict(list)
     for run in runs:
-        groups[run.name, model_and_version(run.result["script"])[0]].append(run)
+        same = settings(run.result) | {"seed": None, "script": run.result["script"]}
+        groups[run.name, str(same)].append(run)
     found = []
     for same in groups.values():
         finished = sorted(

@@ -143,6 +143,10 @@ def test_a_sweep_is_a_row_for_each_run_whatever_its_outcome(make, tmp_path):
     assert (third["precision"], third["torch_compile"]) == ("bf16", "default")
 
 
+def ms_of(speed: float) -> dict[str, float]:
+    return {"batch_ms": 1e3 / speed}
+
+
 def test_each_length_has_its_own_baseline_and_several_runs_of_a_name_are_repeats(make):
     for length, speeds in ((32, (100, 200, 400)), (64, (50, 75, 300))):
         before, *after = (
@@ -160,8 +164,9 @@ def test_each_length_has_its_own_baseline_and_several_runs_of_a_name_are_repeats
         *("1.00x", "1.50x", "6.00x")
     ]
     sides = ["--by", "seq_len", f"before={sweep}/*/0", f"after={sweep}/*/[12]"]
-    (before, after) = table_of(call(compare_runs, *sides)[1])
-    assert (before["of repeats"], after["of repeats"]) == ("-", "2.50 to 5.00 in 2")
+    found = [row["of repeats"] for row in table_of(call(compare_runs, *sides)[1])]
+    assert found[:2] == ["-", "2.50 to 5.00 in 2"]
+    assert "3.33 to 13.33 in 2" in found
     argv = ["--baseline", sweep / "32/2", sweep / "32"]
     first = table_of(call(compare_runs, *argv)[1])[0]
     assert (first["configuration"], first["speed-up"]) == ("2", "1.00x")
@@ -182,15 +187,12 @@ def test_the_rows_of_a_study_are_runs(tmp_path):
     status, out, _ = call(compare_runs, study, "--by", "seq_len", "--csv", tmp_path / "rows.csv")
     rows = json.loads(study.read_text())["rows"]
     assert (status, len(read_rows(tmp_path / "rows.csv"))) == (0, len(rows))
-    (v4,) = (
-        row
-        for row in table_of(out)
-        if row["configuration"].startswith("batch_size 8") and row["configuration"].endswith("v4")
-    )
+    named = {row["configuration"]: row for row in table_of(out)}
+    v4 = named["batch_size 8, seq_len 128, bf16, graph, v4"]
     assert v4["speed-up"] == "3.16x" and v4["in turns"] == "3.16x to 3.39x"
     picture = tmp_path / "speedup.svg"
     assert call(plot_runs, "speedup", f"s={study}", "--output", picture)[0] == 0
-    assert "s v4" in picture.read_text() or picture.stat().st_size > 5_000
+    assert picture.stat().st_size > 5_000
 
 
 # plot_runs.py
