@@ -179,11 +179,6 @@ def launch_of(row: Mapping) -> str:
     return mode
 
 
-def unit_of(rows: Iterable[dict]) -> str:
-    """What is counted per step: kernels, or operator calls on a CPU."""
-    return next((row["unit"] for row in rows if row.get("unit")), "kernels")
-
-
 def as_rows(sides: Mapping[str, dict]) -> list[dict]:
     """What was measured of each side as rows that have its name."""
     return [{"side": name, **row} for name, row in sides.items()]
