@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fusion_lab.cli import ToolError, note
-from fusion_lab.runs import Run, baseline_in_turns, check_family, described, differences, find_runs
+from fusion_lab.runs import Run, baseline_in_turns, described, differences, find_runs
 from fusion_lab.show import Column, drawing, ended, save_figure
 from fusion_lab.turns import ratios
 
@@ -59,7 +59,6 @@ def points_of(runs: Sequence[Run], x: str) -> Points:
         named.append((f"{run.name} at {place}", run.result))
     if not points:
         raise ToolError("none of these runs got as far as its first step")
-    check_family(named)
     note(*differences(named, ignore=(x, "arguments")), *lost)
     return points
 

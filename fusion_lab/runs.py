@@ -298,8 +298,14 @@ def find_runs(path: Path, everything: bool = False) -> list[Run]:
         found = []
         for file in files:
             slowed_down = re.search(r"(^|/)rocprof.*_summary\.json$", str(file.relative_to(path)))
-            if not slowed_down and not file.name.endswith(".partial.json"):
+            if slowed_down or file.name.endswith(".partial.json"):
+                continue
+            try:
                 found += of_file(file, name_below(path, file)) or []
+            except ToolError as error:
+                if file.name.endswith("_summary.json"):
+                    raise
+                note(f"passed over, {error}")  # whatever else lies in the folder
         if found:
             return distinct(found)
     note(f"{path}: no runs in there")
@@ -322,10 +328,13 @@ def distinct(runs: Sequence[Run]) -> list[Run]:
 
 def versions_in(tops: Mapping[str, Path], models: Iterable[str]) -> list[Run]:
     """The results in the folders of these versions, of the models that have more than one; notes on
-    stderr what differs."""
+    stderr what differs. A folder may be that around what a script or run_all_profilers.sh wrote."""
     chosen = []
     wanted = []
-    every = {version: find_runs(top) for version, top in tops.items()}
+    every = {}
+    for version, top in tops.items():
+        places = (top / f"pytorch_profiles_{version}", top / "pytorch")
+        every[version] = find_runs(next(filter(Path.is_dir, places), top))
     for model in models:
         runs = []
         for version, found in every.items():
