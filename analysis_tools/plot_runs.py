@@ -50,7 +50,7 @@ def plot(args: argparse.Namespace) -> int:
     if args.csv:
         write_text(args.csv, render(columns, places, "csv"))
     if output:
-        draw_lines(output, points, values, label, what)
+        draw_lines(output, {"": (points, values)}, label, what)
         print(f"\nWritten: {output}")
     return report_failed(runs)
 

@@ -1,7 +1,7 @@
 """Quantities of runs against a size that they differ in, with the ranges of turns and repeats."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -92,7 +92,7 @@ def columns_of(points: Points, values: dict, label: str, what: Quantity) -> list
     return columns + [Column(f"{n} / {first}", partial(over_first, n), ".2f") for n in others]
 
 
-def apart(places: set[float]) -> list[float]:
+def apart(places: Sequence[float]) -> list[float]:
     """Those whose labels have room beside one another, the lowest first."""
     kept: list[float] = []
     for place in sorted(places):
@@ -101,29 +101,47 @@ def apart(places: set[float]) -> list[float]:
     return kept
 
 
-def draw_lines(path: Path, points: Points, values: dict, label: str, what: Quantity) -> None:
-    """The picture, with the ranges; out-of-memory runs are crosses at its top."""
-    figure, axes = drawing().subplots(figsize=(8, 5), layout="constrained")
+def draw_lines(
+    path: Path, parts: Mapping[str, tuple[Points, dict]], label: str, what: Quantity
+) -> None:
+    """The picture, with the ranges, beside each other where there are several parts."""
+    size = (8 * len(parts), 5)
+    figure, axes = drawing().subplots(1, len(parts), squeeze=False, figsize=size)
+    figure.set_layout_engine("constrained")
+    for place, (title, (points, values)) in zip(axes[0], parts.items(), strict=True):
+        draw_part(place, points, values)
+        runs = (run for mine in points.values() for same in mine.values() for run in same)
+        titles = [*dict.fromkeys(described(run.result) for run in runs)]
+        more = [f"and {len(titles) - 2} more"] if len(titles) > 3 else []
+        titles = [*filter(None, [title]), *(titles[:2] if more else titles), *more]
+        place.set_title("\n".join(titles), fontsize="medium")
+        place.set(xlabel=label, ylabel=what.axis)
+        place.grid(alpha=0.3)
+        place.legend(fontsize="small")
+    save_figure(figure, path)
+
+
+def draw_part(axes: object, points: Points, values: dict) -> None:
+    """A line for each name; out-of-memory runs are crosses at its top. Lines with ranges stand
+    beside each other."""
+    places = sorted(set().union(*points.values()))
+    width = (places[-1] - places[0]) or 1.0
     for number, (name, mine) in enumerate(points.items()):
         found = {place: values[name, place] for place in sorted(mine) if values[name, place]}
         middle = [statistics.median(each) for each in found.values()]
         below = [m - min(each) for m, each in zip(middle, found.values(), strict=True)]
         above = [max(each) - m for m, each in zip(middle, found.values(), strict=True)]
-        (line,) = axes.plot([*found], middle, "osD^v"[number % 5] + "-", label=name)
-        bars = {"fmt": "none", "ecolor": line.get_color(), "capsize": 3}
-        axes.errorbar([*found], middle, [below, above], **bars)
+        ranged = any(len(each) > 1 for each in values.values())
+        shift = 0.012 * width * (number - (len(points) - 1) / 2) * ranged
+        at = [place + shift for place in found]
+        (line,) = axes.plot(at, middle, "osD^v"[number % 5] + "-", label=name)
+        bars = {"fmt": "none", "ecolor": line.get_color(), "capsize": 2}
+        axes.errorbar(at, middle, [below, above], **bars)
         gone = [place for place, runs in mine.items() for run in runs if run.status == "oom"]
         if gone:
             # in parts of the axes' height, so that crosses do not hide each other
             style = {"color": line.get_color(), "transform": axes.get_xaxis_transform()}
             heights = [0.98 - 0.04 * number] * len(gone)
             axes.plot(gone, heights, "x", **style, label=f"{name}: out of memory")
-    axes.set_xticks(apart(set().union(*points.values())))  # linear growth is a straight line
+    axes.set_xticks(apart(places))  # linear growth is a straight line
     axes.set_ylim(0, 1.15 * axes.get_ylim()[1])  # room for the crosses
-    runs = (run for mine in points.values() for same in mine.values() for run in same)
-    titles = dict.fromkeys(described(run.result) for run in runs)
-    axes.set_title("\n".join(titles), fontsize="medium")
-    axes.set(xlabel=label, ylabel=what.axis)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    save_figure(figure, path)

@@ -477,22 +477,29 @@ def in_a_sentence(over: Mapping[str, tuple[float, str]]) -> str:
 
 
 def draw(path: Path, runs: Sequence[Run]) -> None:
-    """Speed-ups over the first side against the size that varies, with the ranges of their turns;
-    a line for each side, and for each of the other sizes and precisions."""
-    x = next((k for k in SIZES if len({run.asked.get(k) for run in runs}) > 1), SIZES[0])
-    names = [
-        column for column in cell_columns(runs) if column.label not in (CELL[x], CELL["group"])
+    """Speed-ups over the first side of a team against the size that varies, with the ranges of
+    their turns; a part for each model and each of the other sizes and precisions."""
+    varied = [
+        key
+        for key in SIZES
+        if len({(run.asked.get("model"), run.asked.get(key)) for run in runs})
+        > len({run.asked.get("model") for run in runs})
     ]
-    shown = [
-        replace(run, name=", ".join([run.side, *(column.of(run) for column in names)]))
-        for run in runs
-        if not run.is_first and (run.status != "ok" or baseline_in_turns(run, runs))
-    ]
-    if not shown:
+    x = varied[-1] if varied else "seq_len"
+    columns = [c for c in cell_columns(runs) if c.label not in (CELL[x], CELL["group"])]
+    drawn = defaultdict(list)
+    for run in runs:
+        if not run.is_first and run.side != CONTROL and baseline_in_turns(run, runs):
+            part = ", ".join(f"{column.label} {column.of(run)}" for column in columns)
+            drawn[part].append(replace(run, name=run.side))
+    if not drawn:
         raise ToolError("there is nothing to draw: no two sides took turns", status=1)
     speedups = QUANTITIES["speedup"]
-    points = points_of(shown, x)
-    draw_lines(path, points, values_of(points, speedups, runs), CELL[x], speedups)
+    parts = {}
+    for part, shown in drawn.items():
+        points = points_of(shown, x)
+        parts[part] = points, values_of(points, speedups, runs)
+    draw_lines(path, parts, CELL[x], speedups)
 
 
 # --- the programs

@@ -214,7 +214,7 @@ def test_speed_up_is_plotted_over_what_took_turns(make, tmp_path):
 
 def test_memory_plot_and_table_show_the_same(make, tmp_path, monkeypatch):
     figure, axes = pyplot.subplots()
-    monkeypatch.setattr(pyplot, "subplots", lambda *args, **more: (figure, axes))
+    monkeypatch.setattr(pyplot, "subplots", lambda *args, **more: (figure, [[axes]]))
     for length, scores, flash in ((128, 90, 60), (256, 200, 80)):
         make(f"scores_{length}", peak=scores, seq_len=length)
         make(f"flash_{length}", peak=flash, seq_len=length)
