@@ -555,7 +555,7 @@ def beside(run: Run, baseline: Run) -> dict:
     row["memory_change_percent"] = None if memory is None else 100 * (memory - 1)
     loss = ratio("final_loss")
     row["loss_change"] = None if loss is None or run is baseline else loss - 1
-    return {**row, "path": str(run.path)}
+    return {**row, "over": baseline.name, "path": str(run.path)}
 
 
 def csv_rows(rows: Sequence[dict], runs: Sequence[Run]) -> list[dict]:
@@ -626,6 +626,8 @@ def runs_table(
     """A table of these runs; without `times` only memory, kernels and loss, the same in every run;
     with `cells` their sizes."""
     units = {run.result["kernels"].get("unit") for run in runs} - {None}
+    # sides that took no turns with another have nothing to compare
+    compared = not cells or any(row["speedup"] != 1 for row in rows if row["speedup"])
     scaled = len({row["processes"] for row in rows if row["speedup"]}) > 1
     of_row = {id(row): run for row, run in zip(rows, runs, strict=True)}
 
@@ -637,7 +639,7 @@ def runs_table(
 
     of_times = [
         Column("samples/sec", lambda row: ended(row) or rate(row["samples_per_sec"])),
-        Column("speed-up", "speedup", ".2f", "x"),
+        *[Column("speed-up", "speedup", ".2f", "x")] * compared,
         *where_measured(Column("in turns", "in_turns")),
         *[Column("scaling efficiency", "scaling_efficiency_percent", ".1f", " %")] * scaled,
         Column("ms per step", "batch_ms", ".2f"),
@@ -655,7 +657,7 @@ def runs_table(
         *(map(with_run, cell_columns(runs)) if cells else []),
         *(of_times if times else []),
         peak if times else peak.or_ended(),
-        Column("memory change", "memory_change_percent", "+.1f", " %"),
+        *[Column("memory change", "memory_change_percent", "+.1f", " %")] * compared,
         *(where_measured(counted, loss) if cells else [counted, loss]),
         *(where_measured(Column("loss change", "loss_change", "+.1e")) if cells else []),
         *map(with_run, more),
