@@ -126,10 +126,11 @@ def measure_study(
             whole = {**content, **({"provenance": sessions} if sessions else {}), "rows": rows}
             write_text(file, json.dumps(whole, indent=1) + "\n")
 
-    if isinstance(parts, Sequence):
-        failed = [row for row in rows if row.get("status") == "failed"]
+    failed = [row for row in rows if row.get("status") == "failed"]
+    again = failed
+    if isinstance(parts, Sequence):  # with the sides that took turns with it
         again = [names for names, _ in parts if any(is_of(names, row) for row in failed)]
-        rows[:] = [row for row in rows if not any(is_of(names, row) for names in again)]
+    rows[:] = [row for row in rows if not any(is_of(names, row) for names in again)]
     with watched() if device.type == "cuda" else contextlib.nullcontext() as session:
         sessions += [session] if session else []
         write(unfinished)  # a place where nothing can be written shows before anything is measured

@@ -23,6 +23,7 @@ from types import ModuleType, SimpleNamespace
 
 from fusion_lab.cli import Parser, ToolError, at_least, note, several
 from fusion_lab.files import write_text
+from fusion_lab.host import free_memory
 from fusion_lab.plot import QUANTITIES, draw_lines, points_of, values_of
 from fusion_lab.records import read_study
 from fusion_lab.runs import (
@@ -193,13 +194,20 @@ class Cost:
         that trains, as one that does not is a row."""
         for side in itertools.chain(*(sides.values() for sides in self.points.values())):
             with contextlib.suppress(Exception), silence():
-                began = time.monotonic()
-                trainer = make_trainer(script_named(side.script), side.argv)
-                trainer.step()
-                start = time.monotonic()
-                trainer.step()
-                return start - began, (time.monotonic() - start) / self.flops(side)[0]
+                return self.tried(side)
+            free_memory()
         return 0.0, 0.0
+
+    def tried(self, side: Side) -> tuple[float, float]:
+        began = time.monotonic()
+        trainer = make_trainer(script_named(side.script), side.argv)
+        trainer.take(1, measured=False)
+        start = time.monotonic()
+        trainer.take(1, measured=False)
+        step = time.monotonic() - start
+        trainer = None  # and its memory
+        free_memory()
+        return start - began, step / self.flops(side)[0]
 
     def flops(self, side: Side) -> tuple[int, argparse.Namespace]:
         import torch
