@@ -49,11 +49,9 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     models = [f"tiny_{args.family}"] if args.family else ["tiny_llama", "tiny_openfold"]
     folders = {version: getattr(args, version) for version in VERSIONS if getattr(args, version)}
     if folders and (argv or args.versions):
-        beside = "no --versions and no arguments of scripts beside it"
-        raise ToolError(f"--{next(iter(folders))} reads results: {beside}")
-    path, report = args.table or args.output or args.output_dir / "versions.json", None
-    if args.generate_report:
-        report = args.output_dir / "version_comparison.md"
+        raise ToolError(f"--{next(iter(folders))} reads results: no arguments of scripts beside it")
+    path = args.table or args.output or args.output_dir / "versions.json"
+    report = args.output_dir / "version_comparison.md" if args.generate_report else None
     if folders:
         alone = "Read from results of single runs, which were not measured in turns."
         return sweep.show_runs(args, versions_in(folders, models), alone, report)
@@ -61,10 +59,10 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         wanted = args.versions or (VERSIONS if on_gpu(argv) else VERSIONS[:2])
         if not args.versions and len(wanted) < len(VERSIONS):
             note("no GPU: V1 and V2 only, others would run in Triton's interpreter (--versions)")
-        teams = [[load_script(f"{m}_{v}.py").SCRIPT for v in sorted(wanted)] for m in models]
+        wanted = sorted(wanted)
+        teams = [[load_script(f"{model}_{v}.py").SCRIPT for v in wanted] for model in models]
         points = sweep.sweep_points(args, argv, teams)
-        loss, versions = sweep.LOSS_STEPS, sorted(wanted)
-        sweep.measure_points(args, argv, points, path, loss, versions=versions)
+        sweep.measure_points(args, argv, points, path, sweep.LOSS_STEPS, versions=wanted)
     return sweep.show(args, path, report)
 
 

@@ -57,8 +57,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         limits["host_mb"] = None if on_gpu(argv) else memory
         parts = search(rows, points, args.rounds, sizes, **limits)
         path = args.output or Path(f"batch_size_{module.SCRIPT}.json")
-        settings = {"argv": [*argv], "rounds": args.rounds}
-        study.measure_study(path, parts, keep=True, rows=rows, script=module.SCRIPT, **settings)
+        settings = {"script": module.SCRIPT, "argv": [*argv], "rounds": args.rounds}
+        study.measure_study(path, parts, keep=True, rows=rows, **settings)
     return report(args, path, memory)
 
 
