@@ -32,7 +32,7 @@ from fusion_lab.amd.memory import Fault
 from fusion_lab.amd.record import Recorded, launches_of
 from fusion_lab.amd.waves import EXEC, UNSET, VCC, Waves, unpacked
 from fusion_lab.cli import Parser, ToolError, documented_parser, program, several
-from fusion_lab.files import reads, write_text
+from fusion_lab.files import write_text
 from fusion_lab.show import Column, render
 
 MOVES = {  # what the table does not have, by how its names begin
@@ -224,7 +224,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         raise ToolError(f"{args.file} launches no kernel of the name {args.kernel}")
     launch = found[0]
     try:
-        text = reads(args.assembly).read_text() if args.assembly else None
+        text = args.assembly.read_text() if args.assembly else None
         compiled = compiled_launch(launch, args.target)
         kernel = Kernel(compiled, text)
     except Unknown as error:
