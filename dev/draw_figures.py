@@ -78,6 +78,18 @@ def filled(name: str, **texts: str) -> str:
 
 
 @figure
+def launch() -> str:
+    """What a launch and a kernel take in a step of V1, without a profiler."""
+    find = {"study": "headline", "shape": "tiny_llama, small", "precision": "bf16", "side": "V1"}
+    eager = rows_of(**find, mode="eager")[0]
+    graph = rows_of(**find, mode="graph")[0]
+    every = f"{1e3 * eager['batch_ms'] / eager['host_launches']:.0f} µs"
+    busy = f"{1e3 * graph['batch_ms'] / graph['per_step']:.1f} µs"
+    times = f"{eager['batch_ms']:.1f} ms eager, {graph['batch_ms']:.2f} as a graph"
+    return filled("launch", every=every, busy=busy, note=f"a step of TinyLlama V1, bf16: {times}")
+
+
+@figure
 def two_streams() -> str:
     find = {"study": "ablation_tiny_llama_v4", "shape": "tiny_llama, small"}
     without = rows_of(**find, side="all but overlap")[0]
@@ -370,7 +382,7 @@ def draw(args: argparse.Namespace) -> int:
     if unknown := set(args.names) - set(FIGURE):
         raise ToolError(f"no such figure: {', '.join(sorted(unknown))}")
     for name in args.names or FIGURE:
-        write_text(FIGURES / f"{name}.svg", str(FIGURE[name]()), replace=True)
+        write_text(FIGURES / f"{name}.svg", str(FIGURE[name]()))
         print(f"docs/figures/{name}.svg")
     return 0
 

@@ -56,6 +56,7 @@ PROG, HERE = Path(__file__).name, Path(__file__).parent
 # inches; from TOP to BOTTOM is the body, below it the strip
 WIDTH, HEIGHT, MARGIN, TOP, BOTTOM, GAP = 13.333, 7.5, 0.6, 1.15, 6.88, 0.2
 INNER = WIDTH - 2 * MARGIN
+STRIP = 7.06  # a legend at the foot of a picture stays apart from it
 TITLE, TEXT, SMALL = 30, 22, 18  # points; nothing is smaller
 CODE_LINES = 9
 FONT, CODE_FONT = "Arial", "Courier New"
@@ -322,13 +323,13 @@ def strip(shapes, stage: Sequence[str], number: int) -> None:
         here = name in stage
         text = f"{name} {words}" if here else name
         width = text_width(text, SMALL, bold=True) + 0.2
-        frame = text_box(shapes, 7.0, 0.34, left, width)
+        frame = text_box(shapes, STRIP, 0.34, left, width)
         frame._parent.fill.solid()
         frame._parent.fill.fore_color.rgb = fill if here else PALE
         frame.word_wrap = False
         put(frame, [text], SMALL, INK if name == "V2" or not here else WHITE, True, PP_ALIGN.CENTER)
         left += width + 0.15
-    frame = text_box(shapes, 7.0, 0.34, WIDTH - MARGIN - 1, 1)
+    frame = text_box(shapes, STRIP, 0.34, WIDTH - MARGIN - 1, 1)
     put(frame, [str(number)], SMALL, GREY, align=PP_ALIGN.RIGHT)
 
 
