@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""How well the time of streaming kernels follows from their bytes, in traces that others recorded.
+"""Rates of a GPU that is not at hand, from traces that others recorded, and how far off they are.
 
-Each kernel is predicted from the other operators and sizes of its trace with the same access to
-memory, or, "by other models", from the traces of other models on that GPU. Access: straight through
-memory, strided, or sums along something. Errors are medians over kernels.
+Each trace is predicted from those of other models: the time of all its kernels whose bytes and
+FLOPs are known. What no rate is for (compiled kernels, collectives, copies from the host) is left
+out on both sides, and said. A product is missed that is more than twice or less than half.
 
-The traces behind results/mi300x_traces/ are in a repository of AMD's, see the file:
+The traces behind results/mi300x/ are in a repository of AMD's, see the file:
   git clone https://github.com/AMD-AGI/TraceLens
-  python dev/bench/others_traces.py results/mi300x_traces/streaming.json \\
-      TraceLens/tests/traces/mi300/*.json.gz TraceLens/tests/traces/h100/*.json.gz
-  python dev/bench/others_traces.py results/mi300x_traces/streaming.json --table
+  python dev/bench/others_traces.py results/mi300x/find_fusions.json \\
+      TraceLens/tests/traces/mi300/*.json.gz ...
+  python dev/bench/others_traces.py results/mi300x/find_fusions.json --table
 """
 
 from __future__ import annotations
@@ -20,102 +20,170 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from fusion_lab.cli import Parser, ToolError, documented_parser, note, program
 from fusion_lab.files import read_json, write_text
+from fusion_lab.fusions.fitted import FittedRates, kind_of, laws_of, terms_of, us_of
+from fusion_lab.fusions.rates import CONSTANTS
+from fusion_lab.fusions.record import Operator
 from fusion_lab.fusions.trace import processes_of
-from fusion_lab.profile.laws import FEW, LARGE, Streaming, law_of
 from fusion_lab.show import Column, render
 
 SOURCE = {
     "repository": "https://github.com/AMD-AGI/TraceLens",
     "commit": "171dd74721ca1ec45709e5805b68ae1f65e27811",
-    "folders": ["tests/traces/mi300", "tests/traces/h100"],
+    "files": [
+        "tests/traces/mi300/*.json.gz",
+        "tests/traces/inference/xdit_sd_3.5/profile_trace_rank_0.json.gz",
+        "tests/traces/inference/xdit_flux.1/capture_traces/capture_trace_rank_0.json.gz",
+        "tests/traces/inference/sglang_prefilldecode/sglang_Qwen3-8B_prefilldecode.json.gz",
+        "tests/traces/torch_compile_triton/trace.json.gz",
+        "tests/traces/perf_model/normalization/normalization_layer_test.json.gz",
+    ],
     "licence": "MIT, Advanced Micro Devices, Inc.",
     "remark": "recorded by others, for tests; they do not stand for what a device reaches",
 }
 PROG = Path(__file__).name
-ACCESS = ("straight", "strided", "sums")
+TIMED = ("bf16",)  # types of products of which there are traces
+SAME_PEAK = ("bf16", "fp16")
+Terms = tuple[str, tuple[float, ...]]  # the kind of a kernel, and what its law multiplies
 
 
-def few(kernels: Iterable[Streaming]) -> bool:
-    return len({kernel[:3] for kernel in kernels}) < FEW
+@dataclass
+class Calls:
+    """Calls of one operator on one form, each of which is one kernel or more."""
+
+    name: str
+    parts: list[Terms]
+    us: list[float] = field(default_factory=list)
+
+    def predicted(self, laws: dict[str, list[float]]) -> float:
+        return sum(us_of(laws, *part) for part in self.parts)
 
 
-def predictions(kernels: list[Streaming], others: list[Streaming] | None = None) -> list[tuple]:
-    """Kernels, each with what it would take by the law of the others in its trace, or by that of
-    other traces; those of an access with few kinds have none."""
-    found = []
-    for access in ACCESS:
-        own = [kernel for kernel in kernels if kernel.access == access]
-        known = own if others is None else [k for k in others if k.access == access]
-        if not few(known):
-            least, rate, left_out = law_of(known)
-            for kernel in own:
-                us = least + kernel.bytes / rate / 1e3
-                found.append((kernel, us if others is not None else left_out[kernel[:3]]))
-    return found
+@dataclass
+class Trace:
+    """What a trace tells of a model: calls that can be predicted, and the time of the others."""
+
+    model: str
+    device: str
+    calls: list[Calls]
+    other_us: float
+
+    @property
+    def us(self) -> float:
+        return sum(sum(calls.us) for calls in self.calls)
 
 
-def percent(predicted: Iterable[tuple]) -> float | None:
-    """The median error."""
-    errors = [100 * abs(us / kernel.us - 1) for kernel, us in predicted]
-    return statistics.median(errors) if errors else None
+def trace_of(path: Path) -> Trace:
+    """The calls of a trace, those of one form together."""
+    (recorded, _, device), *_ = processes_of(path)
+    operators: dict[int, list[Operator]] = defaultdict(list)
+    for operator in recorded.operators:
+        operators[operator.call].append(operator)
+    calls: dict[tuple, Calls] = {}
+    other_us = 0.0
+    for passes in operators.values():
+        first, us = passes[0], sum(each.us for each in passes)
+        moving = [each for each in passes if each.moved]
+        untimed = first.dtype and first.dtype not in TIMED
+        if first.kind not in ("stream", "matrix") or first.lacks or untimed or not moving:
+            other_us += us
+        elif us:
+            parts = [(kind_of(each), terms_of(each)) for each in moving]
+            forms = " ".join("x".join(map(str, shape)) for _, shape, _ in first.operands)
+            name = f"{first.name} {forms}".strip()
+            calls.setdefault((name, *parts), Calls(name, parts)).us.append(us)
+    model = path.name.partition("__")[0].removesuffix(".json.gz")
+    return Trace(model, device.removesuffix(" VF"), [*calls.values()], other_us)
 
 
-def row_of(device: str, model: str, within: list[tuple], across: list[tuple]) -> dict:
-    """The errors of a model, or of all models on a device."""
-    large = [pair for pair in within if pair[0].bytes >= LARGE]
-    measured = sum(kernel.us for kernel, _ in within)
+def laws_from(traces: Iterable[Trace]) -> dict[str, list[float]]:
+    """The laws that the kernels of these traces follow, each form of a call once."""
+    kernels: dict[str, list] = defaultdict(list)
+    for calls in (calls for trace in traces for calls in trace.calls if len(calls.parts) == 1):
+        kind, terms = calls.parts[0]
+        kernels[kind].append((terms, statistics.median(calls.us)))
+    return laws_of(kernels)
+
+
+def row_of(trace: Trace, others: list[Trace]) -> dict:
+    """A trace predicted from others."""
+    laws = laws_from(others)
+    known = [calls for calls in trace.calls if all(kind in laws for kind, _ in calls.parts)]
+    kinds: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    missed: dict[str, float] = defaultdict(float)
+    for calls in known:
+        own, predicted = sum(calls.us), len(calls.us) * calls.predicted(laws)
+        kinds[calls.parts[0][0]][0] += own
+        kinds[calls.parts[0][0]][1] += predicted
+        if calls.parts[0][0] == "product" and not 0.5 <= predicted / own <= 2:
+            missed[calls.name] += own
+    own, predicted = (sum(each[i] for each in kinds.values()) for i in (0, 1))
+    errors = [abs(calls.predicted(laws) / statistics.median(calls.us) - 1) for calls in known]
     return {
-        "device": device,
-        "model": model,
-        "kernels": len(within),
-        "large": len(large),
-        "error_percent": percent(within),
-        "large_error_percent": percent(large),
-        **{
-            f"{access}_error_percent": percent(p for p in within if p[0].access == access)
-            for access in ACCESS
-        },
-        "across_error_percent": percent(across),
-        "time_off_percent": 100 * (sum(us for _, us in within) / measured - 1),
+        "model": trace.model,
+        "calls": sum(len(calls.us) for calls in known),
+        "busy_us": trace.us + trace.other_us,
+        "own_us": own,
+        "predicted_us": predicted,
+        "off_percent": 100 * (predicted / own - 1),
+        "median_error_percent": 100 * statistics.median(errors),
+        "kinds_us": dict(kinds),
+        "missed": {name: 100 * us / own for name, us in missed.items() if us > own / 100},
     }
 
 
+def recorder_of(model: str) -> str:
+    """Traces whose models share parts are left out together: those of xDiT have the same text
+    encoders."""
+    return "xdit" if model.startswith("xdit") else model
+
+
 def study(paths: Iterable[Path]) -> dict:
-    """Errors of each trace, and of all traces of a device."""
-    streaming: dict[str, dict[str, list[Streaming]]] = defaultdict(dict)
+    """The laws of all traces, and each predicted from the others."""
+    traces = []
     for path in paths:
         if path.read_bytes().startswith(b"version https://git-lfs"):
             note(f"{path}: left out, it only says where Git LFS has the trace")
             continue
         print(path, file=sys.stderr)
-        (_, kernels, device), *_ = processes_of(path)
-        streaming[device.removesuffix(" VF")][path.name.partition("__")[0]] = kernels
+        traces.append(trace_of(path))
+    devices = sorted({trace.device for trace in traces})
+    if len(devices) != 1:
+        raise ToolError(f"traces of one GPU, not of {', '.join(devices) or 'none'}")
     rows = []
-    for device, models in streaming.items():
-        all_within, all_across = [], []
-        for model, kernels in models.items():
-            others = [k for name, found in models.items() if name != model for k in found]
-            within, across = predictions(kernels), predictions(kernels, others)
-            rows.append(row_of(device, model.removesuffix(".json.gz"), within, across))
-            all_within += within
-            all_across += across
-        rows.append(row_of(device, "all", all_within, all_across))
-    return {"schema_version": 1, "source": SOURCE, "rows": rows}
+    for trace in traces:
+        own = recorder_of(trace.model)
+        rows.append(row_of(trace, [t for t in traces if recorder_of(t.model) != own]))
+    laws = laws_from(traces)
+    least, per_gb, *_ = laws["straight"]
+    tflops = dict.fromkeys(SAME_PEAK, 1e6 / laws["product"][2])
+    shares = {row["model"]: row["predicted_us"] / row["own_us"] for row in rows}
+    rates = FittedRates(
+        devices[0], 1e6 / per_gb, least / CONSTANTS.among_others, 0.0, tflops, laws, shares
+    )
+    return {"schema_version": 1, "source": SOURCE, "rates": asdict(rates), "rows": rows}
 
 
 def table(rows: list[dict]) -> str:
+    def known(row: dict) -> float:
+        return 100 * row["own_us"] / row["busy_us"]
+
+    def missed(row: dict) -> str:
+        return ", ".join(f"{name} ({share:.0f} %)" for name, share in row["missed"].items()) or "-"
+
     columns = [
-        Column("GPU", "device"),
         Column("model", "model", text=True),
-        Column("kernels", "kernels"),
-        Column("median error", "error_percent", ".0f", " %"),
-        Column("from 4 MB", "large_error_percent", ".0f", " %"),
-        *(Column(access, f"{access}_error_percent", ".0f", " %") for access in ACCESS),
-        Column("by other models", "across_error_percent", ".0f", " %"),
+        Column("calls", "calls"),
+        Column("known", known, ".0f", " %"),
+        Column("these took", lambda row: row["own_us"] / 1e3, ".3f", " ms"),
+        Column("predicted", lambda row: row["predicted_us"] / 1e3, ".3f", " ms"),
+        Column("off", "off_percent", "+.0f", " %"),
+        Column("median of a call", "median_error_percent", ".0f", " %"),
+        Column("products missed", missed, text=True),
     ]
     return render(columns, rows)
 

@@ -10,9 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fusion_lab.cli import ToolError
 from fusion_lab.files import read_json
+
+if TYPE_CHECKING:
+    from fusion_lab.fusions.record import Operator
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,10 @@ class Rates:
             products if math.isnan(products) else max(least + moved / self.gb_per_s / 1e3, products)
         )
 
+    def of(self, operator: Operator, constants: Constants = CONSTANTS) -> float:
+        """The time of an operator."""
+        return self.us(operator.moved, operator.flop, operator.dtype, constants)
+
 
 PRODUCTS = {  # type, size, and precision of float32
     "bf16": ("bfloat16", 8192, "highest"),
@@ -72,6 +80,13 @@ PRODUCTS = {  # type, size, and precision of float32
 NO_RATES = Rates("", math.inf, 0.0, 0.0)  # nothing takes time
 
 
+def fitted_rates(found: dict) -> Rates:
+    """Rates from traces of others."""
+    from fusion_lab.fusions.fitted import FittedRates
+
+    return FittedRates(**found)
+
+
 def read_rates(folder: Path) -> Rates:
     """The rates in the find_fusions.json of a folder of results; ToolError if there are none."""
     path = folder / "find_fusions.json" if folder.is_dir() else folder
@@ -80,7 +95,7 @@ def read_rates(folder: Path) -> Rates:
     content = read_json(path)
     try:
         found = dict(content.get("rates") or content["rows"][0]["rates"])
-        rates = Rates(**found)
+        rates = fitted_rates(found) if "laws" in found else Rates(**found)
         positive = rates.gb_per_s, rates.least_us, *rates.tflops.values()
         if not all(0 < rate < math.inf for rate in positive) or not 0 <= rates.gap_us < math.inf:
             raise ValueError("no rates")

@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_leaves
 from fusion_lab.files import ROOT
 from fusion_lab.fusions.flops import flop_of, type_of
 from fusion_lab.profile.kernels import category
+from fusion_lab.profile.laws import access_of
 from fusion_lab.profile.traffic import OVERWRITING, bytes_behind
 
 NO_WORK = ("empty", "new_empty", "lift_fresh")
@@ -108,6 +109,7 @@ class Operator:
     closed: bool = False  # its results are complete when its last block has ended
     source: set = field(default_factory=set)  # keys that must lie in memory before
     operands: list[tuple] = field(default_factory=list)  # both of a product: key, shape, strides
+    access: str = "straight"  # to memory: or strided, or sums
     groups: int = 1  # of a convolution
     random: bool = False  # a second time it would make other numbers
     alone: bool = False  # long sums of columns are a kernel of their own
@@ -350,6 +352,9 @@ class Recorder(TorchDispatchMode):
             self.operators.append(operator)
         else:
             found = self.describe(function, operator, args, kwargs, dense, made, result, written)
+            access = "sums" if any(each.sums for each in found) else access_of(dense + made)
+            for each in found:
+                each.access = access
             for whole in found[:1]:
                 known = not lacks or name == COMPILED
                 whole.moved = sum(u.bytes for u in (*operator.reads, *operator.writes)) * known
@@ -407,7 +412,7 @@ class Recorder(TorchDispatchMode):
             operator.kind, operator.barrier = "library", True
         elif operator.dtype:
             operator.kind = "matrix"
-            if name in ("mm", "addmm") or "conv" in name:
+            if name in ("mm", "addmm", "bmm", "baddbmm") or "conv" in name or "scaled_dot" in name:
                 both = [t for t in args if isinstance(t, Tensor)]
                 both = both[-2:] if "mm" in name else both[name.endswith("backward") :][:2]
                 operator.operands = [(self.use(t).key, (*t.shape,), t.stride()) for t in both]
