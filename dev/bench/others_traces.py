@@ -10,6 +10,7 @@ The traces behind results/mi300x/ are in a repository of AMD's, see the file:
   python dev/bench/others_traces.py results/mi300x/find_fusions.json \\
       TraceLens/tests/traces/mi300/*.json.gz ...
   python dev/bench/others_traces.py results/mi300x/find_fusions.json --table
+  python dev/bench/others_traces.py results/mi300x/versions.json --versions
 """
 
 from __future__ import annotations
@@ -21,14 +22,20 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import product
 from pathlib import Path
 
+from dev.bench.sizes import ALL_VERSIONS, PRECISIONS, SHAPES, script_of
 from fusion_lab.cli import Parser, ToolError, documented_parser, note, program
-from fusion_lab.files import read_json, write_text
-from fusion_lab.fusions.fitted import FittedRates, kind_of, laws_of, terms_of, us_of
-from fusion_lab.fusions.rates import CONSTANTS
+from fusion_lab.files import ROOT, read_json, write_text
+from fusion_lab.fusions.fitted import FittedRates, is_narrow, kind_of, laws_of, terms_of, us_of
+from fusion_lab.fusions.groups import Finding
+from fusion_lab.fusions.rates import CONSTANTS, read_rates
 from fusion_lab.fusions.record import Operator
+from fusion_lab.fusions.step import count, from_script
 from fusion_lab.fusions.trace import processes_of
+from fusion_lab.script import interpret_without_gpu
 from fusion_lab.show import Column, render
 
 SOURCE = {
@@ -45,9 +52,11 @@ SOURCE = {
     "licence": "MIT, Advanced Micro Devices, Inc.",
     "remark": "recorded by others, for tests; they do not stand for what a device reaches",
 }
+H100 = ROOT / "results" / "h100"
 PROG = Path(__file__).name
 TIMED = ("bf16",)  # types of products of which there are traces
 SAME_PEAK = ("bf16", "fp16")
+NO_MODEL = "normalization_layer_test"  # but norms alone, of few long rows
 Terms = tuple[str, tuple[float, ...]]  # the kind of a kernel, and what its law multiplies
 
 
@@ -57,6 +66,7 @@ class Calls:
 
     name: str
     parts: list[Terms]
+    narrow: bool
     us: list[float] = field(default_factory=list)
 
     def predicted(self, laws: dict[str, list[float]]) -> float:
@@ -95,7 +105,8 @@ def trace_of(path: Path) -> Trace:
             parts = [(kind_of(each), terms_of(each)) for each in moving]
             forms = " ".join("x".join(map(str, shape)) for _, shape, _ in first.operands)
             name = f"{first.name} {forms}".strip()
-            calls.setdefault((name, *parts), Calls(name, parts)).us.append(us)
+            known = calls.setdefault((name, *parts), Calls(name, parts, is_narrow(first)))
+            known.us.append(us)
     model = path.name.partition("__")[0].removesuffix(".json.gz")
     return Trace(model, device.removesuffix(" VF"), [*calls.values()], other_us)
 
@@ -103,9 +114,11 @@ def trace_of(path: Path) -> Trace:
 def laws_from(traces: Iterable[Trace]) -> dict[str, list[float]]:
     """The laws that the kernels of these traces follow, each form of a call once."""
     kernels: dict[str, list] = defaultdict(list)
-    for calls in (calls for trace in traces for calls in trace.calls if len(calls.parts) == 1):
-        kind, terms = calls.parts[0]
-        kernels[kind].append((terms, statistics.median(calls.us)))
+    for calls in (calls for trace in traces for calls in trace.calls):
+        kinds = {kind for kind, _ in calls.parts}
+        if len(kinds) == 1:  # of others nobody knows which part took how long
+            together = zip(*(terms for _, terms in calls.parts), strict=True)
+            kernels[kinds.pop()].append((tuple(map(sum, together)), statistics.median(calls.us)))
     return laws_of(kernels)
 
 
@@ -122,7 +135,12 @@ def row_of(trace: Trace, others: list[Trace]) -> dict:
         if calls.parts[0][0] == "product" and not 0.5 <= predicted / own <= 2:
             missed[calls.name] += own
     own, predicted = (sum(each[i] for each in kinds.values()) for i in (0, 1))
-    errors = [abs(calls.predicted(laws) / statistics.median(calls.us) - 1) for calls in known]
+    errors: dict[str, list[float]] = defaultdict(list)
+    for calls in known:
+        error = 100 * abs(calls.predicted(laws) / statistics.median(calls.us) - 1)
+        errors["all"].append(error)
+        if calls.parts[0][0] == "product":
+            errors["narrow products" if calls.narrow else "other products"].append(error)
     return {
         "model": trace.model,
         "calls": sum(len(calls.us) for calls in known),
@@ -130,7 +148,7 @@ def row_of(trace: Trace, others: list[Trace]) -> dict:
         "own_us": own,
         "predicted_us": predicted,
         "off_percent": 100 * (predicted / own - 1),
-        "median_error_percent": 100 * statistics.median(errors),
+        "errors_percent": dict(errors),
         "kinds_us": dict(kinds),
         "missed": {name: 100 * us / own for name, us in missed.items() if us > own / 100},
     }
@@ -162,10 +180,84 @@ def study(paths: Iterable[Path]) -> dict:
     least, per_gb, *_ = laws["straight"]
     tflops = dict.fromkeys(SAME_PEAK, 1e6 / laws["product"][2])
     shares = {row["model"]: row["predicted_us"] / row["own_us"] for row in rows}
+    shares.pop(NO_MODEL, None)
+    errors = {
+        kind: statistics.median(e for row in rows for e in row["errors_percent"].get(kind, ()))
+        for kind in ("narrow products", "other products")
+    }
+    for row in rows:
+        each = row["errors_percent"].items()
+        row["errors_percent"] = {kind: statistics.median(percent) for kind, percent in each}
     rates = FittedRates(
-        devices[0], 1e6 / per_gb, least / CONSTANTS.among_others, 0.0, tflops, laws, shares
+        devices[0], 1e6 / per_gb, least / CONSTANTS.among_others, 0.0, tflops, laws, shares, errors
     )
     return {"schema_version": 1, "source": SOURCE, "rates": asdict(rates), "rows": rows}
+
+
+def versions(folder: Path) -> dict:
+    """What find-fusions predicts of V1 to V4 for the GPU of a folder and for the H100, beside what
+    was measured there. Kernels of V4 are launched unseen: it is as fast as on the H100 in
+    proportion to V3."""
+    interpret_without_gpu()
+    here, there = read_rates(folder), read_rates(H100)
+    measured = {
+        (row["shape"], row["version"]): 1e3 * row["batch_ms"]
+        for row in read_json(H100 / "headline.json")["rows"]
+        if (row["precision"], row["mode"]) == ("bf16", "graph")
+    }
+    rows: list[dict] = []
+    for (shape, (model, sizes)), version in product(SHAPES.items(), ALL_VERSIONS):
+        script, argv = script_of(model, version), [*sizes, *PRECISIONS["bf16"]]
+        print(script, *argv, file=sys.stderr)
+        _, recorded = count(partial(from_script, f"{script}.py", argv))
+        levels = Finding(recorded, here, ("now", "chains")).levels
+        other = Finding(recorded, there, ("now",)).levels
+        row = {
+            "shape": shape,
+            "version": version,
+            "us": levels["now"]["us"],
+            "fused_us": levels["chains"]["us"],
+            "h100_us": other["now"]["us"],
+            "h100_measured_us": measured[shape, version],
+            "unseen": len(recorded.unwritten),
+        }
+        if version == "V4":
+            row |= {"seen_us": row["us"], "fused_us": None, "h100_us": None}
+            row["us"] = measured[shape, version] * rows[-1]["us"] / rows[-1]["h100_us"]
+        rows.append(row)
+    shares = here.left_out.values()
+    return {
+        "schema_version": 1,
+        "gpu": here.device_name,
+        "remark": "predicted from others' traces, never measured",
+        "range": [1 / max(shares), 1 / min(shares)],
+        "rows": rows,
+    }
+
+
+def versions_table(result: dict) -> str:
+    least, most = result["range"]
+
+    def within(row: dict) -> str:
+        return f"{least * row['us'] / 1e3:.2f} to {most * row['us'] / 1e3:.2f}"
+
+    def way(row: dict) -> str:
+        return "in proportion to V3" if row["unseen"] else "from others' traces"
+
+    def ms(key: str):
+        return lambda row: row[key] and row[key] / 1e3
+
+    columns = [
+        Column("bf16", "shape", text=True),
+        Column("version", "version", text=True),
+        Column("ms on an MI300X", ms("us"), ".2f"),
+        Column("range", within, text=True),
+        Column("predicted", way, text=True),
+        Column("and all chains fused", ms("fused_us"), ".2f"),
+        Column("so for an H100", ms("h100_us"), ".2f"),
+        Column("measured there", ms("h100_measured_us"), ".2f"),
+    ]
+    return render(columns, result["rows"])
 
 
 def table(rows: list[dict]) -> str:
@@ -182,7 +274,7 @@ def table(rows: list[dict]) -> str:
         Column("these took", lambda row: row["own_us"] / 1e3, ".3f", " ms"),
         Column("predicted", lambda row: row["predicted_us"] / 1e3, ".3f", " ms"),
         Column("off", "off_percent", "+.0f", " %"),
-        Column("median of a call", "median_error_percent", ".0f", " %"),
+        Column("median of a form", lambda row: row["errors_percent"]["all"], ".0f", " %"),
         Column("products missed", missed, text=True),
     ]
     return render(columns, rows)
@@ -193,17 +285,20 @@ def build_parser() -> Parser:
     parser = documented_parser(PROG, __doc__)
     parser.add_argument("result", type=Path, metavar="RESULT.json")
     parser.add_argument("traces", type=Path, nargs="*", metavar="TRACE.json.gz")
+    parser.add_flag("--versions", "predict V1 to V4 with the rates in the folder of the result")
     parser.add_flag("--table", "print the table of a result")
     return parser
 
 
 def main_study(args: argparse.Namespace) -> int:
     """Write or print; returns the exit status."""
-    if bool(args.traces) == args.table:
-        raise ToolError("name traces, or --table: one of the two")
-    if args.traces:
-        write_text(args.result, json.dumps(study(args.traces), indent=1) + "\n")
-    print(table(read_json(args.result)["rows"]))
+    if bool(args.traces) + args.table + args.versions != 1:
+        raise ToolError("name traces, --versions, or --table: one of these")
+    if not args.table:
+        result = versions(args.result.parent) if args.versions else study(args.traces)
+        write_text(args.result, json.dumps(result, indent=1) + "\n")
+    result = read_json(args.result)
+    print(versions_table(result) if "range" in result else table(result["rows"]))
     return 0
 
 

@@ -181,7 +181,7 @@ def described(name: str, recorded: Recorded, rates: Rates | None, start: float) 
         "chains": found.rows(),
         "not_understood": found.unknown(),
         "unwritten": recorded.unwritten,
-        "remarks": found.remarks(),
+        "remarks": found.remarks() + (rates.remarks(found.operators) if rates else []),
         "seconds": time.perf_counter() - start,
     }
 

@@ -7,7 +7,7 @@ TFLOP, and for what else its kind waits for.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,7 @@ LOAD = 16  # bytes; where longer rows begin elsewhere, its softmax reads them th
 TILE = 256  # rows and columns of a block of a product
 UNITS = 304  # blocks that an MI300X computes at once
 PRODUCTS = {"convolution": "convolution", "scaled_dot": "attention"}  # others are plain ones
+SHORT_SUM, FEW_ROWS = 64, 16  # below these a product is narrow
 STEPS = (4.0, 2.0, 1.3, 1.1, 1.03)
 
 
@@ -33,6 +34,14 @@ def kind_of(operator: Operator) -> str:
         return next((kind for kind in ("norm", "softmax") if kind in name), "sums")
     whole = operator.kind == "unknown" or name.startswith(("_foreach", "_fused"))
     return "straight" if whole else operator.access
+
+
+def is_narrow(operator: Operator) -> bool:
+    """Is it a product of short sums, or with little more than a vector?"""
+    if not operator.operands or kind_of(operator) != "product":
+        return False
+    (_, a, _), (_, b, _) = operator.operands
+    return a[-1] <= SHORT_SUM or min(a[-2:-1] + b[-1:]) < FEW_ROWS
 
 
 def waves_of(operator: Operator) -> int:
@@ -112,6 +121,7 @@ class FittedRates(Rates):
 
     laws: dict[str, list[float]] = field(default_factory=dict)
     left_out: dict[str, float] = field(default_factory=dict)  # predicted of own time, by model
+    errors: dict[str, float] = field(default_factory=dict)  # percent, medians of products
 
     def us(
         self, moved: float, flop: float = 0.0, dtype: str = "", constants: Constants = CONSTANTS
@@ -129,3 +139,15 @@ class FittedRates(Rates):
             return math.nan
         kind = kind_of(operator)
         return us_of(self.laws, kind, terms_of(operator))
+
+    def remarks(self, operators: Iterable[Operator]) -> list[str]:
+        """What the laws do worse."""
+        narrow = [operator for operator in operators if is_narrow(operator)]
+        if not narrow:
+            return []
+        off = (f"{self.errors[kind]:.0f} %" for kind in ("narrow products", "other products"))
+        return [
+            f"{len(narrow)} products have sums of at most {SHORT_SUM}, or a side below {FEW_ROWS},"
+            f" {sum(o.us for o in narrow) / 1e3:.3f} ms: half of such were off by more than"
+            f" {next(off)}, half of the others by more than {next(off)}"
+        ]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import statistics
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -68,6 +68,10 @@ class Rates:
     def of(self, operator: Operator, constants: Constants = CONSTANTS) -> float:
         """The time of an operator."""
         return self.us(operator.moved, operator.flop, operator.dtype, constants)
+
+    def remarks(self, operators: Iterable[Operator]) -> list[str]:
+        """What is to be said of these times."""
+        return []
 
 
 PRODUCTS = {  # type, size, and precision of float32
