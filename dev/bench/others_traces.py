@@ -34,7 +34,7 @@ from fusion_lab.fusions.groups import Finding
 from fusion_lab.fusions.rates import CONSTANTS, read_rates
 from fusion_lab.fusions.record import Operator
 from fusion_lab.fusions.step import count, from_script
-from fusion_lab.fusions.trace import processes_of
+from fusion_lab.fusions.trace import replayed
 from fusion_lab.script import interpret_without_gpu
 from fusion_lab.show import Column, render
 
@@ -89,7 +89,7 @@ class Trace:
 
 def trace_of(path: Path) -> Trace:
     """The calls of a trace, those of one form together."""
-    (recorded, _, device), *_ = processes_of(path)
+    recorded, _, device = replayed(path)
     operators: dict[int, list[Operator]] = defaultdict(list)
     for operator in recorded.operators:
         operators[operator.call].append(operator)
