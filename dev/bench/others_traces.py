@@ -29,7 +29,15 @@ from pathlib import Path
 from dev.bench.sizes import ALL_VERSIONS, PRECISIONS, SHAPES, script_of
 from fusion_lab.cli import Parser, ToolError, documented_parser, note, program
 from fusion_lab.files import ROOT, read_json, write_text
-from fusion_lab.fusions.fitted import FittedRates, is_narrow, kind_of, laws_of, terms_of, us_of
+from fusion_lab.fusions.fitted import (
+    TIMED,
+    FittedRates,
+    is_narrow,
+    kind_of,
+    laws_of,
+    terms_of,
+    us_of,
+)
 from fusion_lab.fusions.groups import Finding
 from fusion_lab.fusions.rates import CONSTANTS, read_rates
 from fusion_lab.fusions.record import Operator
@@ -54,8 +62,15 @@ SOURCE = {
 }
 H100 = ROOT / "results" / "h100"
 PROG = Path(__file__).name
-TIMED = ("bf16",)  # types of products of which there are traces
-SAME_PEAK = ("bf16", "fp16")
+PEAKS = {  # TFLOP/s of dense products, as published: a type that no trace has is so much slower
+    "AMD Instinct MI300X": {
+        "bf16": 1307.4, "fp16": 1307.4, "TF32": 653.7, "fp32": 163.4, "fp64": 163.4
+    },
+    "NVIDIA H100 80GB HBM3": {
+        "bf16": 989.4, "fp16": 989.4, "TF32": 494.7, "fp32": 66.9, "fp64": 66.9
+    },
+}  # fmt: skip
+CHECK = "check_h100.json"  # the same from traces of an H100, where V1 to V4 were measured
 NO_MODEL = "normalization_layer_test"  # but norms alone, of few long rows
 Terms = tuple[str, tuple[float, ...]]  # the kind of a kernel, and what its law multiplies
 
@@ -98,7 +113,7 @@ def trace_of(path: Path) -> Trace:
     for passes in operators.values():
         first, us = passes[0], sum(each.us for each in passes)
         moving = [each for each in passes if each.moved]
-        untimed = first.dtype and first.dtype not in TIMED
+        untimed = first.dtype and first.dtype != TIMED
         if first.kind not in ("stream", "matrix") or first.lacks or untimed or not moving:
             other_us += us
         elif us:
@@ -111,7 +126,7 @@ def trace_of(path: Path) -> Trace:
     return Trace(model, device.removesuffix(" VF"), [*calls.values()], other_us)
 
 
-def laws_from(traces: Iterable[Trace]) -> dict[str, list[float]]:
+def laws_from(traces: list[Trace]) -> dict[str, list[float]]:
     """The laws that the kernels of these traces follow, each form of a call once."""
     kernels: dict[str, list] = defaultdict(list)
     for calls in (calls for trace in traces for calls in trace.calls):
@@ -119,7 +134,7 @@ def laws_from(traces: Iterable[Trace]) -> dict[str, list[float]]:
         if len(kinds) == 1:  # of others nobody knows which part took how long
             together = zip(*(terms for _, terms in calls.parts), strict=True)
             kernels[kinds.pop()].append((tuple(map(sum, together)), statistics.median(calls.us)))
-    return laws_of(kernels)
+    return laws_of(kernels, PEAKS[traces[0].device][TIMED])
 
 
 def row_of(trace: Trace, others: list[Trace]) -> dict:
@@ -170,15 +185,16 @@ def study(paths: Iterable[Path]) -> dict:
         print(path, file=sys.stderr)
         traces.append(trace_of(path))
     devices = sorted({trace.device for trace in traces})
-    if len(devices) != 1:
-        raise ToolError(f"traces of one GPU, not of {', '.join(devices) or 'none'}")
+    if len(devices) != 1 or devices[0] not in PEAKS:
+        raise ToolError(f"traces of one GPU of {', '.join(PEAKS)}, not of {', '.join(devices)}")
     rows = []
     for trace in traces:
         own = recorder_of(trace.model)
         rows.append(row_of(trace, [t for t in traces if recorder_of(t.model) != own]))
     laws = laws_from(traces)
     least, per_gb, *_ = laws["straight"]
-    tflops = dict.fromkeys(SAME_PEAK, 1e6 / laws["product"][2])
+    peaks = PEAKS[devices[0]]
+    tflops = {name: 1e6 / laws["product"][2] * peak / peaks[TIMED] for name, peak in peaks.items()}
     shares = {row["model"]: row["predicted_us"] / row["own_us"] for row in rows}
     shares.pop(NO_MODEL, None)
     errors = {
@@ -199,10 +215,10 @@ def versions(folder: Path) -> dict:
     was measured there. Kernels of V4 are launched unseen: it is as fast as on the H100 in
     proportion to V3."""
     interpret_without_gpu()
-    here, there = read_rates(folder), read_rates(H100)
+    here, there = read_rates(folder), read_rates(folder / CHECK)
     measured = {
         (row["shape"], row["version"]): 1e3 * row["batch_ms"]
-        for row in read_json(H100 / "headline.json")["rows"]
+        for row in read_json(H100 / "overview.json")["rows"]
         if (row["precision"], row["mode"]) == ("bf16", "graph")
     }
     rows: list[dict] = []

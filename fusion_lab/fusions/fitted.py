@@ -7,8 +7,9 @@ TFLOP, and for what else its kind waits for.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ TILE = 256  # rows and columns of a block of a product
 UNITS = 304  # blocks that an MI300X computes at once
 PRODUCTS = {"convolution": "convolution", "scaled_dot": "attention"}  # others are plain ones
 SHORT_SUM, FEW_ROWS = 64, 16  # below these a product is narrow
+SHARED = {"product": ("straight", (0,)), "sums": ("straight", (1,)),
+          "convolution": ("product", (1, 2))}  # fmt: skip
+TIMED = "bf16"  # the type of products of which there are traces
 STEPS = (4.0, 2.0, 1.3, 1.1, 1.03)
 
 
@@ -75,38 +79,59 @@ def terms_of(operator: Operator) -> tuple[float, float, float, float]:
     return kernels, operator.moved / 1e9, operator.flop / 1e12, waits
 
 
-def fit(terms: Tensor, us: Tensor, least_us: float | None = None) -> list[float]:
-    """Coefficients with which the logarithms of all times are least off, each of them made larger
-    or smaller by ever smaller steps. The first one can be known."""
-    used = (terms > 0).any(0)
-    best = ((us[:, None] / terms.clamp_min(1e-12)).quantile(0.25, 0) * used / used.sum()).tolist()
-    free = range(len(best)) if least_us is None else range(1, len(best))
-    if least_us is not None:
-        best[0] = least_us
+def fit(terms: Tensor, us: Tensor, us_per_tflop: float, known: Mapping[int, float]) -> list[float]:
+    """Coefficients with which the logarithms of all times are least off. Some are known, and no
+    product is faster than the peak of the device. Of several starts, in each of which another term
+    has most of the time, the best."""
+    used = [bool(each) for each in (terms > 0).any(0)]
+    alone = (us[:, None] / terms.clamp_min(1e-12)).quantile(0.25, 0)
+    free = [i for i, there in enumerate(used) if there and i not in known]
 
     def off(coefficients: list[float]) -> float:
+        if used[2] and coefficients[2] < us_per_tflop:
+            return math.inf
         return float((terms @ terms.new_tensor(coefficients) / us).log().abs().sum())
 
-    least = off(best)
+    found = []
+    for most in free:
+        start = [float(c) * (1.0 if i == most else 0.1) * used[i] for i, c in enumerate(alone)]
+        if used[2]:
+            start[2] = max(start[2], us_per_tflop)
+        for place, coefficient in known.items():
+            start[place] = coefficient
+        found.append(improved(start, off, free))
+    return min(found, key=off)
+
+
+def improved(
+    coefficients: list[float], off: Callable[[list[float]], float], free: Sequence[int]
+) -> list[float]:
+    """Coefficients that are less off, each made larger or smaller by ever smaller steps."""
+    best, least = coefficients, off(coefficients)
     for step in STEPS:
         before = math.inf
         while least < before:
             before = least
-            for place, factor in ((i, f) for i in free for f in (step, 1 / step)):
+            for place, factor in product(free, (step, 1 / step)):
                 other = [c * factor if i == place else c for i, c in enumerate(best)]
-                if (found := off(other)) < least - 1e-9:
-                    best, least = other, found
+                if (now := off(other)) < least - 1e-9:
+                    best, least = other, now
     return best
 
 
-def laws_of(kernels: Mapping[str, list[tuple[tuple[float, ...], float]]]) -> dict[str, list[float]]:
+def laws_of(
+    kernels: Mapping[str, list[tuple[tuple[float, ...], float]]], peak_tflops: float
+) -> dict[str, list[float]]:
     """The law of each kind, from terms and microseconds of its kernels. A product begins and ends
-    as a kernel that goes straight through memory does."""
+    as a kernel that goes straight through memory does; large sums are read as fast; a convolution
+    is a product, and what it takes beside."""
     laws: dict[str, list[float]] = {}
-    for kind in sorted(kernels, key="straight".__ne__):  # that one first
+    for kind in sorted(kernels, key=lambda kind: (kind != "straight", kind != "product")):
         terms = torch.tensor([each for each, _ in kernels[kind]], dtype=torch.float64)
         us = torch.tensor([each for _, each in kernels[kind]], dtype=torch.float64)
-        laws[kind] = fit(terms, us, laws["straight"][0] if kind == "product" else None)
+        other, places = SHARED.get(kind, ("", ()))
+        known = {place: laws[other][place] for place in places}
+        laws[kind] = fit(terms, us, 1e6 / peak_tflops, known)
     return laws
 
 
@@ -127,18 +152,21 @@ class FittedRates(Rates):
         self, moved: float, flop: float = 0.0, dtype: str = "", constants: Constants = CONSTANTS
     ) -> float:
         """The time of a kernel that would be, in one wave."""
-        if not flop:
-            return us_of(self.laws, "straight", (1.0, moved / 1e9, 0.0, 0.0))
-        if dtype not in self.tflops:
-            return math.nan
-        return us_of(self.laws, "product", (1.0, moved / 1e9, flop / 1e12, 1.0))
+        kind = "product" if flop else "straight"
+        waves = 1.0 if flop else 0.0
+        return us_of(self.laws, kind, (1.0, moved / 1e9, self.tflop(flop, dtype), waves))
 
     def of(self, operator: Operator, constants: Constants = CONSTANTS) -> float:
         """The time of an operator that is."""
-        if operator.flop and operator.dtype not in self.tflops:
-            return math.nan
-        kind = kind_of(operator)
-        return us_of(self.laws, kind, terms_of(operator))
+        kernels, gb, _, waits = terms_of(operator)
+        tflop = self.tflop(operator.flop, operator.dtype)
+        return us_of(self.laws, kind_of(operator), (kernels, gb, tflop, waits))
+
+    def tflop(self, flop: float, dtype: str) -> float:
+        """As many TFLOP of the type that traces have as take the same time."""
+        if not flop:
+            return 0.0
+        return flop / 1e12 * self.tflops[TIMED] / self.tflops.get(dtype, math.nan)
 
     def remarks(self, operators: Iterable[Operator]) -> list[str]:
         """What the laws do worse."""
