@@ -256,8 +256,8 @@ def versions_table(rows: list[dict]) -> str:
         return " to ".join(f"{us / 1e3:.1f}" for us in row["range_us"])
 
     def way(row: dict) -> str:
-        how = "V3 times V4 / V3 of the H100, " if row["fused_us"] is None else ""
-        return f"{how}predicted from others' traces"
+        also = " and an H100" if row["fused_us"] is None else ""
+        return f"predicted from others' traces{also}"
 
     def ms(key: str):
         return lambda row: row[key] and row[key] / 1e3

@@ -17,6 +17,7 @@ from torch import Tensor
 from fusion_lab.fusions.rates import CONSTANTS, Constants, Rates
 from fusion_lab.fusions.record import Operator
 
+KINDS = ("straight", "strided", "sums", "norm", "softmax", "product", "convolution", "attention")
 SHORT = 1024  # elements of a row that PyTorch's softmax keeps in registers
 LOAD = 16  # bytes; where longer rows begin elsewhere, its softmax reads them three times
 TILE = 256  # rows and columns of a block of a product

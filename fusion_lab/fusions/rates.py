@@ -86,9 +86,13 @@ NO_RATES = Rates("", math.inf, 0.0, 0.0)  # nothing takes time
 
 def fitted_rates(found: dict) -> Rates:
     """Rates from traces of others."""
-    from fusion_lab.fusions.fitted import FittedRates
+    from fusion_lab.fusions.fitted import KINDS, FittedRates
 
-    return FittedRates(**found)
+    rates = FittedRates(**found)
+    numbers = [c for kind in KINDS for c in rates.laws[kind]] + [*rates.left_out.values()]
+    if len(numbers) <= 4 * len(KINDS) or not all(0 <= number < math.inf for number in numbers):
+        raise ValueError("no laws")
+    return rates
 
 
 def read_rates(folder: Path) -> Rates:
