@@ -9,6 +9,8 @@ The traces behind results/mi300x/ are in a repository of AMD's, see the file:
   git clone https://github.com/AMD-AGI/TraceLens
   python dev/bench/others_traces.py results/mi300x/find_fusions.json \\
       TraceLens/tests/traces/mi300/*.json.gz ...
+  python dev/bench/others_traces.py results/mi300x/check_h100.json \\
+      TraceLens/tests/traces/h100/*.json.gz
   python dev/bench/others_traces.py results/mi300x/find_fusions.json --table
   python dev/bench/others_traces.py results/mi300x/versions.json --versions
 """
@@ -50,6 +52,7 @@ SOURCE = {
     "repository": "https://github.com/AMD-AGI/TraceLens",
     "commit": "171dd74721ca1ec45709e5805b68ae1f65e27811",
     "files": [
+        "tests/traces/h100/*.json.gz",
         "tests/traces/mi300/*.json.gz",
         "tests/traces/inference/xdit_sd_3.5/profile_trace_rank_0.json.gz",
         "tests/traces/inference/xdit_flux.1/capture_traces/capture_trace_rank_0.json.gz",
@@ -84,7 +87,12 @@ class Calls:
     narrow: bool
     us: list[float] = field(default_factory=list)
 
+    @property
+    def kind(self) -> str:
+        return self.parts[0][0]
+
     def predicted(self, laws: dict[str, list[float]]) -> float:
+        """Microseconds of one call."""
         return sum(us_of(laws, *part) for part in self.parts)
 
 
@@ -142,20 +150,20 @@ def row_of(trace: Trace, others: list[Trace]) -> dict:
     laws = laws_from(others)
     known = [calls for calls in trace.calls if all(kind in laws for kind, _ in calls.parts)]
     kinds: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    errors: dict[str, list[float]] = defaultdict(list)
     missed: dict[str, float] = defaultdict(float)
     for calls in known:
-        own, predicted = sum(calls.us), len(calls.us) * calls.predicted(laws)
-        kinds[calls.parts[0][0]][0] += own
-        kinds[calls.parts[0][0]][1] += predicted
-        if calls.parts[0][0] == "product" and not 0.5 <= predicted / own <= 2:
-            missed[calls.name] += own
-    own, predicted = (sum(each[i] for each in kinds.values()) for i in (0, 1))
-    errors: dict[str, list[float]] = defaultdict(list)
-    for calls in known:
-        error = 100 * abs(calls.predicted(laws) / statistics.median(calls.us) - 1)
+        us = calls.predicted(laws)
+        own, predicted = sum(calls.us), us * len(calls.us)
+        kinds[calls.kind][0] += own
+        kinds[calls.kind][1] += predicted
+        error = 100 * abs(us / statistics.median(calls.us) - 1)
         errors["all"].append(error)
-        if calls.parts[0][0] == "product":
+        if calls.kind == "product":
             errors["narrow products" if calls.narrow else "other products"].append(error)
+            if not 0.5 <= predicted / own <= 2:
+                missed[calls.name] += own
+    own, predicted = map(sum, zip(*kinds.values(), strict=True))
     return {
         "model": trace.model,
         "calls": sum(len(calls.us) for calls in known),
@@ -169,7 +177,7 @@ def row_of(trace: Trace, others: list[Trace]) -> dict:
     }
 
 
-def recorder_of(model: str) -> str:
+def family_of(model: str) -> str:
     """Traces whose models share parts are left out together: those of xDiT have the same text
     encoders."""
     return "xdit" if model.startswith("xdit") else model
@@ -189,8 +197,8 @@ def study(paths: Iterable[Path]) -> dict:
         raise ToolError(f"traces of one GPU of {', '.join(PEAKS)}, not of {', '.join(devices)}")
     rows = []
     for trace in traces:
-        own = recorder_of(trace.model)
-        rows.append(row_of(trace, [t for t in traces if recorder_of(t.model) != own]))
+        own = family_of(trace.model)
+        rows.append(row_of(trace, [t for t in traces if family_of(t.model) != own]))
     laws = laws_from(traces)
     least, per_gb, *_ = laws["straight"]
     peaks = PEAKS[devices[0]]
@@ -269,7 +277,7 @@ def versions_table(rows: list[dict]) -> str:
         Column("range", within, text=True),
         Column("all chains fused", ms("fused_us"), ".2f"),
         Column("from", way, text=True),
-        Column("H100, ms", ms("h100_us"), ".2f"),
+        Column("H100 likewise", ms("h100_us"), ".2f"),
         Column("measured there", ms("h100_measured_us"), ".2f"),
     ]
     return render(columns, rows)

@@ -22,7 +22,8 @@ Without a GPU nothing is computed, unless the step asks for values: which operat
 two steps are taken on the CPU. Operators, bytes and FLOPs are those of a CPU's operators, each
 counted as a kernel; a GPU can have other ones for attention, norms and dropout. Autocast and
 optimizers choose as on a GPU, and a DataLoader loads here, without workers. Times need --rates DIR,
-such as results/h100, and are estimates for that GPU.
+such as results/h100, and are estimates for that GPU. Those of results/mi300x come from traces that
+others recorded, and are printed with their error.
 
 --trace FILE[.gz] predicts from a trace of torch.profiler.profile(record_shapes=True), of NVIDIA or
 AMD: times are its own.

@@ -21,7 +21,7 @@ KINDS = ("straight", "strided", "sums", "norm", "softmax", "product", "convoluti
 SHORT = 1024  # elements of a row that PyTorch's softmax keeps in registers
 LOAD = 16  # bytes; where longer rows begin elsewhere, its softmax reads them three times
 TILE = 256  # rows and columns of a block of a product
-UNITS = 304  # blocks that an MI300X computes at once
+UNITS = 304  # blocks that an MI300X computes at once; elsewhere a wave takes longer
 PRODUCTS = {"convolution": "convolution", "scaled_dot": "attention"}  # others are plain ones
 SHORT_SUM, FEW_ROWS = 64, 16  # below these a product is narrow
 SHARED = {"product": ("straight", (0,)), "sums": ("straight", (1,)),
@@ -55,9 +55,8 @@ def waves_of(operator: Operator) -> int:
         return 1
     (_, a, _), (_, b, _) = operator.operands
     batch = a[0] if len(a) == 3 else 1
-    rows = a[-2] if len(a) > 1 else 1
-    columns = b[-1] if len(b) > 1 else 1
-    return math.ceil(batch * math.ceil(rows / TILE) * math.ceil(columns / TILE) / UNITS)
+    blocks = batch * math.ceil(a[-2] / TILE) * math.ceil(b[-1] / TILE)
+    return math.ceil(blocks / UNITS)
 
 
 def terms_of(operator: Operator) -> tuple[float, float, float, float]:
@@ -67,7 +66,7 @@ def terms_of(operator: Operator) -> tuple[float, float, float, float]:
     kind, waits = kind_of(operator), 0.0
     if kind == "product":
         waits = waves_of(operator)
-    elif kind == "attention":
+    elif kind == "attention" and operator.operands:
         waits = operator.operands[1][1][-2] / 1e3
     elif operator.sums and kind in ("norm", "softmax"):
         numel, length, _ = operator.sums
