@@ -30,7 +30,6 @@ import argparse
 import collections
 import contextlib
 import gc
-import itertools
 import json
 import math
 import os
@@ -984,7 +983,8 @@ class TinyLlama(nn.Module):
         projects = self.fusions.direct_gradients or self.fusions.fused_optimizer  # by Projection
         dtype = gemm_dtype(x) if projects else x.dtype
         for layer in self.layers:
-            with cast_weights(layer.parameters(), dtype, self.side):
+            weights = (p for p in layer.parameters() if p.ndim == 2)
+            with cast_weights(weights, dtype, self.side):
                 x, update = layer(x, update)
         # The embedding has the same weight, to whose gradient autograd adds its own.
         multiple = 8 if self.fusions.triton_cross_entropy else 1  # rows at odd addresses are slow
@@ -1053,12 +1053,15 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.O
     """Build AdamW over all parameters: one kernel, or a few launches of PyTorch's own."""
     if args.fused_optimizer:
         weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
-        small = [p for p in model.parameters() if all(p is not weight for weight in weights)]
-        groups = [small, *([weight] for weight in weights)]
+        norms = [p for p in model.parameters() if p.ndim == 1]
+        groups = [[model.embed_tokens.weight], norms, *([weight] for weight in weights)]
         narrow = args.direct_gradients and NARROW_GRADIENTS and args.amp_dtype == "bfloat16"
-        if dist.is_initialized():
-            groups, narrow = join_neighbours(groups), False  # several GPUs sum in float32
-        return FusedAdamW(groups, args.learning_rate, model.side, narrow)
+        if dist.is_initialized():  # several GPUs sum in float32
+            groups = join_neighbours(groups)
+        elif narrow:
+            for weight in weights:
+                weight.grad_dtype = None  # any type
+        return FusedAdamW(groups, args.learning_rate, model.side)
     rate = args.learning_rate
     if args.device == "cuda":  # a tensor, so that a captured step follows a scheduler
         rate = torch.tensor(rate, device=next(model.parameters()).device)
@@ -1217,18 +1220,34 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> T
 
 # --- streams
 # Copied from dev/parts/streams.py by dev/sync_parts.py: edit it there.
-# A forward pass casts its weights together. In a step that is captured as a graph, casts, weight
-# gradients and updates overlap the rest.
+# A forward pass casts its weights together, and gradients are written where AdamW reads them. In a
+# step that is captured as a graph, casts, weight gradients and updates overlap the rest.
 CASTS: ContextVar[dict[Tensor, Tensor]] = ContextVar("CASTS")  # of parameters, in a forward pass
 
 
 def side_by_side(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Allocate tensors of these shapes as one piece, each from a multiple of 64 elements on."""
     sizes = [triton.cdiv(t.numel(), 64) * 64 for t in tensors]
-    make = torch.zeros if any(t.numel() % 64 for t in tensors) else torch.empty  # gaps are read
+    gaps = any(t.numel() % 64 for t in tensors)
+    make = torch.zeros if gaps and INTERPRETED else torch.empty  # which warns of large numbers
     piece = make(sum(sizes), device=tensors[0].device, dtype=dtype)
     parts = zip(piece.split(sizes), tensors, strict=True)
     return [part[: t.numel()].view(t.shape) for part, t in parts]
+
+
+def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return tensors that lie as side_by_side allocates them as one [elements]; None for others.
+
+    It has the gaps between them, too, in which is anything.
+    """
+    first, last, size = tensors[0], tensors[-1], 0
+    for t in tensors:
+        place = first.data_ptr() + size * first.element_size()
+        if t.data_ptr() != place or t.dtype != first.dtype or not t.is_contiguous():
+            return None
+        size += triton.cdiv(t.numel(), 64) * 64
+    one = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    return first.detach().as_strided((size - -last.numel() % 64,), (1,)) if one else None
 
 
 def cast_of(parameter: Tensor, dtype: torch.dtype) -> Tensor:
@@ -1240,21 +1259,25 @@ def cast_of(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextlib.contextmanager
 def cast_weights(
-    weights: Iterable[Tensor], dtype: torch.dtype, side: SideStreams
+    weights: Iterable[Tensor], dtype: torch.dtype, side: SideStreams | None = None
 ) -> Iterator[None]:
-    """Cast weights together, in few launches, for the operations inside.
+    """Cast weights for the operations inside, in one launch if they lie side by side.
 
     Each forward pass has casts of its own, which its backward pass keeps: so weights may change in
-    any way between two passes.
+    any way between two passes. Give no `side` where it may be a backward pass that needs them
+    again: on the side stream they could get memory that the main stream still reads.
     """
-    weights, casts = [w for w in weights if w.dtype != dtype], []
-    if weights:  # on the main stream where a block is computed again in the backward pass
-        with torch.no_grad(), side.beside(None if side.written else side.gradients):
-            casts = side_by_side(weights, dtype)
-            torch._foreach_copy_(casts, weights)
-        if side.active:
-            side.casts += casts
-    token = CASTS.set(CASTS.get({}) | dict(zip(weights, casts, strict=True)))
+    known = CASTS.get({})
+    weights, casts = [w for w in weights if w.dtype != dtype and w not in known], []
+    if weights:
+        side = side or SideStreams()
+        with torch.no_grad(), side.beside(side.gradients):
+            casts, one = side_by_side(weights, dtype), as_one(weights)
+            if one is None:
+                torch._foreach_copy_(casts, weights)
+            else:
+                as_one(casts).copy_(one)
+    token = CASTS.set(known | dict(zip(weights, casts, strict=True)))
     try:
         yield
     finally:
@@ -1283,6 +1306,7 @@ class SideStreams:
 
     def __init__(self):
         self.streams: tuple[torch.cuda.Stream, ...] = ()
+        self.groups: dict[Tensor, list[Tensor]] = {}  # the optimizer's, of each parameter
         self.begin_step(False)
 
     def __reduce__(self) -> tuple:
@@ -1296,8 +1320,8 @@ class SideStreams:
         self.gradients = self.updates = None  # the main stream
         # cleared here, as a failed capture does not end its step
         self.pending = collections.deque()  # of events, and what the work before them reads
-        self.casts: list[Tensor] = []  # their memory must not be a later layer's in this step
         self.written: dict[Tensor, tuple] = {}  # event, address and version of a gradient
+        self.places: dict[Tensor, Tensor | None] = {}  # for gradients; None once it is taken
         self.return_workspaces()
         if self.active:
             self.main = torch.cuda.current_stream()
@@ -1332,6 +1356,18 @@ class SideStreams:
             current.wait_event(self.pending[0][0])
             self.pending.popleft()
 
+    def place(self, parameters: Sequence[Tensor]) -> Tensor | None:
+        """Return where AdamW reads these gradients [elements]; None where a copy is needed."""
+        for group in (self.groups[p] for p in parameters if p not in self.places):
+            self.places |= zip(group, side_by_side(group, torch.float32), strict=True)
+        places = [self.places[p] for p in parameters]
+        if any(place is None for place in places):
+            return None
+        self.places |= dict.fromkeys(parameters)
+        one = as_one(places)
+        whole = one is not None and len(one) == sum(p.numel() for p in parameters)
+        return one.data if whole else None  # .data: views would share one version counter
+
     def changed(self, parameter: Tensor) -> bool:
         """Tell whether its gradient is not, or no longer, what the side stream writes."""
         now = parameter.grad.data_ptr(), parameter.grad._version
@@ -1340,10 +1376,11 @@ class SideStreams:
     def wait_for(self, parameters: Sequence[Tensor]) -> None:
         """Let the current stream wait for these gradients; else for all of the main stream."""
         if self.active:
-            known = not any(map(self.changed, parameters))
-            events = {self.written[p][0] for p in parameters} if known else ()
-            for event in events or [self.main.record_event()]:
-                torch.cuda.current_stream().wait_event(event)
+            waits = {*parameters}
+            events = [event for p, (event, *_) in self.written.items() if p in waits]
+            if not events or any(map(self.changed, parameters)):
+                events = [self.main.record_event()]
+            torch.cuda.current_stream().wait_event(events[-1])  # of one stream: after the others
 
     def join(self, *unused) -> None:
         """Let the main stream wait for all gradients; later work of this step runs on it.
@@ -1354,7 +1391,6 @@ class SideStreams:
             self.joined = True
             torch.cuda.current_stream().wait_stream(self.gradients)
             self.pending.clear()
-            self.casts.clear()
             if any(p.grad is not None and self.changed(p) for p in self.written):
                 wrong = "a weight got more than one gradient in a backward pass"
                 raise RuntimeError(f"overlap: {wrong}: use --disable-overlap")
@@ -1371,17 +1407,21 @@ def gradients_of(
     as soon as its gradient is there. Nothing overlaps where autograd or a hook reads a gradient.
     """
     parameters = [p for group in groups for p in group]
-    sizes = [[p.numel() for p in group] for group in groups]
-    outs = [parameters[0].new_empty(sum(group), dtype=dtype) for group in sizes]
-    parts = (part for out, group in zip(outs, sizes, strict=True) for part in out.split(group))
-    grads = {p: part.view_as(p) for p, part in zip(parameters, parts, strict=True)}
     side = getattr(parameters[0], "side", None)
     overlaps = side is not None and not side.joined
+    placed = side is not None and dtype == torch.float32
     for p in parameters:
         if p.is_leaf and p.grad is not None:  # autograd adds the second gradient, in float32
             p.grad = p.grad.to(p.dtype)
-            overlaps = False
+            overlaps = placed = False
         overlaps &= not (p._backward_hooks or p._post_accumulate_grad_hooks)
+    outs, grads = [], {}
+    for group in groups:
+        sizes = [p.numel() for p in group]
+        out = side.place(group) if placed else None
+        outs.append(parameters[0].new_empty(sum(sizes), dtype=dtype) if out is None else out)
+        parts = zip(group, outs[-1].split(sizes), strict=True)
+        grads |= {p: part.view_as(p) for p, part in parts}
     if overlaps:
         side.run(partial(compute, *outs), grads, inputs)
     else:
@@ -1408,18 +1448,6 @@ def matmul_out(grad: Tensor, x: Tensor, out: Tensor, direct: bool) -> None:
 # --- optimizer
 # Copied from dev/parts/optimizer.py by dev/sync_parts.py: edit it there.
 # AdamW is a kernel, which reads weights and gradients where they lie.
-
-
-def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return tensors that lie as side_by_side allocates them as one [elements]; None for others."""
-    first, last, size = tensors[0], tensors[-1], 0
-    for t in tensors:
-        place = first.data_ptr() + size * first.element_size()
-        if t.data_ptr() != place or t.dtype != first.dtype or not t.is_contiguous():
-            return None
-        size += triton.cdiv(t.numel(), 64) * 64
-    one = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
-    return first.detach().as_strided((size - -last.numel() % 64,), (1,)) if one else None
 
 
 @block_sizes({"BLOCK": 1024, "PROGRAMS": 1024})
@@ -1460,38 +1488,44 @@ def adamw_kernel(
         tl.store(WEIGHTS + at, weight, mask=inside)
 
 
+class Options(dict):
+    """The optimizer's options: a learning rate that is assigned goes to where a graph reads it."""
+
+    def __setitem__(self, name: str, value: object) -> None:
+        super().__setitem__(name, self["lr"].fill_(value) if name == "lr" else value)
+
+
 class FusedAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019): one launch for each of `groups`, which lie side by side.
 
-    Parameters that have been given other memory are updated there, one by one. `narrow`: the
-    gradient of a group of one may have another type. `side`: the model's streams. On several GPUs
-    it replaces DistributedDataParallel: call average_gradients before every step.
+    Parameters that have been given other memory are updated there, one by one. `side`: the model's
+    streams. On several GPUs it replaces DistributedDataParallel: call average_gradients before
+    every step.
     """
 
     _step_supports_amp_scaling = True  # the kernel divides by GradScaler's scale and skips a step
     averaged = False  # over several GPUs
 
     def __init__(
-        self, groups: Iterable[list[nn.Parameter]], lr: float, side: SideStreams | None = None,
-        narrow: bool = False,
+        self, groups: Iterable[list[nn.Parameter]], lr: float, side: SideStreams | None = None
     ):  # fmt: skip
         self.groups, self.side = list(groups), side or SideStreams()
         defaults = {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
         super().__init__([p for group in self.groups for p in group], defaults)
         self.parameters = self.param_groups[0]["params"]
         self.steps = self.parameters[0].new_zeros(len(self.parameters), dtype=torch.float64)
+        rate = self.steps.new_tensor(lr)
+        self.param_groups = [Options(self.param_groups[0], lr=rate)]
         self.counts = dict.fromkeys(self.parameters, 0)  # the same on the host, skipped ones too
-        steps = iter(self.steps)
+        pieces = (side_by_side(self.parameters, torch.float32) for _ in range(3))
+        for p, *own in zip(self.parameters, *pieces, self.steps, strict=True):
+            weight, average, square, step = own
+            p.data, p.side = weight.copy_(p.detach()), self.side
+            self.state[p] = {"step": step, "exp_avg": average.zero_(), "exp_avg_sq": square.zero_()}
         for group in self.groups:
-            pieces = [side_by_side(group, torch.float32) for _ in range(3)]
-            for p, weight, average, square in zip(group, *pieces, strict=True):
-                p.data, p.side = weight.copy_(p.detach()), self.side
-                moments = {"exp_avg": average.zero_(), "exp_avg_sq": square.zero_()}
-                self.state[p] = {"step": next(steps), **moments}
-            if narrow and len(group) == 1:
-                p.grad_dtype = None  # any type
-            if dist.is_initialized():  # one seed gives equal weights on equal machines only
-                dist.broadcast(as_one(group), 0)
+            self.side.groups |= dict.fromkeys(group, group)
+        if dist.is_initialized():  # one seed gives equal weights on equal machines only
+            dist.broadcast(as_one(self.parameters), 0)
 
     def __getstate__(self) -> dict:
         raise TypeError("FusedAdamW: copy or save its state_dict, not the optimizer")
@@ -1509,29 +1543,21 @@ class FusedAdamW(torch.optim.Optimizer):
             wrong = "the state is of other parameters, or in another order"
             raise ValueError(f"{wrong}, such as that of PyTorch's AdamW")
         options = {**state_dict["param_groups"][0], "params": self.parameters}
-        options["lr"] = self.rate().fill_(options["lr"])
-        self.param_groups[0].update(options)
+        for name, value in options.items():
+            self.param_groups[0][name] = value
         for i, p in enumerate(self.parameters):
             self.counts[p] = int(loaded[i]["step"])
             for name, value in self.state[p].items():
                 value.copy_(loaded[i][name])
 
-    def rate(self) -> Tensor:
-        """Return the learning rate, a number on the device, as a graph needs it."""
-        options = self.param_groups[0]
-        if not isinstance(options["lr"], Tensor):  # as it was given, or assigned since
-            options["lr"] = self.steps.new_tensor(options["lr"])
-        return options["lr"]
-
-    def collect(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """Return gradients as one tensor [elements]; they are copied if they do not lie so."""
+    def collect(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Return gradients that lie side by side: copies if they do not."""
         grads = [p.grad for p in parameters]
-        if as_one(grads) is None:
-            parts = side_by_side(grads, torch.float32)
-            torch._foreach_copy_(parts, grads)
-            for p, part in zip(parameters, parts, strict=True):
-                p.grad = part
-        return as_one([p.grad for p in parameters])
+        if as_one(grads) is not None:
+            return grads
+        copies = side_by_side(grads, torch.float32)
+        torch._foreach_copy_(copies, grads)
+        return copies
 
     @torch.no_grad()
     def average_gradients(self) -> None:
@@ -1545,14 +1571,17 @@ class FusedAdamW(torch.optim.Optimizer):
         self.side.join()
         if any(p.grad is None and p.requires_grad for p in self.parameters):
             raise RuntimeError("FusedAdamW: on several GPUs each parameter needs a gradient")
-        kept = [p.grad for p in self.parameters]  # until what reads them has been waited for
+        averages = {}
         with self.side.beside(self.side.updates):
             for group in reversed(self.groups):
                 if present := [p for p in group if p.grad is not None]:
                     self.side.wait_for(present)
-                    dist.all_reduce(grads := self.collect(present))
-                    grads /= dist.get_world_size()
-        del kept
+                    parts = self.collect(present)
+                    dist.all_reduce(one := as_one(parts))
+                    one /= dist.get_world_size()
+                    averages |= zip(present, parts, strict=True)
+        for p, average in averages.items():  # what reads the gradients has been waited for
+            p.grad = average
         self.averaged = True
 
     @torch.no_grad()
@@ -1569,46 +1598,41 @@ class FusedAdamW(torch.optim.Optimizer):
             self.counts[p] += 1
             if (p.dtype, p.device) != (torch.float32, self.steps.device):
                 raise TypeError(f"FusedAdamW: a parameter is {p.dtype} on {p.device} by now")
-        skipped, rate = getattr(self, "found_inf", None), self.rate()
-        kept = [p.grad for p in present]  # until what reads them has been waited for
+        skipped = getattr(self, "found_inf", None)
         with self.side.beside(self.side.updates):
+            one = 1
             if skipped is not None:
                 self.side.wait_for([])
-            one = torch.ones_like(rate) if skipped is None else 1 - skipped
-            if len(present) == len(self.parameters):
-                self.steps += one
-            else:
-                steps = [self.state[p]["step"] for p in present]
-                torch._foreach_add_(steps, [one.to(self.steps)] * len(steps))
+                one = 1 - skipped
+            whole = len(present) == len(self.parameters)
+            for steps in [self.steps] if whole else [self.state[p]["step"] for p in present]:
+                steps += one
             powers = [beta**self.steps for beta in self.param_groups[0]["betas"]]
             for group in reversed(self.groups):
-                together = itertools.groupby(group, lambda p: p.grad is not None and self.counts[p])
-                for count, parameters in together:
-                    parameters = [*parameters]
-                    if count:
-                        self.side.wait_for(parameters)
-                        self.update(parameters, powers, rate)
-        del kept
+                if present := [p for p in group if p.grad is not None]:
+                    self.side.wait_for(present)
+                    self.update(present, powers)
 
-    def update(self, group: list[nn.Parameter], powers: list[Tensor], rate: Tensor) -> None:
+    def update(self, group: list[nn.Parameter], powers: list[Tensor]) -> None:
         """Update parameters by one launch if they lie side by side, else each where it lies."""
-        weights = as_one(group)
+        weights = as_one(group) if len({self.counts[p] for p in group}) == 1 else None
         if weights is None and len(group) > 1:
             for p in group:
-                self.update([p], powers, rate)
+                self.update([p], powers)
             return
         memory = group[0].contiguous() if weights is None else weights
         states = [self.state[p] for p in group]
         moments = [as_one([state[name] for state in states]) for name in ("exp_avg", "exp_avg_sq")]
         powers = [power[states[0]["step"].storage_offset()] for power in powers]
-        tensors = memory, self.collect(group), *moments, *powers, rate
-        tensors += getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        tensors = memory, as_one(self.collect(group)), *moments, *powers
         options, chosen, size = self.param_groups[0], blocks("adamw"), moments[0].numel()
-        shares = {f"share{i}": 1 - beta for i, beta in enumerate(options["betas"], 1)}
-        settings = {"size": size, **shares, "eps": options["eps"], "decay": options["weight_decay"]}
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        tensors += options["lr"], scale, found_inf
+        shares = (1 - beta for beta in options["betas"])
         most = triton.next_power_of_2(triton.cdiv(size, chosen["BLOCK"]))
         programs = chosen["PROGRAMS"] = min(chosen["PROGRAMS"], most)
-        wrap_triton(adamw_kernel)[(programs,)](*tensors, **settings, **chosen)
+        launch = wrap_triton(adamw_kernel)[(programs,)]
+        launch(*tensors, size, *shares, options["eps"], options["weight_decay"], **chosen)
         if weights is None:
             group[0].copy_(memory)
         torch.autograd.graph.increment_version(group)  # no kernel does

@@ -293,6 +293,7 @@ class Norm(NamedTuple):
     dtype: torch.dtype  # of the results
     ending: bool = False  # the pair bias is that of the transposed pairs
     present: Tensor | None = None  # [B, N], False for residues that are padding
+    relu: bool = False  # of the projection, by the library
 
 
 def norm_project(
@@ -313,11 +314,6 @@ def norm_project(
     launch = wrap_triton(norm_project_kernel)[(triton.cdiv(options["M"], options["BLOCK_M"]),)]
     launch(x, *norm[:5], norm.present, out, pair_bias, **options)
     return out, pair_bias
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Compute LayerNorm(x), x [..., C], in `dtype`."""
-    return norm_project(x, Norm(weight, bias, None, None, None, eps, dtype), normed=True)[0]
 
 
 def norm_project_backward(
@@ -394,7 +390,7 @@ class NormProjection(torch.autograd.Function):
     Who adds an update to x takes the returned one. So the gradient of the sum arrives here with
     those of the projections, and one kernel adds it to theirs. The parameters are the first five
     of Norm, the settings the others. Kept for later: x alone; in float32, where the library
-    multiplies, y as well.
+    multiplies, y as well; what went through a ReLU.
     """
 
     @staticmethod
@@ -402,27 +398,35 @@ class NormProjection(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.settings = settings
         ctx.parameters = parameters
-        _, dtype, *_ = settings
+        _, dtype, _, _, relu = settings
         *linear, heads = parameters
         heads = None if heads is None else cast_of(heads, heads.dtype)
         norm = Norm(*with_casts(linear, dtype), heads, *settings)
         rows = x.contiguous()
         # Many rows keep the library's GEMM busy, too: it and a norm are faster than one kernel.
-        few = multiplies(dtype, x.shape[-1]) and x.numel() <= 2**21
+        few = multiplies(dtype, x.shape[-1]) and x.numel() <= 2**21 and not relu
         if few or norm.weight is None:
-            ctx.save_for_backward(rows, None, *norm[:5])
+            ctx.save_for_backward(rows, None, None, *norm[:5])
             return x.view_as(x), *norm_project(rows, norm)
         y, pair_bias = norm_project(rows, norm._replace(weight=None), normed=True)
-        ctx.save_for_backward(rows, y if dtype == torch.float32 else None, *norm[:5])
         bias = None if norm.bias is None else cast_of(parameters[3], dtype)
-        return x.view_as(x), F.linear(y, norm.weight, bias), pair_bias
+        if relu:  # the library's product ends with it
+            out = torch._addmm_activation(bias, y.flatten(0, -2), norm.weight.t())
+            out = out.view(*y.shape[:-1], -1)
+        else:
+            out = F.linear(y, norm.weight, bias)
+        normed = y if dtype == torch.float32 else None
+        ctx.save_for_backward(rows, normed, out if relu else None, *norm[:5])
+        return x.view_as(x), out, pair_bias
 
     @without_second_derivative
     def backward(ctx, residual: Tensor | None, grad: Tensor | None, grad_pair_bias: Tensor | None):
-        x, normed, *saved = ctx.saved_tensors  # with checkpoints they are read once
+        x, normed, activated, *saved = ctx.saved_tensors  # with checkpoints they are read once
         norm = Norm(*saved, *ctx.settings)
         grads = (None if g is None else g.contiguous() for g in (grad, grad_pair_bias, residual))
         grad, grad_pair_bias, residual = grads
+        if activated is not None:
+            grad = torch.ops.aten.threshold_backward(grad, activated, 0)
         *of_norm, weight, bias, heads = ctx.parameters
         groups = [of_norm if grad_pair_bias is None else [*of_norm, heads]]
         read = [x] if normed is None else [x, normed]
@@ -430,7 +434,7 @@ class NormProjection(torch.autograd.Function):
             groups.append([weight] if bias is None else [weight, bias])
             grad_rows = grad.flatten(0, -2)
             read.append(grad_rows)
-            if not multiplies(norm.dtype, x.shape[-1]):
+            if norm.relu or not multiplies(norm.dtype, x.shape[-1]):
                 grad = grad_rows @ norm.weight
                 norm = norm._replace(weight=None)
         grad_x, sums = norm_project_backward(x, norm, grad, grad_pair_bias, residual)
@@ -438,8 +442,10 @@ class NormProjection(torch.autograd.Function):
         def compute(grad_norm: Tensor, *grad_linears: Tensor) -> None:
             sum_parts(sums, grad_norm)
             for grad_linear in grad_linears:  # none or one
-                again = *norm[:2], norm.eps, norm.dtype
-                y = layer_norm(x, *again) if normed is None else normed
+                y = normed
+                if y is None:
+                    alone = norm._replace(weight=None, heads=None)
+                    y, _ = norm_project(x, alone, normed=True)
                 linear_gradients_out(grad_rows, y, grad_linear)
 
         return grad_x, None, *parameter_gradients(ctx, groups, compute, sums, *read)
@@ -448,10 +454,11 @@ class NormProjection(torch.autograd.Function):
 def normed_projection(
     norm: nn.LayerNorm, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
     heads: nn.Linear | None = None, ending: bool = False, present: Tensor | None = None,
+    relu: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Return x, its projection after the norm, and a pair bias: use this x, see NormProjection."""
     parameters = norm.weight, norm.bias, weight, bias, None if heads is None else heads.weight
-    settings = norm.eps, gemm_dtype(x), ending, present
+    settings = norm.eps, gemm_dtype(x), ending, present, relu
     return NormProjection.apply(x, settings, *parameters)
 
 
@@ -510,15 +517,6 @@ def project_residual_kernel(
     tl.store(OUT + at, out, mask=inside)
 
 
-def column_sums_out(x: Tensor, out: Tensor, factors: Tensor | None = None) -> None:
-    """Write the sum over all rows of x [..., C] into out [C], times factors [samples]."""
-    rows, programs, options = row_launch("column_sums", x)
-    options |= {"rows": rows, "rows_of_factor": rows if factors is None else rows // len(factors)}
-    sums = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
-    wrap_triton(column_sums_kernel)[(programs,)](x, factors, sums, **options)
-    sum_parts(sums, out)
-
-
 def linear_gradients_out(
     grad: Tensor, x: Tensor, out: Tensor, factors: Tensor | None = None
 ) -> None:
@@ -532,7 +530,12 @@ def linear_gradients_out(
     weight, bias = out.tensor_split([grad.shape[1] * x.shape[1]])
     matmul_out(grad, x, weight.view(grad.shape[1], x.shape[1]), direct=True)
     if len(bias):
-        column_sums_out(grad, bias, factors)
+        rows, programs, options = row_launch("column_sums", grad)
+        rows_of_factor = rows if factors is None else rows // len(factors)
+        sums = grad.new_empty(programs, grad.shape[1], dtype=torch.float32)
+        launch = wrap_triton(column_sums_kernel)[(programs,)]
+        launch(grad, factors, sums, rows, rows_of_factor, **options)
+        sum_parts(sums, bias)
 
 
 def project_residual(
@@ -1079,7 +1082,7 @@ class GatedAttention(nn.Module):
         self.heads, self.head_dim = heads, dim // heads
         self.fused = fusions.triton_attention
         if self.fused:
-            parts = ("linear_q", "linear_k", "linear_v", "linear_g")
+            parts = ("linear_q", "linear_k", "linear_v", "linear_g")  # names in a state_dict
             self.linear_qkvg = QKVGLinear(dim)
             keep_separate_names(self, "linear_qkvg", parts, biased=("linear_g",), heads=heads)
         else:
@@ -1101,7 +1104,7 @@ class GatedAttention(nn.Module):
         """
         if present is not None:
             bias = x.new_zeros(1) if bias is None else bias
-            # a weight of 0, and no NaN where all keys are padding, nor in float16
+            # -1e4 fits float16 and gives a weight of 0; -inf gives NaN if all keys are padding
             bias = bias.masked_fill(~present[:, None, None], -1e4)
         if columns:
             return self.attend(x.transpose(1, 2), bias).transpose(1, 2)
@@ -1844,22 +1847,16 @@ def outer_product_gradient_kernel(
         tl.store(at, wide.to(GRAD_WIDE.dtype.element_ty), mask=inside)
 
 
-def outer_product_options(kernel: str, a: Tensor) -> dict[str, int | str]:
-    """Return what a kernel of the outer product is told."""
-    _, depth, length, dim = a.shape
-    chosen = blocks(kernel, a.dtype)
-    chosen["BLOCK_S"] = min(chosen["BLOCK_S"], max(16, triton.next_power_of_2(depth)))
-    return {**chosen, "S": depth, "N": length, "H": dim, "PRECISION": dot_precision(a.dtype)}
-
-
 def outer_product_forward(a: Tensor, b: Tensor, factors: Tensor) -> Tensor:
     """Multiply a and b [B, S, N, H] -> factor * sum over S of outer products [B, N, N, H x H]."""
-    samples, _, length, dim = a.shape
-    options = outer_product_options("outer_product_forward", a)
+    samples, depth, length, dim = a.shape
     out = a.new_empty(samples, length, length, dim * dim)
-    left, right = (triton.cdiv(length * dim, options[size]) for size in ("BLOCK_M", "BLOCK_N"))
+    chosen = blocks("outer_product_forward", a.dtype)
+    chosen["BLOCK_S"] = min(chosen["BLOCK_S"], max(16, triton.next_power_of_2(depth)))
+    left, right = (triton.cdiv(length * dim, chosen[size]) for size in ("BLOCK_M", "BLOCK_N"))
     launch = wrap_triton(outer_product_forward_kernel)[(left, right, samples)]
-    launch(a, b, factors, out, **options)
+    precision = dot_precision(a.dtype)
+    launch(a, b, factors, out, depth, length, dim, PRECISION=precision, **chosen)
     return out
 
 
@@ -1897,14 +1894,15 @@ class OuterProductWithResidual(torch.autograd.Function):
         _, samples, _, length, dim = ab.shape
         chosen = blocks("outer_product_gradient", ab.dtype)
         chosen["BLOCK_M"] = min(chosen["BLOCK_M"], max(16, triton.next_power_of_2(length)))
-        chosen |= {"N": length, "C": len(cast), "H": dim, "PRECISION": dot_precision(ab.dtype)}
-        chosen["TRANSPOSED"] = ab.dtype == torch.float32
-        weight_t = cast.t().contiguous() if chosen["TRANSPOSED"] else cast
+        transposed = ab.dtype == torch.float32
+        weight_t = cast.t().contiguous() if transposed else cast
         grad_ab = torch.empty_like(ab)
         wide = ab.new_empty(samples, length * dim, length * dim)
         grid = (length, triton.cdiv(length, chosen["BLOCK_M"]), samples)
         launch = wrap_triton(outer_product_gradient_kernel)[grid]
-        launch(grad, weight_t, factors, wide, **chosen)
+        sizes = length, len(cast), dim, transposed
+        precision = dot_precision(ab.dtype)
+        launch(grad, weight_t, factors, wide, *sizes, PRECISION=precision, **chosen)
         (a, b), (grad_a, grad_b) = ab.flatten(3), grad_ab.flatten(3)
         torch.bmm(b, wide.mT, out=grad_a)
         torch.bmm(a, wide, out=grad_b)
@@ -2077,15 +2075,6 @@ def transition_backward_weights_kernel(
     tl.store(SUMS + channel[None, :] * HIDDEN + hidden[:, None], grad_weight_2)
 
 
-def transition_options(kernel: str, x: Tensor, weight_1: Tensor) -> dict[str, int | bool | str]:
-    """Return what a kernel of the transition of x [..., C] is told."""
-    hidden, dim = weight_1.shape
-    chosen = blocks(kernel, weight_1.dtype)
-    chosen["BLOCK_N"] = min(chosen["BLOCK_N"], hidden)
-    chosen |= {"M": x.numel() // dim, "C": dim, "HIDDEN": hidden}
-    return {**chosen, "WIDE": x.numel() >= 2**31, "PRECISION": dot_precision(weight_1.dtype)}
-
-
 class TransitionFunction(torch.autograd.Function):
     """Compute x + transition(x), x [..., C].
 
@@ -2099,12 +2088,15 @@ class TransitionFunction(torch.autograd.Function):
         x = x.contiguous()
         inputs = x, *with_casts(parameters, dtype)
         ctx.save_for_backward(*inputs)
-        ctx.eps = eps
         ctx.parameters = parameters
+        hidden, dim = parameters[2].shape
+        ctx.sizes = {"M": x.numel() // dim, "eps": eps, "C": dim, "HIDDEN": hidden}
+        ctx.sizes |= {"WIDE": x.numel() >= 2**31, "PRECISION": dot_precision(dtype)}
         out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, dtype))
-        options = transition_options("transition_forward", x, inputs[3])
-        grid = (triton.cdiv(options["M"], options["BLOCK_M"]),)
-        wrap_triton(transition_forward_kernel)[grid](*inputs, out, eps=eps, **options)
+        chosen = blocks("transition_forward", dtype)
+        programs = triton.cdiv(ctx.sizes["M"], chosen["BLOCK_M"])
+        launch = wrap_triton(transition_forward_kernel)[(programs,)]
+        launch(*inputs, out, **ctx.sizes, **chosen)
         return out
 
     @without_second_derivative
@@ -2113,74 +2105,27 @@ class TransitionFunction(torch.autograd.Function):
         x, _, _, weight_1, *_ = inputs
         grad_out = grad_out.contiguous()
         grad_x = torch.empty_like(x)
-        options = transition_options("transition_backward_input", x, weight_1)
-        programs = triton.cdiv(options["M"], options["BLOCK_M"])
+        rows, hidden = ctx.sizes["M"], ctx.sizes["HIDDEN"]
+        chosen = blocks("transition_backward_input", weight_1.dtype)
+        programs = triton.cdiv(rows, chosen["BLOCK_M"])
         sums = x.new_empty(programs, 3, x.shape[-1], dtype=torch.float32)
         launch = wrap_triton(transition_backward_input_kernel)[(programs,)]
-        launch(*inputs, grad_out, grad_x, sums, eps=ctx.eps, **options)
+        launch(*inputs, grad_out, grad_x, sums, **ctx.sizes, **chosen)
 
         def compute(grad_linears: Tensor, grad_bias_and_norm: Tensor) -> None:
-            options = transition_options("transition_backward_weights", x, weight_1)
-            slices = triton.cdiv(options["HIDDEN"], options["BLOCK_N"])
-            programs = triton.cdiv(options["PROGRAMS"], slices)
-            programs = min(programs, triton.cdiv(options["M"], options["BLOCK_M"]))
-            options["PROGRAMS"] = programs
+            chosen = blocks("transition_backward_weights", weight_1.dtype)
+            chosen["BLOCK_N"] = min(chosen["BLOCK_N"], hidden)
+            slices = triton.cdiv(hidden, chosen["BLOCK_N"])
+            most = triton.cdiv(rows, chosen["BLOCK_M"])
+            programs = min(triton.cdiv(chosen.pop("PROGRAMS"), slices), most)
             parts = x.new_empty(programs, len(grad_linears), dtype=torch.float32)
             launch = wrap_triton(transition_backward_weights_kernel)[(slices, programs)]
-            launch(*inputs, grad_out, parts, eps=ctx.eps, **options)
+            launch(*inputs, grad_out, parts, PROGRAMS=programs, **ctx.sizes, **chosen)
             sum_parts(parts, grad_linears)
             sum_parts(sums, grad_bias_and_norm)
 
         groups = ctx.parameters[2:5], (ctx.parameters[5], *ctx.parameters[:2])
         return grad_x, None, *parameter_gradients(ctx, groups, compute, grad_out, sums, *inputs)
-
-
-# A transition of rows too wide for that. The hidden layer is kept; its bias and its ReLU are in the
-# product that makes it.
-class WideTransitionFunction(torch.autograd.Function):
-    """Compute x + transition(x) as TransitionFunction does.
-
-    Kept for later: x and the hidden layer after its ReLU; in float32 y as well.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, eps: float, *parameters: Tensor) -> Tensor:
-        dtype = gemm_dtype(x)
-        x = x.contiguous()
-        norm = with_casts(parameters[:2], dtype)
-        weight_1, bias_1, weight_2, bias_2 = (cast_of(p, dtype) for p in parameters[2:])
-        y = layer_norm(x, *norm, eps, dtype)
-        # The library's product adds the bias, and ends with the ReLU.
-        relu = torch._addmm_activation(bias_1, y.flatten(0, -2), weight_1.t())
-        relu = relu.view(*y.shape[:-1], -1)
-        normed = y if dtype == torch.float32 else None
-        ctx.save_for_backward(x, relu, weight_1, weight_2, normed, *norm)
-        ctx.eps = eps
-        ctx.parameters = parameters
-        return x + F.linear(relu, weight_2, bias_2)
-
-    @without_second_derivative
-    def backward(ctx, grad_out: Tensor):
-        x, relu, weight_1, weight_2, normed, *norm = ctx.saved_tensors
-        dtype = relu.dtype
-        grad_out = grad_out.contiguous()
-        grad = grad_out.to(dtype)
-        grad_h = grad @ weight_2
-        torch.ops.aten.threshold_backward.grad_input(grad_h, relu, 0, grad_input=grad_h)
-        grad_y = grad_h @ weight_1
-        inputs = x, Norm(*norm, None, None, None, ctx.eps, dtype)
-        grad_x, sums = norm_project_backward(*inputs, grad_y, None, grad_out)
-
-        def compute(grad_norm: Tensor, grad_linear_1: Tensor, grad_linear_2: Tensor) -> None:
-            sum_parts(sums, grad_norm)
-            y = layer_norm(x, *norm, ctx.eps, dtype) if normed is None else normed
-            linear_gradients_out(grad_h, y, grad_linear_1)
-            linear_gradients_out(grad, relu, grad_linear_2)
-
-        groups = ctx.parameters[:2], ctx.parameters[2:4], ctx.parameters[4:]
-        read = [grad, relu, grad_h, x, sums]
-        read += [] if normed is None else [normed]
-        return grad_x, None, *parameter_gradients(ctx, groups, compute, *read)
 
 
 class Transition(nn.Module):
@@ -2195,13 +2140,14 @@ class Transition(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Update x [..., C]."""
-        if self.fused:
-            # Narrow rows fit into the registers whole.
-            narrow = x.shape[-1] <= 256 // gemm_dtype(x).itemsize
-            function = TransitionFunction if narrow else WideTransitionFunction
+        if not self.fused:
+            return x + self.linear_2(F.relu(self.linear_1(self.layer_norm(x))))
+        if x.shape[-1] <= 256 // gemm_dtype(x).itemsize:  # a row fits into the registers whole
             parameters = parameters_of(self.layer_norm, self.linear_1, self.linear_2)
-            return function.apply(x, self.layer_norm.eps, *parameters)
-        return x + self.linear_2(F.relu(self.linear_1(self.layer_norm(x))))
+            return TransitionFunction.apply(x, self.layer_norm.eps, *parameters)
+        first = parameters_of(self.linear_1)
+        x, hidden, _ = normed_projection(self.layer_norm, x, *first, relu=True)
+        return x + Projection.apply(hidden, None, *parameters_of(self.linear_2))
 
 
 class MSATransition(Transition):
@@ -2627,13 +2573,19 @@ def parameter_gradients(
     return tuple(grads.get(parameter) for parameter in ctx.parameters)
 
 
+def fused_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of those parts of a module that kernels compute."""
+    parts = [part for part in module.modules() if getattr(part, "fused", False)]
+    return [parameter for part in parts for parameter in part.parameters()]
+
+
 # --- model
 class EvoformerBlock(nn.Module):
     """One block of the Evoformer stack, without dropout (AF2 SI, algorithm 6)."""
 
-    def __init__(self, config: ModelConfig, fusions: Fusions, side: SideStreams | None = None):
+    def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
-        self.dims, self.side = (config.msa_dim, config.pair_dim), side or SideStreams()
+        self.dims = config.msa_dim, config.pair_dim
         self.msa_att_row = MSARowAttentionWithPairBias(config, fusions)
         self.msa_att_col = MSAColumnAttention(config, fusions)
         self.msa_transition = MSATransition(config.msa_dim, config.transition_factor, fusions)
@@ -2664,9 +2616,7 @@ class EvoformerBlock(nn.Module):
         check_shape("residues", residues, samples, length)
         masks = (m if m is None else m.bool().contiguous() for m in (sequences, residues))
         sequences, residues = masks
-        parts = [part for part in self.children() if part.fused]
-        parameters = itertools.chain(*(part.parameters() for part in parts))
-        with cast_weights(parameters, gemm_dtype(msa), self.side):
+        with cast_weights(fused_parameters(self), gemm_dtype(msa)):
             msa, pair = self.msa_att_row(msa, pair, residues)
             msa = self.msa_att_col(msa, sequences)
             msa = self.msa_transition(msa)
@@ -2694,7 +2644,7 @@ class TinyOpenFold(nn.Module):
         super().__init__()
         self.config, self.fusions, self.side = config, fusions, SideStreams()
         self.input_embedder = InputEmbedder(config, fusions)
-        blocks = (EvoformerBlock(config, fusions, self.side) for _ in range(config.num_blocks))
+        blocks = (EvoformerBlock(config, fusions) for _ in range(config.num_blocks))
         self.blocks = nn.ModuleList(blocks)
         self.distogram = DistogramHead(config)
         self.masked_msa = MaskedMSAHead(config)
@@ -2730,13 +2680,21 @@ class TinyOpenFold(nn.Module):
         if self.side.active:  # the embedding's gradients, the last ones, are on the main stream
             msa.register_hook(self.side.join)
             pair.register_hook(self.side.join)
-        for block in self.blocks:
-            inputs = (msa, pair, sequences, residues)
-            if self.config.checkpoint_blocks:  # without random numbers: a block draws none
-                options = {"use_reentrant": False, "preserve_rng_state": False}
-                msa, pair = checkpoint(block, *inputs, **options)
-            else:
-                msa, pair = block(*inputs)
+        fused_loss = self.fusions.loss_fusion and true_tokens is not None
+        weights = fused_parameters(self.blocks)
+        of_heads = parameters_of(self.distogram.linear, self.masked_msa.linear)
+        weights += of_heads if fused_loss else []
+        with cast_weights(weights, gemm_dtype(msa), self.side):
+            for block in self.blocks:
+                inputs = (msa, pair, sequences, residues)
+                if self.config.checkpoint_blocks:  # without random numbers: a block draws none
+                    options = {"use_reentrant": False, "preserve_rng_state": False}
+                    msa, pair = checkpoint(block, *inputs, **options)
+                else:
+                    msa, pair = block(*inputs)
+            if fused_loss:
+                distogram = Projection.apply(pair, None, *of_heads[:2])
+                masked_msa = Projection.apply(msa, None, *of_heads[2:])
         if true_tokens is None:
             masked_msa, distogram = self.masked_msa(msa), self.distogram(pair)
             distogram = distogram[:, :length, :length]
@@ -2750,12 +2708,7 @@ class TinyOpenFold(nn.Module):
             true_tokens, masked = F.pad(true_tokens, padding), F.pad(masked, padding)
             coords, observed = F.pad(coords, (0, 0, *padding)), F.pad(observed, padding)
         bins, known = self.distogram.targets(coords, observed)
-        if self.fusions.loss_fusion:
-            of_pair = parameters_of(self.distogram.linear)
-            of_msa = parameters_of(self.masked_msa.linear)
-            with cast_weights([*of_pair, *of_msa], gemm_dtype(msa), self.side):
-                distogram = Projection.apply(pair, None, *of_pair)
-                masked_msa = Projection.apply(msa, None, *of_msa)
+        if fused_loss:
             self.side.return_workspaces()  # the backward pass, in another thread, has its own
             distogram = HeadLoss.apply(distogram, bins, known, True, 0.3)
             return distogram + HeadLoss.apply(masked_msa, true_tokens, masked, False, 2.0)
@@ -2797,11 +2750,11 @@ def keep_separate_names(
 
 def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
     """Build the model: a seed gives the same weights in every version and fusion setting."""
-    sizes = {n: v for n, v in vars(args).items() if n in ModelConfig.__dataclass_fields__}
-    fusions = Fusions(**{attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS})
+    sizes = {name: getattr(args, name) for name in ModelConfig.__dataclass_fields__ if name in args}
+    fusions = Fusions(**{name: getattr(args, name) for name in Fusions.__dataclass_fields__})
     with device:
         model = TinyOpenFold(ModelConfig(**sizes), fusions)
-    if device.type != "meta":
+    if device.type != "meta":  # where tensors have shapes alone, to count FLOPs
         generator = torch.Generator().manual_seed(args.seed)
         # Canonical names, so the order of the draws does not depend on what is fused.
         state = model.state_dict()
@@ -2817,9 +2770,11 @@ def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
 
 
 def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
-    """Build AdamW over all parameters: one kernel, or a few launches of PyTorch's own."""
+    """Build AdamW over all parameters: a launch for each block, or a few of PyTorch's own."""
     if args.fused_optimizer:
-        return FusedAdamW([list(model.parameters())], args.learning_rate, model.side)
+        parts = model.input_embedder, *model.blocks, model.distogram, model.masked_msa
+        groups = [list(part.parameters()) for part in parts]
+        return FusedAdamW(groups, args.learning_rate, model.side)
     rate = args.learning_rate
     if args.device == "cuda":  # a tensor, so that a captured step follows a scheduler
         rate = torch.tensor(rate, device=next(model.parameters()).device)
@@ -2872,8 +2827,8 @@ def without_effect(args: argparse.Namespace) -> dict[str, str]:
 def missing_kernels(args: argparse.Namespace) -> dict[str, str]:
     """Return the fusions that have no kernel for these widths on this GPU, and why.
 
-    Wider rows need more shared memory. `needed` bounds what dev/compile_for_amd.py finds for an
-    H100 (sm_90) and an MI300 (gfx942).
+    Wider rows need more shared memory. `needed` bounds what python -m fusion_lab.amd compile finds
+    for an H100 (sm_90) and an MI300 (gfx942).
     """
     missing = {}
     dim = args.pair_dim
@@ -3127,18 +3082,34 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> P
 
 # --- streams
 # Copied from dev/parts/streams.py by dev/sync_parts.py: edit it there.
-# A forward pass casts its weights together. In a step that is captured as a graph, casts, weight
-# gradients and updates overlap the rest.
+# A forward pass casts its weights together, and gradients are written where AdamW reads them. In a
+# step that is captured as a graph, casts, weight gradients and updates overlap the rest.
 CASTS: ContextVar[dict[Tensor, Tensor]] = ContextVar("CASTS")  # of parameters, in a forward pass
 
 
 def side_by_side(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Allocate tensors of these shapes as one piece, each from a multiple of 64 elements on."""
     sizes = [triton.cdiv(t.numel(), 64) * 64 for t in tensors]
-    make = torch.zeros if any(t.numel() % 64 for t in tensors) else torch.empty  # gaps are read
+    gaps = any(t.numel() % 64 for t in tensors)
+    make = torch.zeros if gaps and INTERPRETED else torch.empty  # which warns of large numbers
     piece = make(sum(sizes), device=tensors[0].device, dtype=dtype)
     parts = zip(piece.split(sizes), tensors, strict=True)
     return [part[: t.numel()].view(t.shape) for part, t in parts]
+
+
+def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return tensors that lie as side_by_side allocates them as one [elements]; None for others.
+
+    It has the gaps between them, too, in which is anything.
+    """
+    first, last, size = tensors[0], tensors[-1], 0
+    for t in tensors:
+        place = first.data_ptr() + size * first.element_size()
+        if t.data_ptr() != place or t.dtype != first.dtype or not t.is_contiguous():
+            return None
+        size += triton.cdiv(t.numel(), 64) * 64
+    one = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    return first.detach().as_strided((size - -last.numel() % 64,), (1,)) if one else None
 
 
 def cast_of(parameter: Tensor, dtype: torch.dtype) -> Tensor:
@@ -3150,21 +3121,25 @@ def cast_of(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextlib.contextmanager
 def cast_weights(
-    weights: Iterable[Tensor], dtype: torch.dtype, side: SideStreams
+    weights: Iterable[Tensor], dtype: torch.dtype, side: SideStreams | None = None
 ) -> Iterator[None]:
-    """Cast weights together, in few launches, for the operations inside.
+    """Cast weights for the operations inside, in one launch if they lie side by side.
 
     Each forward pass has casts of its own, which its backward pass keeps: so weights may change in
-    any way between two passes.
+    any way between two passes. Give no `side` where it may be a backward pass that needs them
+    again: on the side stream they could get memory that the main stream still reads.
     """
-    weights, casts = [w for w in weights if w.dtype != dtype], []
-    if weights:  # on the main stream where a block is computed again in the backward pass
-        with torch.no_grad(), side.beside(None if side.written else side.gradients):
-            casts = side_by_side(weights, dtype)
-            torch._foreach_copy_(casts, weights)
-        if side.active:
-            side.casts += casts
-    token = CASTS.set(CASTS.get({}) | dict(zip(weights, casts, strict=True)))
+    known = CASTS.get({})
+    weights, casts = [w for w in weights if w.dtype != dtype and w not in known], []
+    if weights:
+        side = side or SideStreams()
+        with torch.no_grad(), side.beside(side.gradients):
+            casts, one = side_by_side(weights, dtype), as_one(weights)
+            if one is None:
+                torch._foreach_copy_(casts, weights)
+            else:
+                as_one(casts).copy_(one)
+    token = CASTS.set(known | dict(zip(weights, casts, strict=True)))
     try:
         yield
     finally:
@@ -3193,6 +3168,7 @@ class SideStreams:
 
     def __init__(self):
         self.streams: tuple[torch.cuda.Stream, ...] = ()
+        self.groups: dict[Tensor, list[Tensor]] = {}  # the optimizer's, of each parameter
         self.begin_step(False)
 
     def __reduce__(self) -> tuple:
@@ -3206,8 +3182,8 @@ class SideStreams:
         self.gradients = self.updates = None  # the main stream
         # cleared here, as a failed capture does not end its step
         self.pending = collections.deque()  # of events, and what the work before them reads
-        self.casts: list[Tensor] = []  # their memory must not be a later layer's in this step
         self.written: dict[Tensor, tuple] = {}  # event, address and version of a gradient
+        self.places: dict[Tensor, Tensor | None] = {}  # for gradients; None once it is taken
         self.return_workspaces()
         if self.active:
             self.main = torch.cuda.current_stream()
@@ -3242,6 +3218,18 @@ class SideStreams:
             current.wait_event(self.pending[0][0])
             self.pending.popleft()
 
+    def place(self, parameters: Sequence[Tensor]) -> Tensor | None:
+        """Return where AdamW reads these gradients [elements]; None where a copy is needed."""
+        for group in (self.groups[p] for p in parameters if p not in self.places):
+            self.places |= zip(group, side_by_side(group, torch.float32), strict=True)
+        places = [self.places[p] for p in parameters]
+        if any(place is None for place in places):
+            return None
+        self.places |= dict.fromkeys(parameters)
+        one = as_one(places)
+        whole = one is not None and len(one) == sum(p.numel() for p in parameters)
+        return one.data if whole else None  # .data: views would share one version counter
+
     def changed(self, parameter: Tensor) -> bool:
         """Tell whether its gradient is not, or no longer, what the side stream writes."""
         now = parameter.grad.data_ptr(), parameter.grad._version
@@ -3250,10 +3238,11 @@ class SideStreams:
     def wait_for(self, parameters: Sequence[Tensor]) -> None:
         """Let the current stream wait for these gradients; else for all of the main stream."""
         if self.active:
-            known = not any(map(self.changed, parameters))
-            events = {self.written[p][0] for p in parameters} if known else ()
-            for event in events or [self.main.record_event()]:
-                torch.cuda.current_stream().wait_event(event)
+            waits = {*parameters}
+            events = [event for p, (event, *_) in self.written.items() if p in waits]
+            if not events or any(map(self.changed, parameters)):
+                events = [self.main.record_event()]
+            torch.cuda.current_stream().wait_event(events[-1])  # of one stream: after the others
 
     def join(self, *unused) -> None:
         """Let the main stream wait for all gradients; later work of this step runs on it.
@@ -3264,7 +3253,6 @@ class SideStreams:
             self.joined = True
             torch.cuda.current_stream().wait_stream(self.gradients)
             self.pending.clear()
-            self.casts.clear()
             if any(p.grad is not None and self.changed(p) for p in self.written):
                 wrong = "a weight got more than one gradient in a backward pass"
                 raise RuntimeError(f"overlap: {wrong}: use --disable-overlap")
@@ -3281,17 +3269,21 @@ def gradients_of(
     as soon as its gradient is there. Nothing overlaps where autograd or a hook reads a gradient.
     """
     parameters = [p for group in groups for p in group]
-    sizes = [[p.numel() for p in group] for group in groups]
-    outs = [parameters[0].new_empty(sum(group), dtype=dtype) for group in sizes]
-    parts = (part for out, group in zip(outs, sizes, strict=True) for part in out.split(group))
-    grads = {p: part.view_as(p) for p, part in zip(parameters, parts, strict=True)}
     side = getattr(parameters[0], "side", None)
     overlaps = side is not None and not side.joined
+    placed = side is not None and dtype == torch.float32
     for p in parameters:
         if p.is_leaf and p.grad is not None:  # autograd adds the second gradient, in float32
             p.grad = p.grad.to(p.dtype)
-            overlaps = False
+            overlaps = placed = False
         overlaps &= not (p._backward_hooks or p._post_accumulate_grad_hooks)
+    outs, grads = [], {}
+    for group in groups:
+        sizes = [p.numel() for p in group]
+        out = side.place(group) if placed else None
+        outs.append(parameters[0].new_empty(sum(sizes), dtype=dtype) if out is None else out)
+        parts = zip(group, outs[-1].split(sizes), strict=True)
+        grads |= {p: part.view_as(p) for p, part in parts}
     if overlaps:
         side.run(partial(compute, *outs), grads, inputs)
     else:
@@ -3318,18 +3310,6 @@ def matmul_out(grad: Tensor, x: Tensor, out: Tensor, direct: bool) -> None:
 # --- optimizer
 # Copied from dev/parts/optimizer.py by dev/sync_parts.py: edit it there.
 # AdamW is a kernel, which reads weights and gradients where they lie.
-
-
-def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return tensors that lie as side_by_side allocates them as one [elements]; None for others."""
-    first, last, size = tensors[0], tensors[-1], 0
-    for t in tensors:
-        place = first.data_ptr() + size * first.element_size()
-        if t.data_ptr() != place or t.dtype != first.dtype or not t.is_contiguous():
-            return None
-        size += triton.cdiv(t.numel(), 64) * 64
-    one = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
-    return first.detach().as_strided((size - -last.numel() % 64,), (1,)) if one else None
 
 
 @block_sizes({"BLOCK": 1024, "PROGRAMS": 1024})
@@ -3370,38 +3350,44 @@ def adamw_kernel(
         tl.store(WEIGHTS + at, weight, mask=inside)
 
 
+class Options(dict):
+    """The optimizer's options: a learning rate that is assigned goes to where a graph reads it."""
+
+    def __setitem__(self, name: str, value: object) -> None:
+        super().__setitem__(name, self["lr"].fill_(value) if name == "lr" else value)
+
+
 class FusedAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019): one launch for each of `groups`, which lie side by side.
 
-    Parameters that have been given other memory are updated there, one by one. `narrow`: the
-    gradient of a group of one may have another type. `side`: the model's streams. On several GPUs
-    it replaces DistributedDataParallel: call average_gradients before every step.
+    Parameters that have been given other memory are updated there, one by one. `side`: the model's
+    streams. On several GPUs it replaces DistributedDataParallel: call average_gradients before
+    every step.
     """
 
     _step_supports_amp_scaling = True  # the kernel divides by GradScaler's scale and skips a step
     averaged = False  # over several GPUs
 
     def __init__(
-        self, groups: Iterable[list[nn.Parameter]], lr: float, side: SideStreams | None = None,
-        narrow: bool = False,
+        self, groups: Iterable[list[nn.Parameter]], lr: float, side: SideStreams | None = None
     ):  # fmt: skip
         self.groups, self.side = list(groups), side or SideStreams()
         defaults = {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
         super().__init__([p for group in self.groups for p in group], defaults)
         self.parameters = self.param_groups[0]["params"]
         self.steps = self.parameters[0].new_zeros(len(self.parameters), dtype=torch.float64)
+        rate = self.steps.new_tensor(lr)
+        self.param_groups = [Options(self.param_groups[0], lr=rate)]
         self.counts = dict.fromkeys(self.parameters, 0)  # the same on the host, skipped ones too
-        steps = iter(self.steps)
+        pieces = (side_by_side(self.parameters, torch.float32) for _ in range(3))
+        for p, *own in zip(self.parameters, *pieces, self.steps, strict=True):
+            weight, average, square, step = own
+            p.data, p.side = weight.copy_(p.detach()), self.side
+            self.state[p] = {"step": step, "exp_avg": average.zero_(), "exp_avg_sq": square.zero_()}
         for group in self.groups:
-            pieces = [side_by_side(group, torch.float32) for _ in range(3)]
-            for p, weight, average, square in zip(group, *pieces, strict=True):
-                p.data, p.side = weight.copy_(p.detach()), self.side
-                moments = {"exp_avg": average.zero_(), "exp_avg_sq": square.zero_()}
-                self.state[p] = {"step": next(steps), **moments}
-            if narrow and len(group) == 1:
-                p.grad_dtype = None  # any type
-            if dist.is_initialized():  # one seed gives equal weights on equal machines only
-                dist.broadcast(as_one(group), 0)
+            self.side.groups |= dict.fromkeys(group, group)
+        if dist.is_initialized():  # one seed gives equal weights on equal machines only
+            dist.broadcast(as_one(self.parameters), 0)
 
     def __getstate__(self) -> dict:
         raise TypeError("FusedAdamW: copy or save its state_dict, not the optimizer")
@@ -3419,29 +3405,21 @@ class FusedAdamW(torch.optim.Optimizer):
             wrong = "the state is of other parameters, or in another order"
             raise ValueError(f"{wrong}, such as that of PyTorch's AdamW")
         options = {**state_dict["param_groups"][0], "params": self.parameters}
-        options["lr"] = self.rate().fill_(options["lr"])
-        self.param_groups[0].update(options)
+        for name, value in options.items():
+            self.param_groups[0][name] = value
         for i, p in enumerate(self.parameters):
             self.counts[p] = int(loaded[i]["step"])
             for name, value in self.state[p].items():
                 value.copy_(loaded[i][name])
 
-    def rate(self) -> Tensor:
-        """Return the learning rate, a number on the device, as a graph needs it."""
-        options = self.param_groups[0]
-        if not isinstance(options["lr"], Tensor):  # as it was given, or assigned since
-            options["lr"] = self.steps.new_tensor(options["lr"])
-        return options["lr"]
-
-    def collect(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """Return gradients as one tensor [elements]; they are copied if they do not lie so."""
+    def collect(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Return gradients that lie side by side: copies if they do not."""
         grads = [p.grad for p in parameters]
-        if as_one(grads) is None:
-            parts = side_by_side(grads, torch.float32)
-            torch._foreach_copy_(parts, grads)
-            for p, part in zip(parameters, parts, strict=True):
-                p.grad = part
-        return as_one([p.grad for p in parameters])
+        if as_one(grads) is not None:
+            return grads
+        copies = side_by_side(grads, torch.float32)
+        torch._foreach_copy_(copies, grads)
+        return copies
 
     @torch.no_grad()
     def average_gradients(self) -> None:
@@ -3455,14 +3433,17 @@ class FusedAdamW(torch.optim.Optimizer):
         self.side.join()
         if any(p.grad is None and p.requires_grad for p in self.parameters):
             raise RuntimeError("FusedAdamW: on several GPUs each parameter needs a gradient")
-        kept = [p.grad for p in self.parameters]  # until what reads them has been waited for
+        averages = {}
         with self.side.beside(self.side.updates):
             for group in reversed(self.groups):
                 if present := [p for p in group if p.grad is not None]:
                     self.side.wait_for(present)
-                    dist.all_reduce(grads := self.collect(present))
-                    grads /= dist.get_world_size()
-        del kept
+                    parts = self.collect(present)
+                    dist.all_reduce(one := as_one(parts))
+                    one /= dist.get_world_size()
+                    averages |= zip(present, parts, strict=True)
+        for p, average in averages.items():  # what reads the gradients has been waited for
+            p.grad = average
         self.averaged = True
 
     @torch.no_grad()
@@ -3479,46 +3460,41 @@ class FusedAdamW(torch.optim.Optimizer):
             self.counts[p] += 1
             if (p.dtype, p.device) != (torch.float32, self.steps.device):
                 raise TypeError(f"FusedAdamW: a parameter is {p.dtype} on {p.device} by now")
-        skipped, rate = getattr(self, "found_inf", None), self.rate()
-        kept = [p.grad for p in present]  # until what reads them has been waited for
+        skipped = getattr(self, "found_inf", None)
         with self.side.beside(self.side.updates):
+            one = 1
             if skipped is not None:
                 self.side.wait_for([])
-            one = torch.ones_like(rate) if skipped is None else 1 - skipped
-            if len(present) == len(self.parameters):
-                self.steps += one
-            else:
-                steps = [self.state[p]["step"] for p in present]
-                torch._foreach_add_(steps, [one.to(self.steps)] * len(steps))
+                one = 1 - skipped
+            whole = len(present) == len(self.parameters)
+            for steps in [self.steps] if whole else [self.state[p]["step"] for p in present]:
+                steps += one
             powers = [beta**self.steps for beta in self.param_groups[0]["betas"]]
             for group in reversed(self.groups):
-                together = itertools.groupby(group, lambda p: p.grad is not None and self.counts[p])
-                for count, parameters in together:
-                    parameters = [*parameters]
-                    if count:
-                        self.side.wait_for(parameters)
-                        self.update(parameters, powers, rate)
-        del kept
+                if present := [p for p in group if p.grad is not None]:
+                    self.side.wait_for(present)
+                    self.update(present, powers)
 
-    def update(self, group: list[nn.Parameter], powers: list[Tensor], rate: Tensor) -> None:
+    def update(self, group: list[nn.Parameter], powers: list[Tensor]) -> None:
         """Update parameters by one launch if they lie side by side, else each where it lies."""
-        weights = as_one(group)
+        weights = as_one(group) if len({self.counts[p] for p in group}) == 1 else None
         if weights is None and len(group) > 1:
             for p in group:
-                self.update([p], powers, rate)
+                self.update([p], powers)
             return
         memory = group[0].contiguous() if weights is None else weights
         states = [self.state[p] for p in group]
         moments = [as_one([state[name] for state in states]) for name in ("exp_avg", "exp_avg_sq")]
         powers = [power[states[0]["step"].storage_offset()] for power in powers]
-        tensors = memory, self.collect(group), *moments, *powers, rate
-        tensors += getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        tensors = memory, as_one(self.collect(group)), *moments, *powers
         options, chosen, size = self.param_groups[0], blocks("adamw"), moments[0].numel()
-        shares = {f"share{i}": 1 - beta for i, beta in enumerate(options["betas"], 1)}
-        settings = {"size": size, **shares, "eps": options["eps"], "decay": options["weight_decay"]}
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        tensors += options["lr"], scale, found_inf
+        shares = (1 - beta for beta in options["betas"])
         most = triton.next_power_of_2(triton.cdiv(size, chosen["BLOCK"]))
         programs = chosen["PROGRAMS"] = min(chosen["PROGRAMS"], most)
-        wrap_triton(adamw_kernel)[(programs,)](*tensors, **settings, **chosen)
+        launch = wrap_triton(adamw_kernel)[(programs,)]
+        launch(*tensors, size, *shares, options["eps"], options["weight_decay"], **chosen)
         if weights is None:
             group[0].copy_(memory)
         torch.autograd.graph.increment_version(group)  # no kernel does
