@@ -37,11 +37,12 @@ from fusion_lab.fusions.fitted import (
     is_narrow,
     kind_of,
     laws_of,
+    read_rates,
     terms_of,
     us_of,
 )
 from fusion_lab.fusions.groups import Finding
-from fusion_lab.fusions.rates import CONSTANTS, read_rates
+from fusion_lab.fusions.rates import CONSTANTS
 from fusion_lab.fusions.record import Operator
 from fusion_lab.fusions.step import count, from_script
 from fusion_lab.fusions.trace import replayed

@@ -121,8 +121,9 @@ def of_step(args: argparse.Namespace, argv: Sequence[str]) -> dict:
     import torch
 
     from fusion_lab.fusions import step as steps
+    from fusion_lab.fusions.fitted import read_rates
     from fusion_lab.fusions.groups import Finding
-    from fusion_lab.fusions.rates import measure_rates, read_rates
+    from fusion_lab.fusions.rates import measure_rates
 
     argv, own = behind(argv) if args.model else (argv, [])
     script, rest = script_of(argv)

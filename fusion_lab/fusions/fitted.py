@@ -10,10 +10,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from fusion_lab.cli import ToolError
+from fusion_lab.files import read_json
 from fusion_lab.fusions.rates import CONSTANTS, Constants, Rates
 from fusion_lab.fusions.record import Operator
 
@@ -179,3 +182,26 @@ class FittedRates(Rates):
             f" {sum(o.us for o in narrow) / 1e3:.3f} ms: half of such were off by more than"
             f" {next(off)}, half of the others by more than {next(off)}"
         ]
+
+
+def read_rates(folder: Path) -> Rates:
+    """The rates in the find_fusions.json of a folder of results; ToolError if there are none."""
+    path = folder / "find_fusions.json" if folder.is_dir() else folder
+    if not path.exists():
+        raise ToolError(f"{path}: no such file; a run on a GPU writes one by --json")
+    content = read_json(path)
+    try:
+        found = dict(content.get("rates") or content["rows"][0]["rates"])
+        rates = (FittedRates if "laws" in found else Rates)(**found)
+        positive = rates.gb_per_s, rates.least_us, *rates.tflops.values()
+        if not all(0 < rate < math.inf for rate in positive) or not 0 <= rates.gap_us < math.inf:
+            raise ValueError("no rates")
+        if isinstance(rates, FittedRates):
+            numbers = [number for kind in KINDS for number in rates.laws[kind]]
+            numbers += rates.left_out.values()
+            whole = len(numbers) == 4 * len(KINDS) + len(rates.left_out) and rates.left_out
+            if not whole or not all(0 <= number < math.inf for number in numbers):
+                raise ValueError("no laws")
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise ToolError(f"{path}: it has no rates as a run on a GPU writes them") from error
+    return rates

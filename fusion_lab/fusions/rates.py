@@ -9,11 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-from fusion_lab.cli import ToolError
-from fusion_lab.files import read_json
 
 if TYPE_CHECKING:
     from fusion_lab.fusions.record import Operator
@@ -82,34 +78,6 @@ PRODUCTS = {  # type, size, and precision of float32
     "fp64": ("float64", 4096, "highest"),
 }
 NO_RATES = Rates("", math.inf, 0.0, 0.0)  # nothing takes time
-
-
-def fitted_rates(found: dict) -> Rates:
-    """Rates from traces of others."""
-    from fusion_lab.fusions.fitted import KINDS, FittedRates
-
-    rates = FittedRates(**found)
-    numbers = [c for kind in KINDS for c in rates.laws[kind]] + [*rates.left_out.values()]
-    if len(numbers) <= 4 * len(KINDS) or not all(0 <= number < math.inf for number in numbers):
-        raise ValueError("no laws")
-    return rates
-
-
-def read_rates(folder: Path) -> Rates:
-    """The rates in the find_fusions.json of a folder of results; ToolError if there are none."""
-    path = folder / "find_fusions.json" if folder.is_dir() else folder
-    if not path.exists():
-        raise ToolError(f"{path}: no such file; a run on a GPU writes one by --json")
-    content = read_json(path)
-    try:
-        found = dict(content.get("rates") or content["rows"][0]["rates"])
-        rates = fitted_rates(found) if "laws" in found else Rates(**found)
-        positive = rates.gb_per_s, rates.least_us, *rates.tflops.values()
-        if not all(0 < rate < math.inf for rate in positive) or not 0 <= rates.gap_us < math.inf:
-            raise ValueError("no rates")
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise ToolError(f"{path}: it has no rates as a run on a GPU writes them") from error
-    return rates
 
 
 def measure_rates() -> Rates:
