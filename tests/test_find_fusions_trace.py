@@ -200,6 +200,7 @@ LAWS = {kind: [3.0, 500.0, 0.0, 0.0] for kind in fitted.KINDS} | {
 FITTED = fitted.FittedRates(
     "a GPU of others", 2000.0, 2.0, 0.0, {"bf16": 500.0, "fp32": 50.0}, LAWS,
     {"one": 0.8, "two": 1.1, "three": 0.95}, {"narrow products": 30.0, "other products": 7.0},
+    {"a step": 0.5, "another": 1.25},
 )  # fmt: skip
 
 
@@ -230,7 +231,8 @@ def test_a_prediction_from_others_traces_says_so_with_its_error(tmp_path: Path, 
     assert find_fusions.main(["--model", f"{model}:build", "--rates", str(rates)]) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "GPU busy" in line)
     assert "predicted from others' traces, not measured" in line
-    assert "-20 to +10 %, 2 of them by at most 15 %" in line
+    assert "-20 to +10 %, 2 of them by at most 15 %; 2 training steps" in line
+    assert "by -50 to +25 %" in line
     rates.write_text(json.dumps({"rates": vars(FITTED) | {"laws": {"straight": [1, 2, 3, 4]}}}))
     assert find_fusions.main(["--model", f"{model}:build", "--rates", str(rates)]) == 2
     assert "no rates" in capsys.readouterr().err

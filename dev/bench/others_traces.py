@@ -12,7 +12,7 @@ The traces behind results/mi300x/ are in a repository of AMD's, see the file:
   python dev/bench/others_traces.py results/mi300x/check_h100.json \\
       TraceLens/tests/traces/h100/*.json.gz
   python dev/bench/others_traces.py results/mi300x/find_fusions.json --table
-  python dev/bench/others_traces.py results/mi300x/versions.json --versions
+  python dev/bench/others_traces.py results/mi300x/versions.json --versions    (behind both)
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ PEAKS = {  # TFLOP/s of dense products, as published: a type that no trace has i
         "bf16": 989.4, "fp16": 989.4, "TF32": 494.7, "fp32": 66.9, "fp64": 66.9
     },
 }  # fmt: skip
+RATES = "find_fusions.json"
 CHECK = "check_h100.json"  # the same from traces of an H100, where V1 to V4 were measured
 NO_MODEL = "normalization_layer_test"  # but norms alone, of few long rows
 Terms = tuple[str, tuple[float, ...]]  # the kind of a kernel, and what its law multiplies
@@ -222,7 +223,7 @@ def study(paths: Iterable[Path]) -> dict:
 def versions(folder: Path) -> dict:
     """What find-fusions predicts of V1 to V4 for the GPU of a folder and for the H100, beside what
     was measured there. Kernels of V4 are launched unseen: it is as fast as on the H100 in
-    proportion to V3."""
+    proportion to V3. The rates of the folder get the check beside their errors."""
     interpret_without_gpu()
     here, there = read_rates(folder), read_rates(folder / CHECK)
     measured = {
@@ -251,11 +252,18 @@ def versions(folder: Path) -> dict:
             row |= {"seen_us": row["us"], "fused_us": None, "h100_us": None}
             row["us"] = measured[shape, version] * rows[-1]["us"] / rows[-1]["h100_us"]
         rows.append(row)
+    checked = {
+        f"{row['shape']}, {row['version']}": row["h100_us"] / row["h100_measured_us"]
+        for row in rows
+        if row["h100_us"]
+    }
     for row in rows:
-        checks = [r["h100_us"] / r["h100_measured_us"] for r in rows if r["h100_us"]
-                  and r["model"] == row["model"]]  # fmt: skip
-        shares = [*here.left_out.values(), *checks]
+        own = (share for step, share in checked.items() if step.startswith(row["model"]))
+        shares = [*here.left_out.values(), *own]
         row["range_us"] = row["us"] / max(shares), row["us"] / min(shares)
+    content = read_json(folder / RATES)
+    content["rates"]["checked"] = checked
+    write_text(folder / RATES, json.dumps(content, indent=1) + "\n")
     remark = "predicted from others' traces, never measured"
     return {"schema_version": 1, "gpu": here.device_name, "remark": remark, "rows": rows}
 

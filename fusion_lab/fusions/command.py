@@ -292,15 +292,19 @@ def totals(result: dict) -> list[str]:
 
 def from_others(levels: dict, rates: dict) -> str:
     """The busy time of a GPU that was not at hand, with how far off such predictions were."""
-    off = sorted(100 * (share - 1) for share in rates["left_out"].values())
+    off = [100 * (share - 1) for share in rates["left_out"].values()]
     near = sum(abs(percent) <= 15 for percent in off)
     now, fused = levels["now"]["us"] / 1e3, levels["chains"]["us"] / 1e3
-    return (
+    line = (
         f"GPU busy for {now:.3f} ms now, {fused:.3f} ms fused (a): predicted from others' traces,"
         f" not measured. {len(off)} models, each predicted from the others, were off by"
-        f" {off[0]:+.0f} to {off[-1]:+.0f} %, {near} of them by at most 15 %; no trace has fused"
-        " kernels, an optimizer or attention's backward pass."
+        f" {min(off):+.0f} to {max(off):+.0f} %, {near} of them by at most 15 %"
     )
+    if steps := [100 * (share - 1) for share in rates["checked"].values()]:
+        line += (
+            f"; {len(steps)} training steps of an H100 by {min(steps):+.0f} to {max(steps):+.0f} %"
+        )
+    return f"{line}. No trace has fused kernels, an optimizer or attention's backward pass."
 
 
 def not_understood(result: dict) -> list[str]:

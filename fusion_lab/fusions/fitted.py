@@ -150,6 +150,7 @@ class FittedRates(Rates):
     laws: dict[str, list[float]] = field(default_factory=dict)
     left_out: dict[str, float] = field(default_factory=dict)  # predicted of own time, by model
     errors: dict[str, float] = field(default_factory=dict)  # percent, medians of products
+    checked: dict[str, float] = field(default_factory=dict)  # predicted of measured time, by step
 
     def us(
         self, moved: float, flop: float = 0.0, dtype: str = "", constants: Constants = CONSTANTS
