@@ -3,6 +3,7 @@ blocks, puts predictions and output side by side, asks for the reason, then open
 
 `____` in a sheet is a blank. A comment behind a block names the line of the output that answers it:
   <!-- answer 2: WORDS -->           the first number behind WORDS
+  <!-- answer 2: WORDS #3 -->        the third number behind them
   <!-- answer 2: WORDS / WORDS -->   one such number over another
 Blanks are counted from 1 in each task. What was answered is kept as a Markdown page.
 """
@@ -71,11 +72,13 @@ def plain(text: str) -> str:
 
 
 def number_behind(words: str, output: str) -> float | None:
-    """The first number behind these words in the first line that has them."""
+    """A number behind these words, in the first line that has both; `WORDS #3` is the third."""
+    words, _, place = words.partition(" #")
     for line in output.splitlines():
         _, found, rest = line.partition(words)
-        if found and (match := NUMBER.search(rest)):
-            return float(match[0].replace(",", ""))
+        numbers = NUMBER.findall(rest) if found else []
+        if len(numbers) >= int(place or 1):
+            return float(numbers[int(place or 1) - 1].replace(",", ""))
     return None
 
 

@@ -38,7 +38,6 @@ def files_with(mark: str, *patterns: str) -> list[str]:
 PAGES = ("README.md", *(f"docs/{name}.md" for name in ("START", "ROCM", "MANY_GPUS", "INSTRUCTOR")))
 PAGES += ("exercises/*/*.md",)
 SHEETS = files_with("^```(bash|python)", *PAGES)
-SHEETS = [name for name in SHEETS if not name.endswith("solutions.md")]
 # All sheets run by hand, `python exercises/run_sheet.py SHEET`; this one here, those that are slow
 # by .ci/run, among them one that runs a file in which readers write.
 SAMPLE = ("docs/ROCM.md",)
