@@ -95,7 +95,7 @@ def measured(answer: str, output: str) -> float | None:
 
 @dataclass
 class Task:
-    """A `### ` section of a sheet while it is worked on."""
+    """A section of a sheet, below a `## ` or `### `, while it is worked on."""
 
     title: str
     predictions: list[str] = field(default_factory=list)
@@ -144,7 +144,7 @@ class Conversation:
         for piece in pieces(sheet):
             if piece.text.startswith("## "):
                 exercise = piece.text.removeprefix("## ").strip()
-                intro.append(piece)
+                tasks.append((Task(exercise), []))
             elif piece.text.startswith("### "):
                 title = piece.text.removeprefix("### ").strip()
                 tasks.append((Task(f"{exercise}, {title}" if exercise else title), []))
