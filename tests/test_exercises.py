@@ -23,7 +23,7 @@ import pytest
 from conftest import ROOT, assert_refused, call, words
 
 from dev import tables
-from exercises import run_sheet
+from exercises import ask, run_sheet
 from exercises.run_sheet import parse_sheet
 
 
@@ -329,6 +329,75 @@ def test_blocks_that_ci_or_a_machine_without_gpus_cannot_run(run, tmp_path: Path
         done = run(text, "--long")
         assert (done.status, done.statuses) == (0, [status, "ok"]), done.stdout + done.stderr
     assert run(text).statuses == ["long", "ok"]
+
+
+ASKED = """### Task 1: count
+
+Three words.
+
+**Predict**: `echo a b c` prints ____ letters, in ____ lines.
+
+```bash
+echo "asked" >> ran
+echo "letters: 3 in all"
+echo "lines: 2 / 4"
+```
+
+<!-- answer 1: letters: -->
+<!-- answer 2: lines: #2 -->
+
+<details>
+<summary>Why</summary>
+
+Because.
+
+</details>
+
+### Task 2: go on
+
+**Predict** the next: ____.
+
+```bash
+echo "next: $NEXT"
+```
+
+<!-- answer 1: next: -->
+"""
+
+
+def test_ask_compares_predictions_with_the_output_opens_the_fold_and_goes_on(tmp_path: Path):
+    """The first run ends in Task 2, the second begins with it and has the shell's variables."""
+    sheet = tmp_path / "sheet.md"
+    sheet.write_text(sheet_of("NEXT=7", ASKED))
+
+    def typed(text: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, ROOT / "exercises/run_sheet.py", sheet, "--ask"]
+        command += ["--directory", tmp_path]
+        return subprocess.run(command, input=text, capture_output=True, text=True)
+
+    first = typed("\n4\n|two\n\nmy reason\n")
+    assert first.returncode == 130
+    before, _, after = first.stdout.partition("Why?")
+    assert ("Because." in before, "Because." in after) == (False, True)
+    page = tmp_path / "my_answers" / f"{tmp_path.name}-sheet.md"
+    assert "prints **4** letters, in **|two** lines" in page.read_text()
+    assert "| [1] | 4 | 3 |\n| [2] | /two | 4 |\n\nReason: my reason\n" in page.read_text()
+    assert typed("8\n\nno idea\n").returncode == 0
+    assert (tmp_path / "ran").read_text() == "asked\n"
+    assert "| [1] | 8 | 7 |\n\nReason: no idea\n" in page.read_text()
+
+
+@pytest.mark.parametrize("sheet", SHEETS)
+def test_each_answer_that_a_sheet_names_is_of_a_blank(sheet: str):
+    numbers: list[int] = []
+    blanks = 0
+    for piece in ask.pieces((ROOT / sheet).read_text() + "\n\n## end\n"):
+        if piece.text.startswith(("## ", "### ")):
+            assert max(numbers, default=0) <= blanks, piece.text
+            numbers, blanks = [], 0
+        elif piece.language not in ("bash", "python") and not piece.is_fold:
+            numbers += [int(number) for number, _ in ask.ANSWER.findall(piece.text)]
+            blanks += len(ask.BLANK.findall(piece.text))
 
 
 def test_without_rocm_a_section_is_skipped(run, monkeypatch):
