@@ -177,6 +177,7 @@ class Conversation:
                 print(f"\n{code}\n")
                 self.ask("Enter runs this ... ")
                 task.output += self.run(piece.line + 1)
+                print(flush=True)
             elif piece.is_fold:
                 self.open(task, piece)
             elif not piece.text.startswith("Prints:"):

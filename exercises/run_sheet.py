@@ -48,6 +48,7 @@ from fusion_lab.cli import Parser, ToolError, documented_parser, program
 from fusion_lab.files import ROOT, write_text
 
 TAIL = 20  # lines shown of what a failed block printed
+SILENCE = 10  # seconds without output, then a shown block says that it runs
 PATIENCE = 15  # seconds after Ctrl-C, for the scripts to leave their records
 OK, FAILED, SKIPPED, INTERRUPTED = "ok", "failed", "skipped", "interrupted"
 NOT_IN_CI, NEEDS_GPU, LONG = MARKERS = "not run in CI", "needs a GPU", "long"
@@ -204,6 +205,7 @@ class Session:
 
 def show_output(process: subprocess.Popen, log: Path) -> None:
     """Copy to the screen what a process writes into its log, until it ends."""
+    start = last = time.monotonic()
     with log.open("rb") as output:
         ended = False
         while not ended:
@@ -211,6 +213,12 @@ def show_output(process: subprocess.Popen, log: Path) -> None:
             text = output.read()
             sys.stdout.buffer.write(text)
             sys.stdout.flush()
+            now = time.monotonic()
+            if text:
+                last = now
+            elif now - last > SILENCE:
+                print(f"  (runs for {now - start:.0f} s)", flush=True)
+                last = now
             if not (text or ended):
                 time.sleep(0.1)
 
