@@ -1278,9 +1278,10 @@ def leave_to_pytorch(args: argparse.Namespace, reasons: dict[str, str]) -> None:
 # Copied from dev/parts/core.py by dev/sync_parts.py: edit it there.
 # Read `measure` first, the loop; then Trainer.compute, the step; `main` is at the end.
 SCRIPT = Path(__file__).stem
-OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
-NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # like views, move no data
+RANK = int(os.getenv("RANK", "0"))  # of this process among those that torchrun started
+WORLD_SIZE = int(os.getenv("WORLD_SIZE", "1"))
 PROFILES = ("enable_pytorch_profiler", "enable_memory_profiling", "enable_rocm_profiling")
+UNFINISHED = (1, "it did not finish")  # exit status and error of a run until its end
 
 
 def measure(*sides: Trainer) -> list[dict]:
@@ -1288,7 +1289,7 @@ def measure(*sides: Trainer) -> list[dict]:
     args = sides[-1].args
     turns = 1 if len(sides) == 1 else min(10, args.num_steps)
     region = contextlib.nullcontext()
-    end = (1, "it did not finish")
+    end = UNFINISHED
     try:
         if any(getattr(args, name) for name in PROFILES):
             from fusion_lab.profile.steps import profiled_region  # before time is spent on training
@@ -1302,8 +1303,9 @@ def measure(*sides: Trainer) -> list[dict]:
             for turn, steps in enumerate(np.array_split(range(args.num_steps), turns)):
                 for side in sides if turn % 2 == 0 else reversed(sides):
                     side.take(len(steps))
-        for side in sides if not args.under_profiler else ():
-            side.count(sides[0].groups["kernels"].get("per_step"))
+        if not args.under_profiler:
+            for side in sides:
+                side.count(sides[0].groups["kernels"].get("per_step"))
         end = (0, None)
     except (Exception, KeyboardInterrupt) as error:
         end = explain(error, args)
@@ -1328,8 +1330,35 @@ class Trainer:
         self.turns_ms: list[float] = []  # mean time of a step in each turn
         self.phases: dict[str, list[float]] = {}  # milliseconds of each phase in each step
         self.peak = 0  # bytes
-        self.end = (1, "it did not finish")  # exit status and error
+        self.end = UNFINISHED
+        # parts of the result, as far as they are known
         self.groups = {name: {} for name in ("config", "data", "timing", "kernels", "flops")}
+
+    def build(self) -> Trainer:
+        """Build model, optimizer and data; return self."""
+        args = self.args
+        self.device = prepare(args)
+        dtype = getattr(torch, args.amp_dtype)
+        self.autocast = lambda: torch.autocast(args.device, dtype, enabled=args.use_amp)
+        scaled = args.use_amp and dtype == torch.float16
+        self.scaler = torch.amp.GradScaler(args.device, 4096, enabled=scaled)  # 65536 may overflow
+        self.batches = make_batches(args, torch.device("cpu"), args.seed)
+        self.inputs: dict[str, Tensor] = {}  # where each batch is copied to
+        self.model = build_model(args, self.device)
+        self.forward = self.model
+        self.addresses = lambda: [parameter.data_ptr() for parameter in self.model.parameters()]
+        self.optimizer = build_optimizer(args, self.model)
+        self.average = getattr(self.optimizer, "average_gradients", None)  # in place of DDP
+        self.stream = torch.cuda.Stream(priority=-1) if args.cuda_graph else None
+        self.graph = None
+        self.marks: list[tuple] = []  # phases of a turn, and the moments of their ends
+        if args.torch_compile:
+            self.forward = torch.compile(self.model, mode=args.torch_compile_mode)
+        if WORLD_SIZE > 1 and not self.average:
+            options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+            with torch.cuda.stream(self.stream):  # where autograd adds gradients up
+                self.forward = nn.parallel.DistributedDataParallel(self.forward, **options)
+        return self
 
     def compute(self, batch: dict[str, Tensor]) -> Tensor:
         """Compute what a graph captures: forward pass, backward pass, optimizer."""
@@ -1347,7 +1376,8 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         loss = loss.detach()
         if WORLD_SIZE > 1:
-            dist.all_reduce(loss := loss / WORLD_SIZE)
+            loss = loss / WORLD_SIZE
+            dist.all_reduce(loss)
         self.mark("optimizer")
         return loss
 
@@ -1363,81 +1393,31 @@ class Trainer:
         self.mark("graph")
         return self.loss
 
-    def take(self, steps: int, measured: bool = True) -> float:
-        """Take a turn of steps (Ctrl-C ends it, done ones count); return milliseconds of a step."""
-        args = self.args
-        prepare(args)  # another side may have had a turn
-        synchronize = torch.cuda.synchronize if self.gpu else lambda: None
-        earlier = len(self.phases.get("data", ()))
-        losses = torch.empty(steps, pin_memory=self.gpu)  # on the host, which does not wait
-        lines = []  # of progress, not shown yet: steps of this turn, and the moment of their end
-        done = 0
-        synchronize()
-        began = time.perf_counter()
-        self.marks = []
-        self.mark("start")
-        try:
-            for step in range(steps):
-                losses[step].copy_(self.step(), non_blocking=True)
-                done = step + 1
-                if measured and (earlier + done) % args.log_interval == 0:
-                    lines.append((done, self.now()))
-                if len(lines) > self.gpu:  # a GPU's come one late: it goes on while the host waits
-                    self.show(losses, *lines.pop(0))
-        finally:
-            synchronize()
-            ms = 1e3 * (time.perf_counter() - began) / max(1, done)
-            for line in lines:
-                self.show(losses, *line)
-            values = losses[:done].tolist()
-            self.losses += filter(math.isfinite, values)
-            if measured and done:
-                self.turns_ms.append(ms)
-                for (_, start), (phase, end) in zip(self.marks, self.marks[1:], strict=False):
-                    self.phases.setdefault(phase, []).append(self.milliseconds(start, end))
-        if not all(map(math.isfinite, values)):
-            raise FloatingPointError("the loss is no number any more; lower --learning-rate")
-        return ms
+    def next_batch(self) -> dict[str, Tensor]:
+        """Return this process's share of the batch on the device, where the last one was."""
+        share = self.args.batch_size // WORLD_SIZE
+        for name, value in self.batches.next_batch().items():
+            own = value[RANK * share :][:share]
+            if name not in self.inputs:
+                self.inputs[name] = torch.empty_like(own, device=self.device)
+            # from pinned memory, so that the host does not wait
+            self.inputs[name].copy_(own.pin_memory() if self.gpu else own, non_blocking=True)
+        return self.inputs
 
-    def show(self, losses: Tensor, done: int, end: object) -> None:
-        """Show the loss of this turn's last step before a moment, which the host waits for."""
-        if self.gpu:
-            end.synchronize()
-        seconds = self.milliseconds(self.marks[0][1], end) / done / 1e3
-        steps = self.args.num_steps
-        step = len(self.phases.get("data", ())) + done
-        pace = (
-            f"{self.args.batch_size / seconds:.1f} samples/s  {(steps - step) * seconds:.0f} s left"
-        )
-        progress(f"{self.title}step {step}/{steps}  loss {losses[done - 1]:.4f}  {pace}")
+    def capture(self) -> None:
+        """Capture the step as a graph, replayed from now on; one must have run before."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self.stream):
+            self.loss = self.compute(self.inputs)
+        self.captured_addresses = self.addresses()
+        self.graph = graph
 
     def mark(self, phase: str) -> None:
-        """Note the moment at which a phase ends, without a wait."""
-        self.marks.append((phase, self.now()))
-
-    def now(self) -> object:
-        """Return this moment of the device; on a CPU in seconds."""
-        if not self.gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def milliseconds(self, start: object, end: object) -> float:
-        """Return the time between two moments."""
-        return start.elapsed_time(end) if self.gpu else 1e3 * (end - start)
-
-    def next_batch(self) -> dict[str, Tensor]:
-        """Return this process's share of the batch, on the device."""
-        share = self.args.batch_size // WORLD_SIZE
-        batch = {n: t[RANK * share :][:share] for n, t in self.batches.next_batch().items()}
-        if not self.gpu:
-            return batch
-        for name, value in batch.items():
-            if name not in self.inputs:
-                self.inputs[name] = torch.empty_like(value, device=self.device)
-            self.inputs[name].copy_(value.pin_memory(), non_blocking=True)  # without a wait
-        return self.inputs
+        """Note the moment at which a phase ends, without a wait; on a CPU in seconds."""
+        now = torch.cuda.Event(enable_timing=True) if self.gpu else time.perf_counter()
+        if self.gpu:
+            now.record()
+        self.marks.append((phase, now))
 
     def start(self) -> None:
         """Build, say what runs, warm up, and see how much memory a step needs."""
@@ -1451,58 +1431,72 @@ class Trainer:
         self.groups |= {"config": config, "parameters": parameters, "data": self.batches.source}
         print(headline(args, config, parameters), flush=True)
         progress(f"{self.title}{'compiling in' if args.torch_compile else 'taking'} the first step")
-        if args.warmup_steps:
-            first = self.take(1, measured=False)
-            if self.gpu:
-                torch.cuda.reset_peak_memory_stats()  # after what the first step alone needs
-            others = args.warmup_steps - 1
-            ms = self.take(others - args.cuda_graph, measured=False)
-            warmup = {"warmup_first_step_ms": first, "warmup_ms": first + others * ms}
-            self.groups["timing"] = warmup
-        if args.cuda_graph:
-            torch.cuda.reset_peak_memory_stats()  # a replay allocates nothing
-            self.capture()
-            self.take(1, measured=False)  # the first replay does more
+        warmup_ms = []
+        for step in range(1, args.warmup_steps + 1):
+            capture = args.cuda_graph and step == args.warmup_steps
+            if self.gpu and (step == 2 or capture):
+                # without what the first step alone needs; and a replay allocates nothing
+                torch.cuda.reset_peak_memory_stats()
+            if capture:
+                self.capture()
+            warmup_ms.append(self.take(1, measured=False))
+        if warmup_ms:
+            timing = {"warmup_first_step_ms": warmup_ms[0], "warmup_ms": sum(warmup_ms)}
+            self.groups["timing"] = timing
         if self.gpu:
-            self.peak = largest(torch.cuda.max_memory_allocated() - before)
+            peaks = [torch.cuda.max_memory_allocated() - before] * WORLD_SIZE
+            if WORLD_SIZE > 1:
+                dist.all_gather_object(peaks, peaks[RANK])
+            self.peak = max(peaks)
         gc.collect()  # compiling leaves cycles that keep tensors
 
-    def build(self) -> Trainer:
-        """Build model, optimizer and data; return self."""
-        args = self.args
-        self.device = prepare(args)
-        dtype = getattr(torch, args.amp_dtype)
-        self.autocast = lambda: torch.autocast(args.device, dtype, enabled=args.use_amp)
-        scaled = args.use_amp and dtype == torch.float16
-        self.scaler = torch.amp.GradScaler(args.device, 4096, enabled=scaled)  # 65536 may overflow
-        self.batches = make_batches(args, torch.device("cpu"), args.seed)
-        self.inputs: dict[str, Tensor] = {}  # on a GPU: where batches are copied to
-        self.model = build_model(args, self.device)
-        self.forward = self.model
-        self.addresses = lambda: [parameter.data_ptr() for parameter in self.model.parameters()]
-        self.optimizer = build_optimizer(args, self.model)
-        self.average = getattr(self.optimizer, "average_gradients", None)  # in place of DDP
-        self.stream = torch.cuda.Stream(priority=-1) if args.cuda_graph else None
-        self.graph = None
-        self.marks: list[tuple] = []
-        if args.torch_compile:
-            self.forward = torch.compile(self.model, mode=args.torch_compile_mode)
-        if WORLD_SIZE > 1 and not self.average:
-            options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
-            with torch.cuda.stream(self.stream):  # where autograd adds gradients up
-                self.forward = nn.parallel.DistributedDataParallel(self.forward, **options)
-        return self
+    def take(self, steps: int, measured: bool = True) -> float:
+        """Take a turn of steps (Ctrl-C ends it, done ones count); return milliseconds of a step."""
+        prepare(self.args)  # another side may have had a turn
+        synchronize = torch.cuda.synchronize if self.gpu else lambda: None
+        losses = torch.empty(steps, pin_memory=self.gpu)  # on the host, which does not wait
+        done = 0
+        synchronize()
+        began = time.perf_counter()
+        self.marks = []
+        self.mark("start")
+        try:
+            for step in range(steps):
+                first_mark = len(self.marks)
+                losses[step].copy_(self.step(), non_blocking=True)
+                done = step + 1
+                if measured and step:  # the step before, while a GPU takes this one
+                    self.show(losses, step, began, self.marks[first_mark][1])
+        finally:
+            synchronize()
+            ms = 1e3 * (time.perf_counter() - began) / max(1, done)
+            values = losses[:done].tolist()
+            self.losses += filter(math.isfinite, values)
+            if measured and done:
+                self.show(losses, done, began, self.marks[-1][1])
+                self.turns_ms.append(ms)
+                for (_, start), (phase, end) in zip(self.marks, self.marks[1:], strict=False):
+                    phase_ms = start.elapsed_time(end) if self.gpu else 1e3 * (end - start)
+                    self.phases.setdefault(phase, []).append(phase_ms)
+        if not all(map(math.isfinite, values)):
+            raise FloatingPointError("the loss is no number any more; lower --learning-rate")
+        return ms
 
-    def capture(self) -> None:
-        """Capture the step as a graph, replayed from now on; one must have run before."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.stream):
-            self.loss = self.compute(self.inputs)
-        self.captured_addresses = self.addresses()
-        self.graph = graph
+    def show(self, losses: Tensor, done: int, began: float, end: object) -> None:
+        """Show the loss after so many steps of a turn, if a line is due; wait for their end."""
+        args = self.args
+        step = len(self.phases.get("data", ())) + done  # with those of earlier turns
+        if step % args.log_interval:
+            return
+        if self.gpu:
+            end.synchronize()
+        seconds = (time.perf_counter() - began) / done
+        left = (args.num_steps - step) * seconds
+        pace = f"{args.batch_size / seconds:.1f} samples/s  {left:.0f} s left"
+        progress(f"{self.title}step {step}/{args.num_steps}  loss {losses[done - 1]:.4f}  {pace}")
 
     def count(self, all_off_kernels: int | None) -> None:
-        """Count in extra steps, then let go of the model; `all_off_kernels` may be known."""
+        """Count in extra steps; the number of kernels with all fusions off may be known."""
         args = self.args
         prepare(args)
         progress(f"{self.title}counting kernels, memory and floating-point operations")
@@ -1510,10 +1504,9 @@ class Trainer:
         if self.gpu or not args.torch_compile:  # a loop compiled for a CPU is no operator
             kernels |= count_kernels(self)
         if not self.gpu:
-            self.peak = largest(max(used for _, used in memory_of_a_step(self)))
+            self.peak = max(used for _, used in memory_of_a_step(self))
         self.groups["flops"]["per_step"] = count_flops(args, self.batches.next_batch())
-        for name in vars(self).keys() - vars(Trainer(args)).keys():
-            delattr(self, name)  # what was built; what was measured stays
+        self.graph = None  # and its memory
         fused = args.torch_compile or any(getattr(args, name) for _, name, _ in FUSIONS)
         if not (kernels and fused):
             return
@@ -1538,7 +1531,7 @@ class Trainer:
         if self.turns_ms:
             ms = np.median(self.turns_ms)  # most runs have a single turn
             steps = zip(*self.phases.values(), strict=False)  # Ctrl-C may cut the last one short
-            steps_ms = [sum(phases) for phases in steps]
+            steps_ms = [sum(step) for step in steps]
             timing |= {"steps": len(steps_ms), "batch_ms": ms, "turns_ms": self.turns_ms}
             timing |= {f"{phase}_ms": np.mean(times) for phase, times in self.phases.items()}
             timing["samples_per_sec"] = 1e3 * args.batch_size / ms
@@ -1569,16 +1562,19 @@ class Trainer:
     def write(self, end: tuple[int, str | None]) -> None:
         """Write <profile-dir>/<script>_summary.json, whole or not at all."""
         self.end = end
-        path = self.args.profile_dir / f"{SCRIPT}_summary.json"
-        unfinished = path.with_suffix(".tmp")
         if RANK:
             return
+        path = self.args.profile_dir / f"{SCRIPT}_summary.json"
+        unfinished = path.with_suffix(".tmp")
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             unfinished.write_text(json.dumps(self.summary(), indent=1, default=str) + "\n")
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)  # where the disk is full
+
+
+NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # like views, move no data
 
 
 class OperatorCounter(torch.utils._python_dispatch.TorchDispatchMode):
@@ -1609,8 +1605,7 @@ def count_kernels(trainer: Trainer) -> dict:
     """Count the kernels of a step, on a CPU its operators; {} where none are seen."""
     if not trainer.gpu:  # of two samples: of a single one some copies are views
         batch = {n: torch.cat((t, t))[:2] for n, t in trainer.next_batch().items()}
-        for _ in range(2):  # the first ones of a new Trainer do more
-            trainer.compute(batch)
+        trainer.compute(batch)  # the first one of a new Trainer does more
         with OperatorCounter() as counter:
             trainer.compute(batch)
         return {"unit": "operator calls", "per_step": counter.calls}
@@ -1631,7 +1626,11 @@ def memory_of_a_step(trainer: Trainer) -> list[tuple[float, float]]:
     events = [e for e in trace_of_a_step(trainer, profile_memory=True) if e["name"] == "[memory]"]
     events = [e for e in events if e["args"]["Device Type"] == int(trainer.gpu)]
     events.sort(key=lambda event: event["ts"])
-    return [(e["ts"] - events[0]["ts"], used := used + e["args"]["Bytes"]) for e in events]
+    course = []
+    for event in events:
+        used += event["args"]["Bytes"]
+        course.append((event["ts"] - events[0]["ts"], used))
+    return course
 
 
 def count_flops(args: argparse.Namespace, batch: dict[str, Tensor]) -> int:
@@ -1642,49 +1641,37 @@ def count_flops(args: argparse.Namespace, batch: dict[str, Tensor]) -> int:
     return counter.get_total_flops()
 
 
-def largest(value: int) -> int:
-    """Return the largest value of all processes."""
-    values = [value] * WORLD_SIZE
-    if WORLD_SIZE > 1:
-        dist.all_gather_object(values, value)
-    return max(values)
-
-
 LINES = """\
-timing Average training speed: {samples_per_sec:.1f} samples/sec
-timing Average batch time: {batch_ms:.1f} ms (median {batch_median_ms:.1f}, p95 {batch_p95_ms:.1f})
-timing Average forward time: {forward_ms:.1f} ms
-timing Average backward time: {backward_ms:.1f} ms
-timing Average optimizer time: {optimizer_ms:.1f} ms
-timing Average graph time: {graph_ms:.1f} ms (its phases cannot be told apart)
-timing Warmup step time: {warmup_first_step_ms:.1f} ms (first step{compiled})
-timing Compilation overhead: {compilation_overhead_ms:.1f} ms
-loss Final loss: {final:.4f} (first step {initial:.4f})
-memory Peak memory usage: {peak_mb:.1f} MB
-kernels Kernels per step: {per_step}{off}{operators}
-kernels Kernel reduction: {reduction_percent:.1f} %
-kernels Host launches per step: {host_launches}
-flops FLOPs per step: {gflop:.4g} GFLOP, achieved {achieved_tflops:.3g} TFLOP/s
-"""  # of the report, each behind the group of the result that it reads
+Average training speed: {timing[samples_per_sec]:.1f} samples/sec
+Average batch time: {timing[batch_ms]:.1f} ms (median {timing[batch_median_ms]:.1f}, \
+p95 {timing[batch_p95_ms]:.1f})
+Average forward time: {timing[forward_ms]:.1f} ms
+Average backward time: {timing[backward_ms]:.1f} ms
+Average optimizer time: {timing[optimizer_ms]:.1f} ms
+Average graph time: {timing[graph_ms]:.1f} ms (its phases cannot be told apart)
+Warmup step time: {timing[warmup_first_step_ms]:.1f} ms (first step, includes any compilation)
+Compilation overhead: {timing[compilation_overhead_ms]:.1f} ms
+Final loss: {loss[final]:.4f} (first step {loss[initial]:.4f})
+Peak memory usage: {memory[peak_mb]:.1f} MB
+Kernels per step: {kernels[per_step]}{off}{operators}
+Kernel reduction: {kernels[reduction_percent]:.1f} %
+Host launches per step: {kernels[host_launches]}
+FLOPs per step: {flops[gflop]:.4g} GFLOP, achieved {flops[achieved_tflops]:.3g} TFLOP/s
+"""  # of the report, from values of the result
 
 
 def report(result: dict) -> str:
     """Return the lines whose values were measured."""
     kernels = result["kernels"]
-    triton = VERSION > 2 and result["environment"]["device"] == "cuda"
-    compiled = triton or result["training"]["torch_compile"]
-    operators = kernels.get("unit") == "operator calls"
-    off = f" (all fusions off: {kernels.get('all_off') or 'out of memory'})"
-    remarks = {
-        "compiled": ", includes compilation" if compiled else "",
-        "off": off if "all_off" in kernels else "",
-        "operators": "; operator calls, counted on a CPU" if operators else "",
-    }
+    remarks = {"off": "", "operators": ""}
+    if "all_off" in kernels:
+        remarks["off"] = f" (all fusions off: {kernels['all_off'] or 'out of memory'})"
+    if kernels.get("unit") == "operator calls":
+        remarks["operators"] = "; operator calls, counted on a CPU"
     lines = []
-    for row in LINES.splitlines():
-        group, _, line = row.partition(" ")
+    for line in LINES.splitlines():
         with contextlib.suppress(KeyError):
-            lines.append(line.format(**result[group], **remarks))
+            lines.append(line.format(**result, **remarks))
     return "\n".join(lines)
 
 
@@ -1706,8 +1693,10 @@ def comparison(before: dict, after: dict) -> str:
     ratios = [off / on for off, on in turns]
     low, high, median = np.round([min(ratios), max(ratios), np.median(ratios)], 2)
     verdict = "all turns agree" if high <= 1.25 * low else "all turns agree on which is faster"
-    verdict = "no difference seen" if low <= 1 <= high else verdict
-    verdict = verdict if len(ratios) >= 5 else "too few turns to tell"
+    if low <= 1 <= high:
+        verdict = "no difference seen"
+    if len(ratios) < 5:
+        verdict = "too few turns to tell"
     spread = f"from {low:.2f}x to {high:.2f}x ({verdict})"
     lines.append(f"Batch time ratio in {len(ratios)} turns: {median:.2f}x, {spread}")
     return "\n".join(lines)
@@ -1718,11 +1707,16 @@ def environment(device: torch.device) -> dict:
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.exists() else ""
     name = text.partition("model name\t: ")[2].partition("\n")[0] or os.uname().machine
-    name = torch.cuda.get_device_name() if device.type == "cuda" else name
-    result = {"device": device.type, "device_name": name, "cpu_threads": torch.get_num_threads()}
-    result |= {"python": sys.version.split()[0], "torch": torch.__version__}
-    result |= {"hip": torch.version.hip, "cuda": torch.version.cuda}
-    return result | {"triton": getattr(sys.modules.get("triton"), "__version__", None)}
+    return {
+        "device": device.type,
+        "device_name": torch.cuda.get_device_name() if device.type == "cuda" else name,
+        "cpu_threads": torch.get_num_threads(),
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "hip": torch.version.hip,
+        "cuda": torch.version.cuda,
+        "triton": getattr(sys.modules.get("triton"), "__version__", None),
+    }
 
 
 def headline(args: argparse.Namespace, config: dict, parameters: int) -> str:
@@ -1731,8 +1725,8 @@ def headline(args: argparse.Namespace, config: dict, parameters: int) -> str:
     device += f" x {WORLD_SIZE}" if WORLD_SIZE > 1 else ""
     sizes = {"batch_size": args.batch_size, **config}.items()
     sizes = ", ".join(f"{name} {size}" for name, size in sizes if type(size) is int)
-    precision = f"float32 (matmul precision {args.matmul_precision})"
-    precision = args.amp_dtype if args.use_amp else precision
+    float32 = f"float32 (matmul precision {args.matmul_precision})"
+    precision = args.amp_dtype if args.use_amp else float32
     names = [*(name for _, name, _ in FUSIONS), "torch_compile", "cuda_graph"]
     on = [name for name in names if getattr(args, name) and name not in args.without_effect]
     fused = ", ".join(on or ["nothing fused"]).replace("_", "-")
@@ -1774,14 +1768,13 @@ def explain(error: BaseException, args: argparse.Namespace) -> tuple[int, str]:
         return 3, f"out of memory: lower --batch-size or --seq-len ({line})"
     if isinstance(error, OSError):
         return 2, f"cannot write {error.filename or 'output or --profile-dir'}: {error.strerror}"
+    if isinstance(error, ModuleNotFoundError) and error.name.partition(".")[0] == "fusion_lab":
+        name = next(name for name in ("verify_accuracy", *PROFILES) if getattr(args, name))
+        flag = f"--{name.replace('_', '-')}"
+        return 4, f"{flag} needs the folder fusion_lab of this repository beside this script"
     if isinstance(error, ImportError):
-        if (error.name or "").partition(".")[0] == "fusion_lab":
-            name = next(name for name in ("verify_accuracy", *PROFILES) if getattr(args, name))
-            flag = f"--{name.replace('_', '-')}"
-            return 4, f"{flag} needs the folder fusion_lab of this repository beside this script"
-        package = f"the package {error.name} is missing: install it"
-        return 4, package if isinstance(error, ModuleNotFoundError) else line
-    library = type(error).__module__.startswith(("torch.", "torch._", "triton"))
+        return 4, line
+    library = type(error).__module__.startswith(("torch.", "triton"))
     if library or isinstance(error, (FloatingPointError, StaleGraph)):
         return 1, line
     raise error
@@ -1796,6 +1789,37 @@ def at_least(low: int) -> Callable[[str], int]:
         return int(text)
 
     return number
+
+
+OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
+COMPILE_MODES = ("default", *OWN_GRAPHS, "max-autotune-no-cudagraphs")
+ARGUMENTS = {  # of every version: flag; type, choices, or bool for a switch; default; help
+    "training": (
+        ("num-steps", at_least(1), 50, "measured steps"),
+        ("warmup-steps", at_least(0), None, "before those (default: 5, on several GPUs 12)"),
+        ("learning-rate", float, 3e-4, "of AdamW"),
+        ("use-amp", bool, None, "automatic mixed precision"),
+        ("amp-dtype", ("bfloat16", "float16"), None, "(default: bfloat16)"),
+        ("matmul-precision", ("highest", "high", "medium"), "highest", "of float32"),
+        ("torch-compile-mode", COMPILE_MODES, None, "compile longer to run faster"),
+        ("device", ("auto", "cpu", "cuda"), "auto", "cuda for AMD's GPUs, too"),
+        ("num-gpus", at_least(1), None, "share the batch (default: 1, or *_VISIBLE_DEVICES)"),
+        ("seed", at_least(0), 42, "of weights and data"),
+        ("deterministic", bool, None, "the same bits in every run"),
+        ("log-interval", at_least(1), 10, "steps between lines"),
+    ),
+    "profiling": (
+        ("enable-pytorch-profiler", bool, None, "operator tables, trace of 3 steps"),
+        ("enable-memory-profiling", bool, None, "memory timeline of one step"),
+        ("enable-rocm-profiling", bool, None, "names of phases for a profiler"),
+        ("under-profiler", bool, None, "launch nothing but the training steps"),
+        ("profile-dir", Path, Path(f"pytorch_profiles_v{VERSION}"), "for results"),
+    ),
+    "modes": (
+        ("compare-fusion", bool, None, "all fusions off and as chosen, in turns"),
+        ("verify-accuracy", bool, None, "compare outputs and gradients with all off"),
+    ),
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -1816,34 +1840,15 @@ def build_parser() -> argparse.ArgumentParser:
         add = group.add_mutually_exclusive_group().add_argument
         add(f"--enable-{flag}", dest=attribute, action="store_const", const=True, help=text)
         add(f"--disable-{flag}", dest=attribute, action="store_const", const=False)
-    modes = ("default", *OWN_GRAPHS, "max-autotune-no-cudagraphs")
-    group.add_argument("--torch-compile-mode", choices=modes, help="compile longer to run faster")
-    switch = {"action": "store_true"}
-    default = "(default: %(default)s)"
-    add = parser.add_argument_group("training").add_argument
-    add("--num-steps", type=at_least(1), default=50, help=f"measured steps {default}")
-    add("--warmup-steps", type=at_least(0), help="before those (default: 5, on several GPUs 12)")
-    add("--learning-rate", type=float, default=3e-4, help=f"of AdamW {default}")
-    add("--use-amp", **switch, help="automatic mixed precision")
-    add("--amp-dtype", choices=("bfloat16", "float16"), help="(default: bfloat16)")
-    precisions = ("highest", "high", "medium")
-    add("--matmul-precision", choices=precisions, default="highest", help=f"of float32 {default}")
-    devices = ("auto", "cpu", "cuda")
-    add("--device", choices=devices, default="auto", help=f"cuda for AMD's GPUs, too {default}")
-    add("--num-gpus", type=at_least(1), help="share the batch (default: 1, or *_VISIBLE_DEVICES)")
-    add("--seed", type=at_least(0), default=42, help=f"of weights and data {default}")
-    add("--deterministic", **switch, help="the same bits in every run")
-    add("--log-interval", type=at_least(1), default=10, help=f"steps between lines {default}")
-    add = parser.add_argument_group("profiling").add_argument
-    add("--enable-pytorch-profiler", **switch, help="operator tables, trace of 3 steps")
-    add("--enable-memory-profiling", **switch, help="memory timeline of one step")
-    add("--enable-rocm-profiling", **switch, help="names of phases for a profiler")
-    add("--under-profiler", **switch, help="launch nothing but the training steps")
-    folder = Path(f"pytorch_profiles_v{VERSION}")
-    add("--profile-dir", type=Path, default=folder, metavar="DIR", help=f"for results {default}")
-    add = parser.add_argument_group("modes").add_mutually_exclusive_group().add_argument
-    add("--compare-fusion", **switch, help="all fusions off and as chosen, in turns")
-    add("--verify-accuracy", **switch, help="compare outputs and gradients with all off")
+    for title, rows in ARGUMENTS.items():
+        add = parser.add_argument_group(title).add_argument
+        for flag, kind, default, text in rows:
+            text += "" if default is None else " (default: %(default)s)"
+            takes = "choices" if isinstance(kind, tuple) else "type"
+            options = {takes: kind, "default": default}
+            if kind is bool:
+                options = {"action": "store_true"}
+            add(f"--{flag}", help=text, **options)
     return parser
 
 
@@ -1856,28 +1861,28 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         setattr(args, name, args.all_fusion is not False if on is None else on)
     check_model_arguments(args, parser)
     gpus = torch.cuda.device_count() if args.device != "cpu" else 0
-    listed = any(os.getenv(f"{kind}_VISIBLE_DEVICES") for kind in ("ROCR", "HIP", "CUDA"))
-    wanted = args.num_gpus or (gpus if listed else 1) or 1
-    launched = "RANK" in os.environ
-    processes = WORLD_SIZE if launched else wanted
-    if RANK >= WORLD_SIZE or args.num_gpus not in (None, processes):
-        fail(f"RANK {RANK}, WORLD_SIZE {WORLD_SIZE} and --num-gpus {args.num_gpus} do not fit")
     needed = args.device == "cuda" or args.cuda_graph or (args.num_gpus and args.device != "cpu")
-    if needed and gpus < (1 if launched else wanted):
-        fail(f"{wanted} GPUs wanted, PyTorch finds {gpus}", 4)
+    launched = "RANK" in os.environ
+    if args.num_gpus is None:
+        listed = any(os.getenv(f"{kind}_VISIBLE_DEVICES") for kind in ("ROCR", "HIP", "CUDA"))
+        args.num_gpus = WORLD_SIZE if launched else max(1, gpus if listed else 1)
+    if needed and gpus < (1 if launched else args.num_gpus):
+        fail(f"{args.num_gpus} GPUs wanted, PyTorch finds {gpus}", 4)
     args.device = "cuda" if gpus else "cpu"
-    args.num_gpus = processes
     mode = args.torch_compile_mode
     if args.warmup_steps is None:
-        args.warmup_steps = 12 if processes > 1 else 5
+        args.warmup_steps = 12 if args.num_gpus > 1 else 5
     if args.cuda_graph is None:
         possible = args.warmup_steps > 1 and mode not in OWN_GRAPHS
         args.cuda_graph = VERSION > 3 and gpus > 0 and possible
     graph = args.cuda_graph
     least = 12 if args.num_gpus > 1 else 2  # DDP needs 11 before a capture
     for wrong, message in (
+        (RANK >= WORLD_SIZE, f"RANK {RANK} is not below WORLD_SIZE {WORLD_SIZE}"),
+        (launched and args.num_gpus != WORLD_SIZE, f"--num-gpus is not WORLD_SIZE {WORLD_SIZE}"),
         (args.batch_size % args.num_gpus, f"--batch-size must divide by {args.num_gpus} GPUs"),
         (not FUSIONS and (args.all_fusion or args.compare_fusion), "V1 has nothing to compare"),
+        (args.compare_fusion and args.verify_accuracy, "--verify-accuracy is a run of its own"),
         (mode and not args.torch_compile, "--torch-compile-mode needs --enable-torch-compile"),
         (args.amp_dtype and not args.use_amp, "--amp-dtype needs --use-amp"),
         (not 0 < args.learning_rate < math.inf, "--learning-rate must be above 0"),
@@ -1891,8 +1896,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if {"NSYS_PROFILING_SESSION_ID", "NV_NSIGHT_INJECTION_TRANSPORT_TYPE"} & {*os.environ}:
         say("note", "nsys or ncu started this run: --under-profiler is on")
         args.under_profiler = True
-    if args.under_profiler and (args.enable_pytorch_profiler or args.enable_memory_profiling):
-        say("note", "PyTorch's profiles are not written: another profiler is at work")
     args.without_effect = without_effect(args)
     for flag, name, _ in FUSIONS:
         if flags[name] is not None and name in args.without_effect:
@@ -1919,20 +1922,10 @@ def prepare(args: argparse.Namespace) -> torch.device:
     return torch.empty(0, device=args.device).device
 
 
-def from_launcher(name: str, default: str) -> int:
-    """Return a number that torchrun sets in the environment."""
-    text = os.getenv(name, default)
-    return int(text) if text.isdecimal() else fail(f"{name} in the environment is {text!r}")
-
-
-RANK = from_launcher("RANK", "0")
-WORLD_SIZE = from_launcher("WORLD_SIZE", "1")
-
-
 def join_processes(args: argparse.Namespace) -> None:
     """Meet the other processes that torchrun started; only the first prints from now on."""
     if args.device == "cuda":
-        torch.cuda.set_device(from_launcher("LOCAL_RANK", "0") % torch.cuda.device_count())
+        torch.cuda.set_device(int(os.getenv("LOCAL_RANK", "0")) % torch.cuda.device_count())
     if args.cuda_graph:
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # as PyTorch asks
     warnings.filterwarnings("ignore", ".*(broadcast_buffers|AccumulateGrad node's stream)")
@@ -1969,18 +1962,16 @@ def main(argv: list[str] | None = None) -> int:
             from fusion_lab.modes import verify_accuracy
 
             return verify_accuracy(sys.modules[__name__], args)
-        try:
-            measure(*sides)
-        finally:  # also of a run whose result found no room on the disk
-            progress()
-            results = [side.summary() for side in sides]
-            whole = all(result["timing"].get("steps") == args.num_steps for result in results)
-            compared = args.compare_fusion and whole
-            lines = comparison(*results) if compared else report(results[-1])
-            print(lines, end="\n" if lines else "")
+        measure(*sides)
         status, message = sides[-1].end
     except (Exception, KeyboardInterrupt) as error:
         status, message = explain(error, args)
+    finally:  # also of a run whose result found no room on the disk
+        progress()
+        results = [side.summary() for side in sides]
+        whole = all(result["timing"].get("steps") == args.num_steps for result in results)
+        text = comparison(*results) if sides[1:] and whole else report(results[-1])
+        print(text, end="\n" if text else "")
     if message:
         say("error", message)
     if WORLD_SIZE > 1:

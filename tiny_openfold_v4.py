@@ -293,6 +293,7 @@ class Norm(NamedTuple):
     dtype: torch.dtype  # of the results
     ending: bool = False  # the pair bias is that of the transposed pairs
     present: Tensor | None = None  # [B, N], False for residues that are padding
+    relu: bool = False  # of the projection, by the library
 
 
 def norm_project(
@@ -313,11 +314,6 @@ def norm_project(
     launch = wrap_triton(norm_project_kernel)[(triton.cdiv(options["M"], options["BLOCK_M"]),)]
     launch(x, *norm[:5], norm.present, out, pair_bias, **options)
     return out, pair_bias
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Compute LayerNorm(x), x [..., C], in `dtype`."""
-    return norm_project(x, Norm(weight, bias, None, None, None, eps, dtype), normed=True)[0]
 
 
 def norm_project_backward(
@@ -394,7 +390,7 @@ class NormProjection(torch.autograd.Function):
     Who adds an update to x takes the returned one. So the gradient of the sum arrives here with
     those of the projections, and one kernel adds it to theirs. The parameters are the first five
     of Norm, the settings the others. Kept for later: x alone; in float32, where the library
-    multiplies, y as well.
+    multiplies, y as well; what went through a ReLU.
     """
 
     @staticmethod
@@ -402,27 +398,35 @@ class NormProjection(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.settings = settings
         ctx.parameters = parameters
-        _, dtype, *_ = settings
+        _, dtype, _, _, relu = settings
         *linear, heads = parameters
         heads = None if heads is None else cast_of(heads, heads.dtype)
         norm = Norm(*with_casts(linear, dtype), heads, *settings)
         rows = x.contiguous()
         # Many rows keep the library's GEMM busy, too: it and a norm are faster than one kernel.
-        few = multiplies(dtype, x.shape[-1]) and x.numel() <= 2**21
+        few = multiplies(dtype, x.shape[-1]) and x.numel() <= 2**21 and not relu
         if few or norm.weight is None:
-            ctx.save_for_backward(rows, None, *norm[:5])
+            ctx.save_for_backward(rows, None, None, *norm[:5])
             return x.view_as(x), *norm_project(rows, norm)
         y, pair_bias = norm_project(rows, norm._replace(weight=None), normed=True)
-        ctx.save_for_backward(rows, y if dtype == torch.float32 else None, *norm[:5])
         bias = None if norm.bias is None else cast_of(parameters[3], dtype)
-        return x.view_as(x), F.linear(y, norm.weight, bias), pair_bias
+        if relu:  # the library's product ends with it
+            out = torch._addmm_activation(bias, y.flatten(0, -2), norm.weight.t())
+            out = out.view(*y.shape[:-1], -1)
+        else:
+            out = F.linear(y, norm.weight, bias)
+        normed = y if dtype == torch.float32 else None
+        ctx.save_for_backward(rows, normed, out if relu else None, *norm[:5])
+        return x.view_as(x), out, pair_bias
 
     @without_second_derivative
     def backward(ctx, residual: Tensor | None, grad: Tensor | None, grad_pair_bias: Tensor | None):
-        x, normed, *saved = ctx.saved_tensors  # with checkpoints they are read once
+        x, normed, activated, *saved = ctx.saved_tensors  # with checkpoints they are read once
         norm = Norm(*saved, *ctx.settings)
         grads = (None if g is None else g.contiguous() for g in (grad, grad_pair_bias, residual))
         grad, grad_pair_bias, residual = grads
+        if activated is not None:
+            grad = torch.ops.aten.threshold_backward(grad, activated, 0)
         *of_norm, weight, bias, heads = ctx.parameters
         groups = [of_norm if grad_pair_bias is None else [*of_norm, heads]]
         read = [x] if normed is None else [x, normed]
@@ -430,7 +434,7 @@ class NormProjection(torch.autograd.Function):
             groups.append([weight] if bias is None else [weight, bias])
             grad_rows = grad.flatten(0, -2)
             read.append(grad_rows)
-            if not multiplies(norm.dtype, x.shape[-1]):
+            if norm.relu or not multiplies(norm.dtype, x.shape[-1]):
                 grad = grad_rows @ norm.weight
                 norm = norm._replace(weight=None)
         grad_x, sums = norm_project_backward(x, norm, grad, grad_pair_bias, residual)
@@ -438,8 +442,10 @@ class NormProjection(torch.autograd.Function):
         def compute(grad_norm: Tensor, *grad_linears: Tensor) -> None:
             sum_parts(sums, grad_norm)
             for grad_linear in grad_linears:  # none or one
-                again = *norm[:2], norm.eps, norm.dtype
-                y = layer_norm(x, *again) if normed is None else normed
+                y = normed
+                if y is None:
+                    alone = norm._replace(weight=None, heads=None)
+                    y, _ = norm_project(x, alone, normed=True)
                 linear_gradients_out(grad_rows, y, grad_linear)
 
         return grad_x, None, *parameter_gradients(ctx, groups, compute, sums, *read)
@@ -448,10 +454,11 @@ class NormProjection(torch.autograd.Function):
 def normed_projection(
     norm: nn.LayerNorm, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
     heads: nn.Linear | None = None, ending: bool = False, present: Tensor | None = None,
+    relu: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Return x, its projection after the norm, and a pair bias: use this x, see NormProjection."""
     parameters = norm.weight, norm.bias, weight, bias, None if heads is None else heads.weight
-    settings = norm.eps, gemm_dtype(x), ending, present
+    settings = norm.eps, gemm_dtype(x), ending, present, relu
     return NormProjection.apply(x, settings, *parameters)
 
 
@@ -510,15 +517,6 @@ def project_residual_kernel(
     tl.store(OUT + at, out, mask=inside)
 
 
-def column_sums_out(x: Tensor, out: Tensor, factors: Tensor | None = None) -> None:
-    """Write the sum over all rows of x [..., C] into out [C], times factors [samples]."""
-    rows, programs, options = row_launch("column_sums", x)
-    options |= {"rows": rows, "rows_of_factor": rows if factors is None else rows // len(factors)}
-    sums = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
-    wrap_triton(column_sums_kernel)[(programs,)](x, factors, sums, **options)
-    sum_parts(sums, out)
-
-
 def linear_gradients_out(
     grad: Tensor, x: Tensor, out: Tensor, factors: Tensor | None = None
 ) -> None:
@@ -532,7 +530,12 @@ def linear_gradients_out(
     weight, bias = out.tensor_split([grad.shape[1] * x.shape[1]])
     matmul_out(grad, x, weight.view(grad.shape[1], x.shape[1]), direct=True)
     if len(bias):
-        column_sums_out(grad, bias, factors)
+        rows, programs, options = row_launch("column_sums", grad)
+        rows_of_factor = rows if factors is None else rows // len(factors)
+        sums = grad.new_empty(programs, grad.shape[1], dtype=torch.float32)
+        launch = wrap_triton(column_sums_kernel)[(programs,)]
+        launch(grad, factors, sums, rows, rows_of_factor, **options)
+        sum_parts(sums, bias)
 
 
 def project_residual(
@@ -1079,7 +1082,7 @@ class GatedAttention(nn.Module):
         self.heads, self.head_dim = heads, dim // heads
         self.fused = fusions.triton_attention
         if self.fused:
-            parts = ("linear_q", "linear_k", "linear_v", "linear_g")
+            parts = ("linear_q", "linear_k", "linear_v", "linear_g")  # names in a state_dict
             self.linear_qkvg = QKVGLinear(dim)
             keep_separate_names(self, "linear_qkvg", parts, biased=("linear_g",), heads=heads)
         else:
@@ -1101,7 +1104,7 @@ class GatedAttention(nn.Module):
         """
         if present is not None:
             bias = x.new_zeros(1) if bias is None else bias
-            # a weight of 0, and no NaN where all keys are padding, nor in float16
+            # -1e4 fits float16 and gives a weight of 0; -inf gives NaN if all keys are padding
             bias = bias.masked_fill(~present[:, None, None], -1e4)
         if columns:
             return self.attend(x.transpose(1, 2), bias).transpose(1, 2)
@@ -1844,22 +1847,16 @@ def outer_product_gradient_kernel(
         tl.store(at, wide.to(GRAD_WIDE.dtype.element_ty), mask=inside)
 
 
-def outer_product_options(kernel: str, a: Tensor) -> dict[str, int | str]:
-    """Return what a kernel of the outer product is told."""
-    _, depth, length, dim = a.shape
-    chosen = blocks(kernel, a.dtype)
-    chosen["BLOCK_S"] = min(chosen["BLOCK_S"], max(16, triton.next_power_of_2(depth)))
-    return {**chosen, "S": depth, "N": length, "H": dim, "PRECISION": dot_precision(a.dtype)}
-
-
 def outer_product_forward(a: Tensor, b: Tensor, factors: Tensor) -> Tensor:
     """Multiply a and b [B, S, N, H] -> factor * sum over S of outer products [B, N, N, H x H]."""
-    samples, _, length, dim = a.shape
-    options = outer_product_options("outer_product_forward", a)
+    samples, depth, length, dim = a.shape
     out = a.new_empty(samples, length, length, dim * dim)
-    left, right = (triton.cdiv(length * dim, options[size]) for size in ("BLOCK_M", "BLOCK_N"))
+    chosen = blocks("outer_product_forward", a.dtype)
+    chosen["BLOCK_S"] = min(chosen["BLOCK_S"], max(16, triton.next_power_of_2(depth)))
+    left, right = (triton.cdiv(length * dim, chosen[size]) for size in ("BLOCK_M", "BLOCK_N"))
     launch = wrap_triton(outer_product_forward_kernel)[(left, right, samples)]
-    launch(a, b, factors, out, **options)
+    precision = dot_precision(a.dtype)
+    launch(a, b, factors, out, depth, length, dim, PRECISION=precision, **chosen)
     return out
 
 
@@ -1897,14 +1894,15 @@ class OuterProductWithResidual(torch.autograd.Function):
         _, samples, _, length, dim = ab.shape
         chosen = blocks("outer_product_gradient", ab.dtype)
         chosen["BLOCK_M"] = min(chosen["BLOCK_M"], max(16, triton.next_power_of_2(length)))
-        chosen |= {"N": length, "C": len(cast), "H": dim, "PRECISION": dot_precision(ab.dtype)}
-        chosen["TRANSPOSED"] = ab.dtype == torch.float32
-        weight_t = cast.t().contiguous() if chosen["TRANSPOSED"] else cast
+        transposed = ab.dtype == torch.float32
+        weight_t = cast.t().contiguous() if transposed else cast
         grad_ab = torch.empty_like(ab)
         wide = ab.new_empty(samples, length * dim, length * dim)
         grid = (length, triton.cdiv(length, chosen["BLOCK_M"]), samples)
         launch = wrap_triton(outer_product_gradient_kernel)[grid]
-        launch(grad, weight_t, factors, wide, **chosen)
+        sizes = length, len(cast), dim, transposed
+        precision = dot_precision(ab.dtype)
+        launch(grad, weight_t, factors, wide, *sizes, PRECISION=precision, **chosen)
         (a, b), (grad_a, grad_b) = ab.flatten(3), grad_ab.flatten(3)
         torch.bmm(b, wide.mT, out=grad_a)
         torch.bmm(a, wide, out=grad_b)
@@ -2077,15 +2075,6 @@ def transition_backward_weights_kernel(
     tl.store(SUMS + channel[None, :] * HIDDEN + hidden[:, None], grad_weight_2)
 
 
-def transition_options(kernel: str, x: Tensor, weight_1: Tensor) -> dict[str, int | bool | str]:
-    """Return what a kernel of the transition of x [..., C] is told."""
-    hidden, dim = weight_1.shape
-    chosen = blocks(kernel, weight_1.dtype)
-    chosen["BLOCK_N"] = min(chosen["BLOCK_N"], hidden)
-    chosen |= {"M": x.numel() // dim, "C": dim, "HIDDEN": hidden}
-    return {**chosen, "WIDE": x.numel() >= 2**31, "PRECISION": dot_precision(weight_1.dtype)}
-
-
 class TransitionFunction(torch.autograd.Function):
     """Compute x + transition(x), x [..., C].
 
@@ -2099,12 +2088,15 @@ class TransitionFunction(torch.autograd.Function):
         x = x.contiguous()
         inputs = x, *with_casts(parameters, dtype)
         ctx.save_for_backward(*inputs)
-        ctx.eps = eps
         ctx.parameters = parameters
+        hidden, dim = parameters[2].shape
+        ctx.sizes = {"M": x.numel() // dim, "eps": eps, "C": dim, "HIDDEN": hidden}
+        ctx.sizes |= {"WIDE": x.numel() >= 2**31, "PRECISION": dot_precision(dtype)}
         out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, dtype))
-        options = transition_options("transition_forward", x, inputs[3])
-        grid = (triton.cdiv(options["M"], options["BLOCK_M"]),)
-        wrap_triton(transition_forward_kernel)[grid](*inputs, out, eps=eps, **options)
+        chosen = blocks("transition_forward", dtype)
+        programs = triton.cdiv(ctx.sizes["M"], chosen["BLOCK_M"])
+        launch = wrap_triton(transition_forward_kernel)[(programs,)]
+        launch(*inputs, out, **ctx.sizes, **chosen)
         return out
 
     @without_second_derivative
@@ -2113,74 +2105,27 @@ class TransitionFunction(torch.autograd.Function):
         x, _, _, weight_1, *_ = inputs
         grad_out = grad_out.contiguous()
         grad_x = torch.empty_like(x)
-        options = transition_options("transition_backward_input", x, weight_1)
-        programs = triton.cdiv(options["M"], options["BLOCK_M"])
+        rows, hidden = ctx.sizes["M"], ctx.sizes["HIDDEN"]
+        chosen = blocks("transition_backward_input", weight_1.dtype)
+        programs = triton.cdiv(rows, chosen["BLOCK_M"])
         sums = x.new_empty(programs, 3, x.shape[-1], dtype=torch.float32)
         launch = wrap_triton(transition_backward_input_kernel)[(programs,)]
-        launch(*inputs, grad_out, grad_x, sums, eps=ctx.eps, **options)
+        launch(*inputs, grad_out, grad_x, sums, **ctx.sizes, **chosen)
 
         def compute(grad_linears: Tensor, grad_bias_and_norm: Tensor) -> None:
-            options = transition_options("transition_backward_weights", x, weight_1)
-            slices = triton.cdiv(options["HIDDEN"], options["BLOCK_N"])
-            programs = triton.cdiv(options["PROGRAMS"], slices)
-            programs = min(programs, triton.cdiv(options["M"], options["BLOCK_M"]))
-            options["PROGRAMS"] = programs
+            chosen = blocks("transition_backward_weights", weight_1.dtype)
+            chosen["BLOCK_N"] = min(chosen["BLOCK_N"], hidden)
+            slices = triton.cdiv(hidden, chosen["BLOCK_N"])
+            most = triton.cdiv(rows, chosen["BLOCK_M"])
+            programs = min(triton.cdiv(chosen.pop("PROGRAMS"), slices), most)
             parts = x.new_empty(programs, len(grad_linears), dtype=torch.float32)
             launch = wrap_triton(transition_backward_weights_kernel)[(slices, programs)]
-            launch(*inputs, grad_out, parts, eps=ctx.eps, **options)
+            launch(*inputs, grad_out, parts, PROGRAMS=programs, **ctx.sizes, **chosen)
             sum_parts(parts, grad_linears)
             sum_parts(sums, grad_bias_and_norm)
 
         groups = ctx.parameters[2:5], (ctx.parameters[5], *ctx.parameters[:2])
         return grad_x, None, *parameter_gradients(ctx, groups, compute, grad_out, sums, *inputs)
-
-
-# A transition of rows too wide for that. The hidden layer is kept; its bias and its ReLU are in the
-# product that makes it.
-class WideTransitionFunction(torch.autograd.Function):
-    """Compute x + transition(x) as TransitionFunction does.
-
-    Kept for later: x and the hidden layer after its ReLU; in float32 y as well.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, eps: float, *parameters: Tensor) -> Tensor:
-        dtype = gemm_dtype(x)
-        x = x.contiguous()
-        norm = with_casts(parameters[:2], dtype)
-        weight_1, bias_1, weight_2, bias_2 = (cast_of(p, dtype) for p in parameters[2:])
-        y = layer_norm(x, *norm, eps, dtype)
-        # The library's product adds the bias, and ends with the ReLU.
-        relu = torch._addmm_activation(bias_1, y.flatten(0, -2), weight_1.t())
-        relu = relu.view(*y.shape[:-1], -1)
-        normed = y if dtype == torch.float32 else None
-        ctx.save_for_backward(x, relu, weight_1, weight_2, normed, *norm)
-        ctx.eps = eps
-        ctx.parameters = parameters
-        return x + F.linear(relu, weight_2, bias_2)
-
-    @without_second_derivative
-    def backward(ctx, grad_out: Tensor):
-        x, relu, weight_1, weight_2, normed, *norm = ctx.saved_tensors
-        dtype = relu.dtype
-        grad_out = grad_out.contiguous()
-        grad = grad_out.to(dtype)
-        grad_h = grad @ weight_2
-        torch.ops.aten.threshold_backward.grad_input(grad_h, relu, 0, grad_input=grad_h)
-        grad_y = grad_h @ weight_1
-        inputs = x, Norm(*norm, None, None, None, ctx.eps, dtype)
-        grad_x, sums = norm_project_backward(*inputs, grad_y, None, grad_out)
-
-        def compute(grad_norm: Tensor, grad_linear_1: Tensor, grad_linear_2: Tensor) -> None:
-            sum_parts(sums, grad_norm)
-            y = layer_norm(x, *norm, ctx.eps, dtype) if normed is None else normed
-            linear_gradients_out(grad_h, y, grad_linear_1)
-            linear_gradients_out(grad, relu, grad_linear_2)
-
-        groups = ctx.parameters[:2], ctx.parameters[2:4], ctx.parameters[4:]
-        read = [grad, relu, grad_h, x, sums]
-        read += [] if normed is None else [normed]
-        return grad_x, None, *parameter_gradients(ctx, groups, compute, *read)
 
 
 class Transition(nn.Module):
@@ -2195,13 +2140,14 @@ class Transition(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Update x [..., C]."""
-        if self.fused:
-            # Narrow rows fit into the registers whole.
-            narrow = x.shape[-1] <= 256 // gemm_dtype(x).itemsize
-            function = TransitionFunction if narrow else WideTransitionFunction
+        if not self.fused:
+            return x + self.linear_2(F.relu(self.linear_1(self.layer_norm(x))))
+        if x.shape[-1] <= 256 // gemm_dtype(x).itemsize:  # a row fits into the registers whole
             parameters = parameters_of(self.layer_norm, self.linear_1, self.linear_2)
-            return function.apply(x, self.layer_norm.eps, *parameters)
-        return x + self.linear_2(F.relu(self.linear_1(self.layer_norm(x))))
+            return TransitionFunction.apply(x, self.layer_norm.eps, *parameters)
+        first = parameters_of(self.linear_1)
+        x, hidden, _ = normed_projection(self.layer_norm, x, *first, relu=True)
+        return x + Projection.apply(hidden, None, *parameters_of(self.linear_2))
 
 
 class MSATransition(Transition):
@@ -2627,13 +2573,19 @@ def parameter_gradients(
     return tuple(grads.get(parameter) for parameter in ctx.parameters)
 
 
+def fused_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of those parts of a module that kernels compute."""
+    parts = [part for part in module.modules() if getattr(part, "fused", False)]
+    return [parameter for part in parts for parameter in part.parameters()]
+
+
 # --- model
 class EvoformerBlock(nn.Module):
     """One block of the Evoformer stack, without dropout (AF2 SI, algorithm 6)."""
 
-    def __init__(self, config: ModelConfig, fusions: Fusions, side: SideStreams | None = None):
+    def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
-        self.dims, self.side = (config.msa_dim, config.pair_dim), side or SideStreams()
+        self.dims = config.msa_dim, config.pair_dim
         self.msa_att_row = MSARowAttentionWithPairBias(config, fusions)
         self.msa_att_col = MSAColumnAttention(config, fusions)
         self.msa_transition = MSATransition(config.msa_dim, config.transition_factor, fusions)
@@ -2664,9 +2616,7 @@ class EvoformerBlock(nn.Module):
         check_shape("residues", residues, samples, length)
         masks = (m if m is None else m.bool().contiguous() for m in (sequences, residues))
         sequences, residues = masks
-        parts = [part for part in self.children() if part.fused]
-        parameters = itertools.chain(*(part.parameters() for part in parts))
-        with cast_weights(parameters, gemm_dtype(msa), self.side):
+        with cast_weights(fused_parameters(self), gemm_dtype(msa)):
             msa, pair = self.msa_att_row(msa, pair, residues)
             msa = self.msa_att_col(msa, sequences)
             msa = self.msa_transition(msa)
@@ -2694,7 +2644,7 @@ class TinyOpenFold(nn.Module):
         super().__init__()
         self.config, self.fusions, self.side = config, fusions, SideStreams()
         self.input_embedder = InputEmbedder(config, fusions)
-        blocks = (EvoformerBlock(config, fusions, self.side) for _ in range(config.num_blocks))
+        blocks = (EvoformerBlock(config, fusions) for _ in range(config.num_blocks))
         self.blocks = nn.ModuleList(blocks)
         self.distogram = DistogramHead(config)
         self.masked_msa = MaskedMSAHead(config)
@@ -2730,13 +2680,21 @@ class TinyOpenFold(nn.Module):
         if self.side.active:  # the embedding's gradients, the last ones, are on the main stream
             msa.register_hook(self.side.join)
             pair.register_hook(self.side.join)
-        for block in self.blocks:
-            inputs = (msa, pair, sequences, residues)
-            if self.config.checkpoint_blocks:  # without random numbers: a block draws none
-                options = {"use_reentrant": False, "preserve_rng_state": False}
-                msa, pair = checkpoint(block, *inputs, **options)
-            else:
-                msa, pair = block(*inputs)
+        fused_loss = self.fusions.loss_fusion and true_tokens is not None
+        weights = fused_parameters(self.blocks)
+        of_heads = parameters_of(self.distogram.linear, self.masked_msa.linear)
+        weights += of_heads if fused_loss else []
+        with cast_weights(weights, gemm_dtype(msa), self.side):
+            for block in self.blocks:
+                inputs = (msa, pair, sequences, residues)
+                if self.config.checkpoint_blocks:  # without random numbers: a block draws none
+                    options = {"use_reentrant": False, "preserve_rng_state": False}
+                    msa, pair = checkpoint(block, *inputs, **options)
+                else:
+                    msa, pair = block(*inputs)
+            if fused_loss:
+                distogram = Projection.apply(pair, None, *of_heads[:2])
+                masked_msa = Projection.apply(msa, None, *of_heads[2:])
         if true_tokens is None:
             masked_msa, distogram = self.masked_msa(msa), self.distogram(pair)
             distogram = distogram[:, :length, :length]
@@ -2750,12 +2708,7 @@ class TinyOpenFold(nn.Module):
             true_tokens, masked = F.pad(true_tokens, padding), F.pad(masked, padding)
             coords, observed = F.pad(coords, (0, 0, *padding)), F.pad(observed, padding)
         bins, known = self.distogram.targets(coords, observed)
-        if self.fusions.loss_fusion:
-            of_pair = parameters_of(self.distogram.linear)
-            of_msa = parameters_of(self.masked_msa.linear)
-            with cast_weights([*of_pair, *of_msa], gemm_dtype(msa), self.side):
-                distogram = Projection.apply(pair, None, *of_pair)
-                masked_msa = Projection.apply(msa, None, *of_msa)
+        if fused_loss:
             self.side.return_workspaces()  # the backward pass, in another thread, has its own
             distogram = HeadLoss.apply(distogram, bins, known, True, 0.3)
             return distogram + HeadLoss.apply(masked_msa, true_tokens, masked, False, 2.0)
@@ -2797,11 +2750,11 @@ def keep_separate_names(
 
 def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
     """Build the model: a seed gives the same weights in every version and fusion setting."""
-    sizes = {n: v for n, v in vars(args).items() if n in ModelConfig.__dataclass_fields__}
-    fusions = Fusions(**{attribute: getattr(args, attribute) for _, attribute, _ in FUSIONS})
+    sizes = {name: getattr(args, name) for name in ModelConfig.__dataclass_fields__ if name in args}
+    fusions = Fusions(**{name: getattr(args, name) for name in Fusions.__dataclass_fields__})
     with device:
         model = TinyOpenFold(ModelConfig(**sizes), fusions)
-    if device.type != "meta":
+    if device.type != "meta":  # where tensors have shapes alone, to count FLOPs
         generator = torch.Generator().manual_seed(args.seed)
         # Canonical names, so the order of the draws does not depend on what is fused.
         state = model.state_dict()
@@ -2817,9 +2770,11 @@ def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
 
 
 def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
-    """Build AdamW over all parameters: one kernel, or a few launches of PyTorch's own."""
+    """Build AdamW over all parameters: a launch for each block, or a few of PyTorch's own."""
     if args.fused_optimizer:
-        return FusedAdamW([list(model.parameters())], args.learning_rate, model.side)
+        parts = model.input_embedder, *model.blocks, model.distogram, model.masked_msa
+        groups = [list(part.parameters()) for part in parts]
+        return FusedAdamW(groups, args.learning_rate, model.side)
     rate = args.learning_rate
     if args.device == "cuda":  # a tensor, so that a captured step follows a scheduler
         rate = torch.tensor(rate, device=next(model.parameters()).device)
@@ -3127,18 +3082,34 @@ def make_batches(args: argparse.Namespace, device: torch.device, seed: int) -> P
 
 # --- streams
 # Copied from dev/parts/streams.py by dev/sync_parts.py: edit it there.
-# A forward pass casts its weights together. In a step that is captured as a graph, casts, weight
-# gradients and updates overlap the rest.
+# A forward pass casts its weights together, and gradients are written where AdamW reads them. In a
+# step that is captured as a graph, casts, weight gradients and updates overlap the rest.
 CASTS: ContextVar[dict[Tensor, Tensor]] = ContextVar("CASTS")  # of parameters, in a forward pass
 
 
 def side_by_side(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Allocate tensors of these shapes as one piece, each from a multiple of 64 elements on."""
     sizes = [triton.cdiv(t.numel(), 64) * 64 for t in tensors]
-    make = torch.zeros if any(t.numel() % 64 for t in tensors) else torch.empty  # gaps are read
+    gaps = any(t.numel() % 64 for t in tensors)
+    make = torch.zeros if gaps and INTERPRETED else torch.empty  # which warns of large numbers
     piece = make(sum(sizes), device=tensors[0].device, dtype=dtype)
     parts = zip(piece.split(sizes), tensors, strict=True)
     return [part[: t.numel()].view(t.shape) for part, t in parts]
+
+
+def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return tensors that lie as side_by_side allocates them as one [elements]; None for others.
+
+    It has the gaps between them, too, in which is anything.
+    """
+    first, last, size = tensors[0], tensors[-1], 0
+    for t in tensors:
+        place = first.data_ptr() + size * first.element_size()
+        if t.data_ptr() != place or t.dtype != first.dtype or not t.is_contiguous():
+            return None
+        size += triton.cdiv(t.numel(), 64) * 64
+    one = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    return first.detach().as_strided((size - -last.numel() % 64,), (1,)) if one else None
 
 
 def cast_of(parameter: Tensor, dtype: torch.dtype) -> Tensor:
@@ -3150,21 +3121,25 @@ def cast_of(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextlib.contextmanager
 def cast_weights(
-    weights: Iterable[Tensor], dtype: torch.dtype, side: SideStreams
+    weights: Iterable[Tensor], dtype: torch.dtype, side: SideStreams | None = None
 ) -> Iterator[None]:
-    """Cast weights together, in few launches, for the operations inside.
+    """Cast weights for the operations inside, in one launch if they lie side by side.
 
     Each forward pass has casts of its own, which its backward pass keeps: so weights may change in
-    any way between two passes.
+    any way between two passes. Give no `side` where it may be a backward pass that needs them
+    again: on the side stream they could get memory that the main stream still reads.
     """
-    weights, casts = [w for w in weights if w.dtype != dtype], []
-    if weights:  # on the main stream where a block is computed again in the backward pass
-        with torch.no_grad(), side.beside(None if side.written else side.gradients):
-            casts = side_by_side(weights, dtype)
-            torch._foreach_copy_(casts, weights)
-        if side.active:
-            side.casts += casts
-    token = CASTS.set(CASTS.get({}) | dict(zip(weights, casts, strict=True)))
+    known = CASTS.get({})
+    weights, casts = [w for w in weights if w.dtype != dtype and w not in known], []
+    if weights:
+        side = side or SideStreams()
+        with torch.no_grad(), side.beside(side.gradients):
+            casts, one = side_by_side(weights, dtype), as_one(weights)
+            if one is None:
+                torch._foreach_copy_(casts, weights)
+            else:
+                as_one(casts).copy_(one)
+    token = CASTS.set(known | dict(zip(weights, casts, strict=True)))
     try:
         yield
     finally:
@@ -3193,6 +3168,7 @@ class SideStreams:
 
     def __init__(self):
         self.streams: tuple[torch.cuda.Stream, ...] = ()
+        self.groups: dict[Tensor, list[Tensor]] = {}  # the optimizer's, of each parameter
         self.begin_step(False)
 
     def __reduce__(self) -> tuple:
@@ -3206,8 +3182,8 @@ class SideStreams:
         self.gradients = self.updates = None  # the main stream
         # cleared here, as a failed capture does not end its step
         self.pending = collections.deque()  # of events, and what the work before them reads
-        self.casts: list[Tensor] = []  # their memory must not be a later layer's in this step
         self.written: dict[Tensor, tuple] = {}  # event, address and version of a gradient
+        self.places: dict[Tensor, Tensor | None] = {}  # for gradients; None once it is taken
         self.return_workspaces()
         if self.active:
             self.main = torch.cuda.current_stream()
@@ -3242,6 +3218,18 @@ class SideStreams:
             current.wait_event(self.pending[0][0])
             self.pending.popleft()
 
+    def place(self, parameters: Sequence[Tensor]) -> Tensor | None:
+        """Return where AdamW reads these gradients [elements]; None where a copy is needed."""
+        for group in (self.groups[p] for p in parameters if p not in self.places):
+            self.places |= zip(group, side_by_side(group, torch.float32), strict=True)
+        places = [self.places[p] for p in parameters]
+        if any(place is None for place in places):
+            return None
+        self.places |= dict.fromkeys(parameters)
+        one = as_one(places)
+        whole = one is not None and len(one) == sum(p.numel() for p in parameters)
+        return one.data if whole else None  # .data: views would share one version counter
+
     def changed(self, parameter: Tensor) -> bool:
         """Tell whether its gradient is not, or no longer, what the side stream writes."""
         now = parameter.grad.data_ptr(), parameter.grad._version
@@ -3250,10 +3238,11 @@ class SideStreams:
     def wait_for(self, parameters: Sequence[Tensor]) -> None:
         """Let the current stream wait for these gradients; else for all of the main stream."""
         if self.active:
-            known = not any(map(self.changed, parameters))
-            events = {self.written[p][0] for p in parameters} if known else ()
-            for event in events or [self.main.record_event()]:
-                torch.cuda.current_stream().wait_event(event)
+            waits = {*parameters}
+            events = [event for p, (event, *_) in self.written.items() if p in waits]
+            if not events or any(map(self.changed, parameters)):
+                events = [self.main.record_event()]
+            torch.cuda.current_stream().wait_event(events[-1])  # of one stream: after the others
 
     def join(self, *unused) -> None:
         """Let the main stream wait for all gradients; later work of this step runs on it.
@@ -3264,7 +3253,6 @@ class SideStreams:
             self.joined = True
             torch.cuda.current_stream().wait_stream(self.gradients)
             self.pending.clear()
-            self.casts.clear()
             if any(p.grad is not None and self.changed(p) for p in self.written):
                 wrong = "a weight got more than one gradient in a backward pass"
                 raise RuntimeError(f"overlap: {wrong}: use --disable-overlap")
@@ -3281,17 +3269,21 @@ def gradients_of(
     as soon as its gradient is there. Nothing overlaps where autograd or a hook reads a gradient.
     """
     parameters = [p for group in groups for p in group]
-    sizes = [[p.numel() for p in group] for group in groups]
-    outs = [parameters[0].new_empty(sum(group), dtype=dtype) for group in sizes]
-    parts = (part for out, group in zip(outs, sizes, strict=True) for part in out.split(group))
-    grads = {p: part.view_as(p) for p, part in zip(parameters, parts, strict=True)}
     side = getattr(parameters[0], "side", None)
     overlaps = side is not None and not side.joined
+    placed = side is not None and dtype == torch.float32
     for p in parameters:
         if p.is_leaf and p.grad is not None:  # autograd adds the second gradient, in float32
             p.grad = p.grad.to(p.dtype)
-            overlaps = False
+            overlaps = placed = False
         overlaps &= not (p._backward_hooks or p._post_accumulate_grad_hooks)
+    outs, grads = [], {}
+    for group in groups:
+        sizes = [p.numel() for p in group]
+        out = side.place(group) if placed else None
+        outs.append(parameters[0].new_empty(sum(sizes), dtype=dtype) if out is None else out)
+        parts = zip(group, outs[-1].split(sizes), strict=True)
+        grads |= {p: part.view_as(p) for p, part in parts}
     if overlaps:
         side.run(partial(compute, *outs), grads, inputs)
     else:
@@ -3318,18 +3310,6 @@ def matmul_out(grad: Tensor, x: Tensor, out: Tensor, direct: bool) -> None:
 # --- optimizer
 # Copied from dev/parts/optimizer.py by dev/sync_parts.py: edit it there.
 # AdamW is a kernel, which reads weights and gradients where they lie.
-
-
-def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return tensors that lie as side_by_side allocates them as one [elements]; None for others."""
-    first, last, size = tensors[0], tensors[-1], 0
-    for t in tensors:
-        place = first.data_ptr() + size * first.element_size()
-        if t.data_ptr() != place or t.dtype != first.dtype or not t.is_contiguous():
-            return None
-        size += triton.cdiv(t.numel(), 64) * 64
-    one = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
-    return first.detach().as_strided((size - -last.numel() % 64,), (1,)) if one else None
 
 
 @block_sizes({"BLOCK": 1024, "PROGRAMS": 1024})
@@ -3373,17 +3353,16 @@ def adamw_kernel(
 class FusedAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019): one launch for each of `groups`, which lie side by side.
 
-    Parameters that have been given other memory are updated there, one by one. `narrow`: the
-    gradient of a group of one may have another type. `side`: the model's streams. On several GPUs
-    it replaces DistributedDataParallel: call average_gradients before every step.
+    Parameters that have been given other memory are updated there, one by one. `side`: the model's
+    streams. On several GPUs it replaces DistributedDataParallel: call average_gradients before
+    every step.
     """
 
     _step_supports_amp_scaling = True  # the kernel divides by GradScaler's scale and skips a step
     averaged = False  # over several GPUs
 
     def __init__(
-        self, groups: Iterable[list[nn.Parameter]], lr: float, side: SideStreams | None = None,
-        narrow: bool = False,
+        self, groups: Iterable[list[nn.Parameter]], lr: float, side: SideStreams | None = None
     ):  # fmt: skip
         self.groups, self.side = list(groups), side or SideStreams()
         defaults = {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -3391,17 +3370,15 @@ class FusedAdamW(torch.optim.Optimizer):
         self.parameters = self.param_groups[0]["params"]
         self.steps = self.parameters[0].new_zeros(len(self.parameters), dtype=torch.float64)
         self.counts = dict.fromkeys(self.parameters, 0)  # the same on the host, skipped ones too
-        steps = iter(self.steps)
+        pieces = (side_by_side(self.parameters, torch.float32) for _ in range(3))
+        for p, *own in zip(self.parameters, *pieces, self.steps, strict=True):
+            weight, average, square, step = own
+            p.data, p.side = weight.copy_(p.detach()), self.side
+            self.state[p] = {"step": step, "exp_avg": average.zero_(), "exp_avg_sq": square.zero_()}
         for group in self.groups:
-            pieces = [side_by_side(group, torch.float32) for _ in range(3)]
-            for p, weight, average, square in zip(group, *pieces, strict=True):
-                p.data, p.side = weight.copy_(p.detach()), self.side
-                moments = {"exp_avg": average.zero_(), "exp_avg_sq": square.zero_()}
-                self.state[p] = {"step": next(steps), **moments}
-            if narrow and len(group) == 1:
-                p.grad_dtype = None  # any type
-            if dist.is_initialized():  # one seed gives equal weights on equal machines only
-                dist.broadcast(as_one(group), 0)
+            self.side.groups |= dict.fromkeys(group, group)
+        if dist.is_initialized():  # one seed gives equal weights on equal machines only
+            dist.broadcast(as_one(self.parameters), 0)
 
     def __getstate__(self) -> dict:
         raise TypeError("FusedAdamW: copy or save its state_dict, not the optimizer")
@@ -3433,15 +3410,14 @@ class FusedAdamW(torch.optim.Optimizer):
             options["lr"] = self.steps.new_tensor(options["lr"])
         return options["lr"]
 
-    def collect(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """Return gradients as one tensor [elements]; they are copied if they do not lie so."""
+    def collect(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Return gradients that lie side by side: copies if they do not."""
         grads = [p.grad for p in parameters]
-        if as_one(grads) is None:
-            parts = side_by_side(grads, torch.float32)
-            torch._foreach_copy_(parts, grads)
-            for p, part in zip(parameters, parts, strict=True):
-                p.grad = part
-        return as_one([p.grad for p in parameters])
+        if as_one(grads) is not None:
+            return grads
+        copies = side_by_side(grads, torch.float32)
+        torch._foreach_copy_(copies, grads)
+        return copies
 
     @torch.no_grad()
     def average_gradients(self) -> None:
@@ -3455,14 +3431,17 @@ class FusedAdamW(torch.optim.Optimizer):
         self.side.join()
         if any(p.grad is None and p.requires_grad for p in self.parameters):
             raise RuntimeError("FusedAdamW: on several GPUs each parameter needs a gradient")
-        kept = [p.grad for p in self.parameters]  # until what reads them has been waited for
+        averages = {}
         with self.side.beside(self.side.updates):
             for group in reversed(self.groups):
                 if present := [p for p in group if p.grad is not None]:
                     self.side.wait_for(present)
-                    dist.all_reduce(grads := self.collect(present))
-                    grads /= dist.get_world_size()
-        del kept
+                    parts = self.collect(present)
+                    dist.all_reduce(one := as_one(parts))
+                    one /= dist.get_world_size()
+                    averages |= zip(present, parts, strict=True)
+        for p, average in averages.items():  # what reads the gradients has been waited for
+            p.grad = average
         self.averaged = True
 
     @torch.no_grad()
@@ -3480,29 +3459,23 @@ class FusedAdamW(torch.optim.Optimizer):
             if (p.dtype, p.device) != (torch.float32, self.steps.device):
                 raise TypeError(f"FusedAdamW: a parameter is {p.dtype} on {p.device} by now")
         skipped, rate = getattr(self, "found_inf", None), self.rate()
-        kept = [p.grad for p in present]  # until what reads them has been waited for
         with self.side.beside(self.side.updates):
+            one = 1
             if skipped is not None:
                 self.side.wait_for([])
-            one = torch.ones_like(rate) if skipped is None else 1 - skipped
-            if len(present) == len(self.parameters):
-                self.steps += one
-            else:
-                steps = [self.state[p]["step"] for p in present]
-                torch._foreach_add_(steps, [one.to(self.steps)] * len(steps))
+                one = 1 - skipped
+            whole = len(present) == len(self.parameters)
+            for steps in [self.steps] if whole else [self.state[p]["step"] for p in present]:
+                steps += one
             powers = [beta**self.steps for beta in self.param_groups[0]["betas"]]
             for group in reversed(self.groups):
-                together = itertools.groupby(group, lambda p: p.grad is not None and self.counts[p])
-                for count, parameters in together:
-                    parameters = [*parameters]
-                    if count:
-                        self.side.wait_for(parameters)
-                        self.update(parameters, powers, rate)
-        del kept
+                if present := [p for p in group if p.grad is not None]:
+                    self.side.wait_for(present)
+                    self.update(present, powers, rate)
 
     def update(self, group: list[nn.Parameter], powers: list[Tensor], rate: Tensor) -> None:
         """Update parameters by one launch if they lie side by side, else each where it lies."""
-        weights = as_one(group)
+        weights = as_one(group) if len({self.counts[p] for p in group}) == 1 else None
         if weights is None and len(group) > 1:
             for p in group:
                 self.update([p], powers, rate)
@@ -3511,14 +3484,14 @@ class FusedAdamW(torch.optim.Optimizer):
         states = [self.state[p] for p in group]
         moments = [as_one([state[name] for state in states]) for name in ("exp_avg", "exp_avg_sq")]
         powers = [power[states[0]["step"].storage_offset()] for power in powers]
-        tensors = memory, self.collect(group), *moments, *powers, rate
+        tensors = memory, as_one(self.collect(group)), *moments, *powers, rate
         tensors += getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         options, chosen, size = self.param_groups[0], blocks("adamw"), moments[0].numel()
-        shares = {f"share{i}": 1 - beta for i, beta in enumerate(options["betas"], 1)}
-        settings = {"size": size, **shares, "eps": options["eps"], "decay": options["weight_decay"]}
+        shares = (1 - beta for beta in options["betas"])
         most = triton.next_power_of_2(triton.cdiv(size, chosen["BLOCK"]))
         programs = chosen["PROGRAMS"] = min(chosen["PROGRAMS"], most)
-        wrap_triton(adamw_kernel)[(programs,)](*tensors, **settings, **chosen)
+        launch = wrap_triton(adamw_kernel)[(programs,)]
+        launch(*tensors, size, *shares, options["eps"], options["weight_decay"], **chosen)
         if weights is None:
             group[0].copy_(memory)
         torch.autograd.graph.increment_version(group)  # no kernel does
@@ -3631,9 +3604,10 @@ def leave_to_pytorch(args: argparse.Namespace, reasons: dict[str, str]) -> None:
 # Copied from dev/parts/core.py by dev/sync_parts.py: edit it there.
 # Read `measure` first, the loop; then Trainer.compute, the step; `main` is at the end.
 SCRIPT = Path(__file__).stem
-OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
-NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # like views, move no data
+RANK = int(os.getenv("RANK", "0"))  # of this process among those that torchrun started
+WORLD_SIZE = int(os.getenv("WORLD_SIZE", "1"))
 PROFILES = ("enable_pytorch_profiler", "enable_memory_profiling", "enable_rocm_profiling")
+UNFINISHED = (1, "it did not finish")  # exit status and error of a run until its end
 
 
 def measure(*sides: Trainer) -> list[dict]:
@@ -3641,7 +3615,7 @@ def measure(*sides: Trainer) -> list[dict]:
     args = sides[-1].args
     turns = 1 if len(sides) == 1 else min(10, args.num_steps)
     region = contextlib.nullcontext()
-    end = (1, "it did not finish")
+    end = UNFINISHED
     try:
         if any(getattr(args, name) for name in PROFILES):
             from fusion_lab.profile.steps import profiled_region  # before time is spent on training
@@ -3655,8 +3629,9 @@ def measure(*sides: Trainer) -> list[dict]:
             for turn, steps in enumerate(np.array_split(range(args.num_steps), turns)):
                 for side in sides if turn % 2 == 0 else reversed(sides):
                     side.take(len(steps))
-        for side in sides if not args.under_profiler else ():
-            side.count(sides[0].groups["kernels"].get("per_step"))
+        if not args.under_profiler:
+            for side in sides:
+                side.count(sides[0].groups["kernels"].get("per_step"))
         end = (0, None)
     except (Exception, KeyboardInterrupt) as error:
         end = explain(error, args)
@@ -3681,8 +3656,35 @@ class Trainer:
         self.turns_ms: list[float] = []  # mean time of a step in each turn
         self.phases: dict[str, list[float]] = {}  # milliseconds of each phase in each step
         self.peak = 0  # bytes
-        self.end = (1, "it did not finish")  # exit status and error
+        self.end = UNFINISHED
+        # parts of the result, as far as they are known
         self.groups = {name: {} for name in ("config", "data", "timing", "kernels", "flops")}
+
+    def build(self) -> Trainer:
+        """Build model, optimizer and data; return self."""
+        args = self.args
+        self.device = prepare(args)
+        dtype = getattr(torch, args.amp_dtype)
+        self.autocast = lambda: torch.autocast(args.device, dtype, enabled=args.use_amp)
+        scaled = args.use_amp and dtype == torch.float16
+        self.scaler = torch.amp.GradScaler(args.device, 4096, enabled=scaled)  # 65536 may overflow
+        self.batches = make_batches(args, torch.device("cpu"), args.seed)
+        self.inputs: dict[str, Tensor] = {}  # where each batch is copied to
+        self.model = build_model(args, self.device)
+        self.forward = self.model
+        self.addresses = lambda: [parameter.data_ptr() for parameter in self.model.parameters()]
+        self.optimizer = build_optimizer(args, self.model)
+        self.average = getattr(self.optimizer, "average_gradients", None)  # in place of DDP
+        self.stream = torch.cuda.Stream(priority=-1) if args.cuda_graph else None
+        self.graph = None
+        self.marks: list[tuple] = []  # phases of a turn, and the moments of their ends
+        if args.torch_compile:
+            self.forward = torch.compile(self.model, mode=args.torch_compile_mode)
+        if WORLD_SIZE > 1 and not self.average:
+            options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+            with torch.cuda.stream(self.stream):  # where autograd adds gradients up
+                self.forward = nn.parallel.DistributedDataParallel(self.forward, **options)
+        return self
 
     def compute(self, batch: dict[str, Tensor]) -> Tensor:
         """Compute what a graph captures: forward pass, backward pass, optimizer."""
@@ -3700,7 +3702,8 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         loss = loss.detach()
         if WORLD_SIZE > 1:
-            dist.all_reduce(loss := loss / WORLD_SIZE)
+            loss = loss / WORLD_SIZE
+            dist.all_reduce(loss)
         self.mark("optimizer")
         return loss
 
@@ -3716,81 +3719,31 @@ class Trainer:
         self.mark("graph")
         return self.loss
 
-    def take(self, steps: int, measured: bool = True) -> float:
-        """Take a turn of steps (Ctrl-C ends it, done ones count); return milliseconds of a step."""
-        args = self.args
-        prepare(args)  # another side may have had a turn
-        synchronize = torch.cuda.synchronize if self.gpu else lambda: None
-        earlier = len(self.phases.get("data", ()))
-        losses = torch.empty(steps, pin_memory=self.gpu)  # on the host, which does not wait
-        lines = []  # of progress, not shown yet: steps of this turn, and the moment of their end
-        done = 0
-        synchronize()
-        began = time.perf_counter()
-        self.marks = []
-        self.mark("start")
-        try:
-            for step in range(steps):
-                losses[step].copy_(self.step(), non_blocking=True)
-                done = step + 1
-                if measured and (earlier + done) % args.log_interval == 0:
-                    lines.append((done, self.now()))
-                if len(lines) > self.gpu:  # a GPU's come one late: it goes on while the host waits
-                    self.show(losses, *lines.pop(0))
-        finally:
-            synchronize()
-            ms = 1e3 * (time.perf_counter() - began) / max(1, done)
-            for line in lines:
-                self.show(losses, *line)
-            values = losses[:done].tolist()
-            self.losses += filter(math.isfinite, values)
-            if measured and done:
-                self.turns_ms.append(ms)
-                for (_, start), (phase, end) in zip(self.marks, self.marks[1:], strict=False):
-                    self.phases.setdefault(phase, []).append(self.milliseconds(start, end))
-        if not all(map(math.isfinite, values)):
-            raise FloatingPointError("the loss is no number any more; lower --learning-rate")
-        return ms
+    def next_batch(self) -> dict[str, Tensor]:
+        """Return this process's share of the batch on the device, where the last one was."""
+        share = self.args.batch_size // WORLD_SIZE
+        for name, value in self.batches.next_batch().items():
+            own = value[RANK * share :][:share]
+            if name not in self.inputs:
+                self.inputs[name] = torch.empty_like(own, device=self.device)
+            # from pinned memory, so that the host does not wait
+            self.inputs[name].copy_(own.pin_memory() if self.gpu else own, non_blocking=True)
+        return self.inputs
 
-    def show(self, losses: Tensor, done: int, end: object) -> None:
-        """Show the loss of this turn's last step before a moment, which the host waits for."""
-        if self.gpu:
-            end.synchronize()
-        seconds = self.milliseconds(self.marks[0][1], end) / done / 1e3
-        steps = self.args.num_steps
-        step = len(self.phases.get("data", ())) + done
-        pace = (
-            f"{self.args.batch_size / seconds:.1f} samples/s  {(steps - step) * seconds:.0f} s left"
-        )
-        progress(f"{self.title}step {step}/{steps}  loss {losses[done - 1]:.4f}  {pace}")
+    def capture(self) -> None:
+        """Capture the step as a graph, replayed from now on; one must have run before."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self.stream):
+            self.loss = self.compute(self.inputs)
+        self.captured_addresses = self.addresses()
+        self.graph = graph
 
     def mark(self, phase: str) -> None:
-        """Note the moment at which a phase ends, without a wait."""
-        self.marks.append((phase, self.now()))
-
-    def now(self) -> object:
-        """Return this moment of the device; on a CPU in seconds."""
-        if not self.gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def milliseconds(self, start: object, end: object) -> float:
-        """Return the time between two moments."""
-        return start.elapsed_time(end) if self.gpu else 1e3 * (end - start)
-
-    def next_batch(self) -> dict[str, Tensor]:
-        """Return this process's share of the batch, on the device."""
-        share = self.args.batch_size // WORLD_SIZE
-        batch = {n: t[RANK * share :][:share] for n, t in self.batches.next_batch().items()}
-        if not self.gpu:
-            return batch
-        for name, value in batch.items():
-            if name not in self.inputs:
-                self.inputs[name] = torch.empty_like(value, device=self.device)
-            self.inputs[name].copy_(value.pin_memory(), non_blocking=True)  # without a wait
-        return self.inputs
+        """Note the moment at which a phase ends, without a wait; on a CPU in seconds."""
+        now = torch.cuda.Event(enable_timing=True) if self.gpu else time.perf_counter()
+        if self.gpu:
+            now.record()
+        self.marks.append((phase, now))
 
     def start(self) -> None:
         """Build, say what runs, warm up, and see how much memory a step needs."""
@@ -3804,58 +3757,72 @@ class Trainer:
         self.groups |= {"config": config, "parameters": parameters, "data": self.batches.source}
         print(headline(args, config, parameters), flush=True)
         progress(f"{self.title}{'compiling in' if args.torch_compile else 'taking'} the first step")
-        if args.warmup_steps:
-            first = self.take(1, measured=False)
-            if self.gpu:
-                torch.cuda.reset_peak_memory_stats()  # after what the first step alone needs
-            others = args.warmup_steps - 1
-            ms = self.take(others - args.cuda_graph, measured=False)
-            warmup = {"warmup_first_step_ms": first, "warmup_ms": first + others * ms}
-            self.groups["timing"] = warmup
-        if args.cuda_graph:
-            torch.cuda.reset_peak_memory_stats()  # a replay allocates nothing
-            self.capture()
-            self.take(1, measured=False)  # the first replay does more
+        warmup_ms = []
+        for step in range(1, args.warmup_steps + 1):
+            capture = args.cuda_graph and step == args.warmup_steps
+            if self.gpu and (step == 2 or capture):
+                # without what the first step alone needs; and a replay allocates nothing
+                torch.cuda.reset_peak_memory_stats()
+            if capture:
+                self.capture()
+            warmup_ms.append(self.take(1, measured=False))
+        if warmup_ms:
+            timing = {"warmup_first_step_ms": warmup_ms[0], "warmup_ms": sum(warmup_ms)}
+            self.groups["timing"] = timing
         if self.gpu:
-            self.peak = largest(torch.cuda.max_memory_allocated() - before)
+            peaks = [torch.cuda.max_memory_allocated() - before] * WORLD_SIZE
+            if WORLD_SIZE > 1:
+                dist.all_gather_object(peaks, peaks[RANK])
+            self.peak = max(peaks)
         gc.collect()  # compiling leaves cycles that keep tensors
 
-    def build(self) -> Trainer:
-        """Build model, optimizer and data; return self."""
-        args = self.args
-        self.device = prepare(args)
-        dtype = getattr(torch, args.amp_dtype)
-        self.autocast = lambda: torch.autocast(args.device, dtype, enabled=args.use_amp)
-        scaled = args.use_amp and dtype == torch.float16
-        self.scaler = torch.amp.GradScaler(args.device, 4096, enabled=scaled)  # 65536 may overflow
-        self.batches = make_batches(args, torch.device("cpu"), args.seed)
-        self.inputs: dict[str, Tensor] = {}  # on a GPU: where batches are copied to
-        self.model = build_model(args, self.device)
-        self.forward = self.model
-        self.addresses = lambda: [parameter.data_ptr() for parameter in self.model.parameters()]
-        self.optimizer = build_optimizer(args, self.model)
-        self.average = getattr(self.optimizer, "average_gradients", None)  # in place of DDP
-        self.stream = torch.cuda.Stream(priority=-1) if args.cuda_graph else None
-        self.graph = None
-        self.marks: list[tuple] = []
-        if args.torch_compile:
-            self.forward = torch.compile(self.model, mode=args.torch_compile_mode)
-        if WORLD_SIZE > 1 and not self.average:
-            options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
-            with torch.cuda.stream(self.stream):  # where autograd adds gradients up
-                self.forward = nn.parallel.DistributedDataParallel(self.forward, **options)
-        return self
+    def take(self, steps: int, measured: bool = True) -> float:
+        """Take a turn of steps (Ctrl-C ends it, done ones count); return milliseconds of a step."""
+        prepare(self.args)  # another side may have had a turn
+        synchronize = torch.cuda.synchronize if self.gpu else lambda: None
+        losses = torch.empty(steps, pin_memory=self.gpu)  # on the host, which does not wait
+        done = 0
+        synchronize()
+        began = time.perf_counter()
+        self.marks = []
+        self.mark("start")
+        try:
+            for step in range(steps):
+                first_mark = len(self.marks)
+                losses[step].copy_(self.step(), non_blocking=True)
+                done = step + 1
+                if measured and step:  # the step before, while a GPU takes this one
+                    self.show(losses, step, began, self.marks[first_mark][1])
+        finally:
+            synchronize()
+            ms = 1e3 * (time.perf_counter() - began) / max(1, done)
+            values = losses[:done].tolist()
+            self.losses += filter(math.isfinite, values)
+            if measured and done:
+                self.show(losses, done, began, self.marks[-1][1])
+                self.turns_ms.append(ms)
+                for (_, start), (phase, end) in zip(self.marks, self.marks[1:], strict=False):
+                    phase_ms = start.elapsed_time(end) if self.gpu else 1e3 * (end - start)
+                    self.phases.setdefault(phase, []).append(phase_ms)
+        if not all(map(math.isfinite, values)):
+            raise FloatingPointError("the loss is no number any more; lower --learning-rate")
+        return ms
 
-    def capture(self) -> None:
-        """Capture the step as a graph, replayed from now on; one must have run before."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.stream):
-            self.loss = self.compute(self.inputs)
-        self.captured_addresses = self.addresses()
-        self.graph = graph
+    def show(self, losses: Tensor, done: int, began: float, end: object) -> None:
+        """Show the loss after so many steps of a turn, if a line is due; wait for their end."""
+        args = self.args
+        step = len(self.phases.get("data", ())) + done  # with those of earlier turns
+        if step % args.log_interval:
+            return
+        if self.gpu:
+            end.synchronize()
+        seconds = (time.perf_counter() - began) / done
+        left = (args.num_steps - step) * seconds
+        pace = f"{args.batch_size / seconds:.1f} samples/s  {left:.0f} s left"
+        progress(f"{self.title}step {step}/{args.num_steps}  loss {losses[done - 1]:.4f}  {pace}")
 
     def count(self, all_off_kernels: int | None) -> None:
-        """Count in extra steps, then let go of the model; `all_off_kernels` may be known."""
+        """Count in extra steps; the number of kernels with all fusions off may be known."""
         args = self.args
         prepare(args)
         progress(f"{self.title}counting kernels, memory and floating-point operations")
@@ -3863,10 +3830,9 @@ class Trainer:
         if self.gpu or not args.torch_compile:  # a loop compiled for a CPU is no operator
             kernels |= count_kernels(self)
         if not self.gpu:
-            self.peak = largest(max(used for _, used in memory_of_a_step(self)))
+            self.peak = max(used for _, used in memory_of_a_step(self))
         self.groups["flops"]["per_step"] = count_flops(args, self.batches.next_batch())
-        for name in vars(self).keys() - vars(Trainer(args)).keys():
-            delattr(self, name)  # what was built; what was measured stays
+        self.graph = None  # and its memory
         fused = args.torch_compile or any(getattr(args, name) for _, name, _ in FUSIONS)
         if not (kernels and fused):
             return
@@ -3891,7 +3857,7 @@ class Trainer:
         if self.turns_ms:
             ms = np.median(self.turns_ms)  # most runs have a single turn
             steps = zip(*self.phases.values(), strict=False)  # Ctrl-C may cut the last one short
-            steps_ms = [sum(phases) for phases in steps]
+            steps_ms = [sum(step) for step in steps]
             timing |= {"steps": len(steps_ms), "batch_ms": ms, "turns_ms": self.turns_ms}
             timing |= {f"{phase}_ms": np.mean(times) for phase, times in self.phases.items()}
             timing["samples_per_sec"] = 1e3 * args.batch_size / ms
@@ -3922,16 +3888,19 @@ class Trainer:
     def write(self, end: tuple[int, str | None]) -> None:
         """Write <profile-dir>/<script>_summary.json, whole or not at all."""
         self.end = end
-        path = self.args.profile_dir / f"{SCRIPT}_summary.json"
-        unfinished = path.with_suffix(".tmp")
         if RANK:
             return
+        path = self.args.profile_dir / f"{SCRIPT}_summary.json"
+        unfinished = path.with_suffix(".tmp")
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             unfinished.write_text(json.dumps(self.summary(), indent=1, default=str) + "\n")
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)  # where the disk is full
+
+
+NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # like views, move no data
 
 
 class OperatorCounter(torch.utils._python_dispatch.TorchDispatchMode):
@@ -3962,8 +3931,7 @@ def count_kernels(trainer: Trainer) -> dict:
     """Count the kernels of a step, on a CPU its operators; {} where none are seen."""
     if not trainer.gpu:  # of two samples: of a single one some copies are views
         batch = {n: torch.cat((t, t))[:2] for n, t in trainer.next_batch().items()}
-        for _ in range(2):  # the first ones of a new Trainer do more
-            trainer.compute(batch)
+        trainer.compute(batch)  # the first one of a new Trainer does more
         with OperatorCounter() as counter:
             trainer.compute(batch)
         return {"unit": "operator calls", "per_step": counter.calls}
@@ -3984,7 +3952,11 @@ def memory_of_a_step(trainer: Trainer) -> list[tuple[float, float]]:
     events = [e for e in trace_of_a_step(trainer, profile_memory=True) if e["name"] == "[memory]"]
     events = [e for e in events if e["args"]["Device Type"] == int(trainer.gpu)]
     events.sort(key=lambda event: event["ts"])
-    return [(e["ts"] - events[0]["ts"], used := used + e["args"]["Bytes"]) for e in events]
+    course = []
+    for event in events:
+        used += event["args"]["Bytes"]
+        course.append((event["ts"] - events[0]["ts"], used))
+    return course
 
 
 def count_flops(args: argparse.Namespace, batch: dict[str, Tensor]) -> int:
@@ -3995,49 +3967,37 @@ def count_flops(args: argparse.Namespace, batch: dict[str, Tensor]) -> int:
     return counter.get_total_flops()
 
 
-def largest(value: int) -> int:
-    """Return the largest value of all processes."""
-    values = [value] * WORLD_SIZE
-    if WORLD_SIZE > 1:
-        dist.all_gather_object(values, value)
-    return max(values)
-
-
 LINES = """\
-timing Average training speed: {samples_per_sec:.1f} samples/sec
-timing Average batch time: {batch_ms:.1f} ms (median {batch_median_ms:.1f}, p95 {batch_p95_ms:.1f})
-timing Average forward time: {forward_ms:.1f} ms
-timing Average backward time: {backward_ms:.1f} ms
-timing Average optimizer time: {optimizer_ms:.1f} ms
-timing Average graph time: {graph_ms:.1f} ms (its phases cannot be told apart)
-timing Warmup step time: {warmup_first_step_ms:.1f} ms (first step{compiled})
-timing Compilation overhead: {compilation_overhead_ms:.1f} ms
-loss Final loss: {final:.4f} (first step {initial:.4f})
-memory Peak memory usage: {peak_mb:.1f} MB
-kernels Kernels per step: {per_step}{off}{operators}
-kernels Kernel reduction: {reduction_percent:.1f} %
-kernels Host launches per step: {host_launches}
-flops FLOPs per step: {gflop:.4g} GFLOP, achieved {achieved_tflops:.3g} TFLOP/s
-"""  # of the report, each behind the group of the result that it reads
+Average training speed: {timing[samples_per_sec]:.1f} samples/sec
+Average batch time: {timing[batch_ms]:.1f} ms (median {timing[batch_median_ms]:.1f}, \
+p95 {timing[batch_p95_ms]:.1f})
+Average forward time: {timing[forward_ms]:.1f} ms
+Average backward time: {timing[backward_ms]:.1f} ms
+Average optimizer time: {timing[optimizer_ms]:.1f} ms
+Average graph time: {timing[graph_ms]:.1f} ms (its phases cannot be told apart)
+Warmup step time: {timing[warmup_first_step_ms]:.1f} ms (first step, includes any compilation)
+Compilation overhead: {timing[compilation_overhead_ms]:.1f} ms
+Final loss: {loss[final]:.4f} (first step {loss[initial]:.4f})
+Peak memory usage: {memory[peak_mb]:.1f} MB
+Kernels per step: {kernels[per_step]}{off}{operators}
+Kernel reduction: {kernels[reduction_percent]:.1f} %
+Host launches per step: {kernels[host_launches]}
+FLOPs per step: {flops[gflop]:.4g} GFLOP, achieved {flops[achieved_tflops]:.3g} TFLOP/s
+"""  # of the report, from values of the result
 
 
 def report(result: dict) -> str:
     """Return the lines whose values were measured."""
     kernels = result["kernels"]
-    triton = VERSION > 2 and result["environment"]["device"] == "cuda"
-    compiled = triton or result["training"]["torch_compile"]
-    operators = kernels.get("unit") == "operator calls"
-    off = f" (all fusions off: {kernels.get('all_off') or 'out of memory'})"
-    remarks = {
-        "compiled": ", includes compilation" if compiled else "",
-        "off": off if "all_off" in kernels else "",
-        "operators": "; operator calls, counted on a CPU" if operators else "",
-    }
+    remarks = {"off": "", "operators": ""}
+    if "all_off" in kernels:
+        remarks["off"] = f" (all fusions off: {kernels['all_off'] or 'out of memory'})"
+    if kernels.get("unit") == "operator calls":
+        remarks["operators"] = "; operator calls, counted on a CPU"
     lines = []
-    for row in LINES.splitlines():
-        group, _, line = row.partition(" ")
+    for line in LINES.splitlines():
         with contextlib.suppress(KeyError):
-            lines.append(line.format(**result[group], **remarks))
+            lines.append(line.format(**result, **remarks))
     return "\n".join(lines)
 
 
@@ -4059,8 +4019,10 @@ def comparison(before: dict, after: dict) -> str:
     ratios = [off / on for off, on in turns]
     low, high, median = np.round([min(ratios), max(ratios), np.median(ratios)], 2)
     verdict = "all turns agree" if high <= 1.25 * low else "all turns agree on which is faster"
-    verdict = "no difference seen" if low <= 1 <= high else verdict
-    verdict = verdict if len(ratios) >= 5 else "too few turns to tell"
+    if low <= 1 <= high:
+        verdict = "no difference seen"
+    if len(ratios) < 5:
+        verdict = "too few turns to tell"
     spread = f"from {low:.2f}x to {high:.2f}x ({verdict})"
     lines.append(f"Batch time ratio in {len(ratios)} turns: {median:.2f}x, {spread}")
     return "\n".join(lines)
@@ -4071,11 +4033,16 @@ def environment(device: torch.device) -> dict:
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.exists() else ""
     name = text.partition("model name\t: ")[2].partition("\n")[0] or os.uname().machine
-    name = torch.cuda.get_device_name() if device.type == "cuda" else name
-    result = {"device": device.type, "device_name": name, "cpu_threads": torch.get_num_threads()}
-    result |= {"python": sys.version.split()[0], "torch": torch.__version__}
-    result |= {"hip": torch.version.hip, "cuda": torch.version.cuda}
-    return result | {"triton": getattr(sys.modules.get("triton"), "__version__", None)}
+    return {
+        "device": device.type,
+        "device_name": torch.cuda.get_device_name() if device.type == "cuda" else name,
+        "cpu_threads": torch.get_num_threads(),
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "hip": torch.version.hip,
+        "cuda": torch.version.cuda,
+        "triton": getattr(sys.modules.get("triton"), "__version__", None),
+    }
 
 
 def headline(args: argparse.Namespace, config: dict, parameters: int) -> str:
@@ -4084,8 +4051,8 @@ def headline(args: argparse.Namespace, config: dict, parameters: int) -> str:
     device += f" x {WORLD_SIZE}" if WORLD_SIZE > 1 else ""
     sizes = {"batch_size": args.batch_size, **config}.items()
     sizes = ", ".join(f"{name} {size}" for name, size in sizes if type(size) is int)
-    precision = f"float32 (matmul precision {args.matmul_precision})"
-    precision = args.amp_dtype if args.use_amp else precision
+    float32 = f"float32 (matmul precision {args.matmul_precision})"
+    precision = args.amp_dtype if args.use_amp else float32
     names = [*(name for _, name, _ in FUSIONS), "torch_compile", "cuda_graph"]
     on = [name for name in names if getattr(args, name) and name not in args.without_effect]
     fused = ", ".join(on or ["nothing fused"]).replace("_", "-")
@@ -4127,14 +4094,13 @@ def explain(error: BaseException, args: argparse.Namespace) -> tuple[int, str]:
         return 3, f"out of memory: lower --batch-size or --seq-len ({line})"
     if isinstance(error, OSError):
         return 2, f"cannot write {error.filename or 'output or --profile-dir'}: {error.strerror}"
+    if isinstance(error, ModuleNotFoundError) and error.name.partition(".")[0] == "fusion_lab":
+        name = next(name for name in ("verify_accuracy", *PROFILES) if getattr(args, name))
+        flag = f"--{name.replace('_', '-')}"
+        return 4, f"{flag} needs the folder fusion_lab of this repository beside this script"
     if isinstance(error, ImportError):
-        if (error.name or "").partition(".")[0] == "fusion_lab":
-            name = next(name for name in ("verify_accuracy", *PROFILES) if getattr(args, name))
-            flag = f"--{name.replace('_', '-')}"
-            return 4, f"{flag} needs the folder fusion_lab of this repository beside this script"
-        package = f"the package {error.name} is missing: install it"
-        return 4, package if isinstance(error, ModuleNotFoundError) else line
-    library = type(error).__module__.startswith(("torch.", "torch._", "triton"))
+        return 4, line
+    library = type(error).__module__.startswith(("torch.", "triton"))
     if library or isinstance(error, (FloatingPointError, StaleGraph)):
         return 1, line
     raise error
@@ -4149,6 +4115,37 @@ def at_least(low: int) -> Callable[[str], int]:
         return int(text)
 
     return number
+
+
+OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
+COMPILE_MODES = ("default", *OWN_GRAPHS, "max-autotune-no-cudagraphs")
+ARGUMENTS = {  # of every version: flag; type, choices, or bool for a switch; default; help
+    "training": (
+        ("num-steps", at_least(1), 50, "measured steps"),
+        ("warmup-steps", at_least(0), None, "before those (default: 5, on several GPUs 12)"),
+        ("learning-rate", float, 3e-4, "of AdamW"),
+        ("use-amp", bool, None, "automatic mixed precision"),
+        ("amp-dtype", ("bfloat16", "float16"), None, "(default: bfloat16)"),
+        ("matmul-precision", ("highest", "high", "medium"), "highest", "of float32"),
+        ("torch-compile-mode", COMPILE_MODES, None, "compile longer to run faster"),
+        ("device", ("auto", "cpu", "cuda"), "auto", "cuda for AMD's GPUs, too"),
+        ("num-gpus", at_least(1), None, "share the batch (default: 1, or *_VISIBLE_DEVICES)"),
+        ("seed", at_least(0), 42, "of weights and data"),
+        ("deterministic", bool, None, "the same bits in every run"),
+        ("log-interval", at_least(1), 10, "steps between lines"),
+    ),
+    "profiling": (
+        ("enable-pytorch-profiler", bool, None, "operator tables, trace of 3 steps"),
+        ("enable-memory-profiling", bool, None, "memory timeline of one step"),
+        ("enable-rocm-profiling", bool, None, "names of phases for a profiler"),
+        ("under-profiler", bool, None, "launch nothing but the training steps"),
+        ("profile-dir", Path, Path(f"pytorch_profiles_v{VERSION}"), "for results"),
+    ),
+    "modes": (
+        ("compare-fusion", bool, None, "all fusions off and as chosen, in turns"),
+        ("verify-accuracy", bool, None, "compare outputs and gradients with all off"),
+    ),
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -4169,34 +4166,15 @@ def build_parser() -> argparse.ArgumentParser:
         add = group.add_mutually_exclusive_group().add_argument
         add(f"--enable-{flag}", dest=attribute, action="store_const", const=True, help=text)
         add(f"--disable-{flag}", dest=attribute, action="store_const", const=False)
-    modes = ("default", *OWN_GRAPHS, "max-autotune-no-cudagraphs")
-    group.add_argument("--torch-compile-mode", choices=modes, help="compile longer to run faster")
-    switch = {"action": "store_true"}
-    default = "(default: %(default)s)"
-    add = parser.add_argument_group("training").add_argument
-    add("--num-steps", type=at_least(1), default=50, help=f"measured steps {default}")
-    add("--warmup-steps", type=at_least(0), help="before those (default: 5, on several GPUs 12)")
-    add("--learning-rate", type=float, default=3e-4, help=f"of AdamW {default}")
-    add("--use-amp", **switch, help="automatic mixed precision")
-    add("--amp-dtype", choices=("bfloat16", "float16"), help="(default: bfloat16)")
-    precisions = ("highest", "high", "medium")
-    add("--matmul-precision", choices=precisions, default="highest", help=f"of float32 {default}")
-    devices = ("auto", "cpu", "cuda")
-    add("--device", choices=devices, default="auto", help=f"cuda for AMD's GPUs, too {default}")
-    add("--num-gpus", type=at_least(1), help="share the batch (default: 1, or *_VISIBLE_DEVICES)")
-    add("--seed", type=at_least(0), default=42, help=f"of weights and data {default}")
-    add("--deterministic", **switch, help="the same bits in every run")
-    add("--log-interval", type=at_least(1), default=10, help=f"steps between lines {default}")
-    add = parser.add_argument_group("profiling").add_argument
-    add("--enable-pytorch-profiler", **switch, help="operator tables, trace of 3 steps")
-    add("--enable-memory-profiling", **switch, help="memory timeline of one step")
-    add("--enable-rocm-profiling", **switch, help="names of phases for a profiler")
-    add("--under-profiler", **switch, help="launch nothing but the training steps")
-    folder = Path(f"pytorch_profiles_v{VERSION}")
-    add("--profile-dir", type=Path, default=folder, metavar="DIR", help=f"for results {default}")
-    add = parser.add_argument_group("modes").add_mutually_exclusive_group().add_argument
-    add("--compare-fusion", **switch, help="all fusions off and as chosen, in turns")
-    add("--verify-accuracy", **switch, help="compare outputs and gradients with all off")
+    for title, rows in ARGUMENTS.items():
+        add = parser.add_argument_group(title).add_argument
+        for flag, kind, default, text in rows:
+            text += "" if default is None else " (default: %(default)s)"
+            takes = "choices" if isinstance(kind, tuple) else "type"
+            options = {takes: kind, "default": default}
+            if kind is bool:
+                options = {"action": "store_true"}
+            add(f"--{flag}", help=text, **options)
     return parser
 
 
@@ -4209,28 +4187,28 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         setattr(args, name, args.all_fusion is not False if on is None else on)
     check_model_arguments(args, parser)
     gpus = torch.cuda.device_count() if args.device != "cpu" else 0
-    listed = any(os.getenv(f"{kind}_VISIBLE_DEVICES") for kind in ("ROCR", "HIP", "CUDA"))
-    wanted = args.num_gpus or (gpus if listed else 1) or 1
-    launched = "RANK" in os.environ
-    processes = WORLD_SIZE if launched else wanted
-    if RANK >= WORLD_SIZE or args.num_gpus not in (None, processes):
-        fail(f"RANK {RANK}, WORLD_SIZE {WORLD_SIZE} and --num-gpus {args.num_gpus} do not fit")
     needed = args.device == "cuda" or args.cuda_graph or (args.num_gpus and args.device != "cpu")
-    if needed and gpus < (1 if launched else wanted):
-        fail(f"{wanted} GPUs wanted, PyTorch finds {gpus}", 4)
+    launched = "RANK" in os.environ
+    if args.num_gpus is None:
+        listed = any(os.getenv(f"{kind}_VISIBLE_DEVICES") for kind in ("ROCR", "HIP", "CUDA"))
+        args.num_gpus = WORLD_SIZE if launched else max(1, gpus if listed else 1)
+    if needed and gpus < (1 if launched else args.num_gpus):
+        fail(f"{args.num_gpus} GPUs wanted, PyTorch finds {gpus}", 4)
     args.device = "cuda" if gpus else "cpu"
-    args.num_gpus = processes
     mode = args.torch_compile_mode
     if args.warmup_steps is None:
-        args.warmup_steps = 12 if processes > 1 else 5
+        args.warmup_steps = 12 if args.num_gpus > 1 else 5
     if args.cuda_graph is None:
         possible = args.warmup_steps > 1 and mode not in OWN_GRAPHS
         args.cuda_graph = VERSION > 3 and gpus > 0 and possible
     graph = args.cuda_graph
     least = 12 if args.num_gpus > 1 else 2  # DDP needs 11 before a capture
     for wrong, message in (
+        (RANK >= WORLD_SIZE, f"RANK {RANK} is not below WORLD_SIZE {WORLD_SIZE}"),
+        (launched and args.num_gpus != WORLD_SIZE, f"--num-gpus is not WORLD_SIZE {WORLD_SIZE}"),
         (args.batch_size % args.num_gpus, f"--batch-size must divide by {args.num_gpus} GPUs"),
         (not FUSIONS and (args.all_fusion or args.compare_fusion), "V1 has nothing to compare"),
+        (args.compare_fusion and args.verify_accuracy, "--verify-accuracy is a run of its own"),
         (mode and not args.torch_compile, "--torch-compile-mode needs --enable-torch-compile"),
         (args.amp_dtype and not args.use_amp, "--amp-dtype needs --use-amp"),
         (not 0 < args.learning_rate < math.inf, "--learning-rate must be above 0"),
@@ -4244,8 +4222,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if {"NSYS_PROFILING_SESSION_ID", "NV_NSIGHT_INJECTION_TRANSPORT_TYPE"} & {*os.environ}:
         say("note", "nsys or ncu started this run: --under-profiler is on")
         args.under_profiler = True
-    if args.under_profiler and (args.enable_pytorch_profiler or args.enable_memory_profiling):
-        say("note", "PyTorch's profiles are not written: another profiler is at work")
     args.without_effect = without_effect(args)
     for flag, name, _ in FUSIONS:
         if flags[name] is not None and name in args.without_effect:
@@ -4272,20 +4248,10 @@ def prepare(args: argparse.Namespace) -> torch.device:
     return torch.empty(0, device=args.device).device
 
 
-def from_launcher(name: str, default: str) -> int:
-    """Return a number that torchrun sets in the environment."""
-    text = os.getenv(name, default)
-    return int(text) if text.isdecimal() else fail(f"{name} in the environment is {text!r}")
-
-
-RANK = from_launcher("RANK", "0")
-WORLD_SIZE = from_launcher("WORLD_SIZE", "1")
-
-
 def join_processes(args: argparse.Namespace) -> None:
     """Meet the other processes that torchrun started; only the first prints from now on."""
     if args.device == "cuda":
-        torch.cuda.set_device(from_launcher("LOCAL_RANK", "0") % torch.cuda.device_count())
+        torch.cuda.set_device(int(os.getenv("LOCAL_RANK", "0")) % torch.cuda.device_count())
     if args.cuda_graph:
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # as PyTorch asks
     warnings.filterwarnings("ignore", ".*(broadcast_buffers|AccumulateGrad node's stream)")
@@ -4322,18 +4288,16 @@ def main(argv: list[str] | None = None) -> int:
             from fusion_lab.modes import verify_accuracy
 
             return verify_accuracy(sys.modules[__name__], args)
-        try:
-            measure(*sides)
-        finally:  # also of a run whose result found no room on the disk
-            progress()
-            results = [side.summary() for side in sides]
-            whole = all(result["timing"].get("steps") == args.num_steps for result in results)
-            compared = args.compare_fusion and whole
-            lines = comparison(*results) if compared else report(results[-1])
-            print(lines, end="\n" if lines else "")
+        measure(*sides)
         status, message = sides[-1].end
     except (Exception, KeyboardInterrupt) as error:
         status, message = explain(error, args)
+    finally:  # also of a run whose result found no room on the disk
+        progress()
+        results = [side.summary() for side in sides]
+        whole = all(result["timing"].get("steps") == args.num_steps for result in results)
+        text = comparison(*results) if sides[1:] and whole else report(results[-1])
+        print(text, end="\n" if text else "")
     if message:
         say("error", message)
     if WORLD_SIZE > 1:

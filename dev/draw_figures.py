@@ -290,7 +290,7 @@ def house() -> Sheet:
         x = 362 + 36 * (len(sources) - number - 1)
         sheet.dot(x, middle[room], color, 6)
         sheet.line(x, middle[room], x, max(middle[other] for other in needed[room]), color=color)
-        for other in needed[room]:
+        for other in sorted(needed[room], key=ROOMS.index):
             sheet.dot(x, middle[other], color, 5, hollow=True)
     sheet.note(
         sheet.height - 22,

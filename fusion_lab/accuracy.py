@@ -3,8 +3,7 @@ a whole model by the norms of its outputs and gradients.
 
 In a notebook, for a kernel of one's own:
 
-    from fusion_lab.host import free_memory
-from fusion_lab.accuracy import check_gradients
+    from fusion_lab.accuracy import check_gradients
 
     print(check_gradients(plain, mine, {"x": torch.randn(5, 13), "bias": torch.randn(13)}))
 """
@@ -113,30 +112,12 @@ def pattern(found: Tensor, right: Tensor, wrong: Tensor) -> str:
     rows = wrong.reshape(len(wrong), -1).any(1) if wrong.dim() else wrong.reshape(1)
     if len(rows) > 1 and not rows[0] and rows[1:].all():
         return "the first row is right and no other: does row r begin at r times its length?"
-    if right.dim() == 2 and torch.allclose(
-        found, right.T.reshape(right.shape), 1e-3, equal_nan=True
-    ):
-        return "rows and columns are exchanged"
-    return common_part(found, right) if right.dim() > 1 else ""
+    return ""
 
 
 def equal(values: Tensor) -> bool:
     """Are they all the same number, but for rounding?"""
     return bool(values.isfinite().all() and values.max() - values.min() < 3e-3 * values[0].abs())
-
-
-def common_part(found: Tensor, right: Tensor) -> str:
-    """What the elements of each row, or of each column, are off by; or nothing."""
-    found, right = (x.reshape(-1, x.shape[-1]) for x in (found, right))
-    half = right.shape[1] // 2
-    if half and torch.allclose(found, right.roll(half, 1), 1e-3, 0) and 2 * half == right.shape[1]:
-        return "the first and the second half of each row are exchanged"
-    for what, axis in (("row", 0), ("column", 1)):
-        for how, off in (("factor", found / right), ("summand", found - right)):
-            lines = off.unbind(axis)
-            if len(lines[0]) > 2 and all(map(equal, lines)):
-                return f"each {what} has a {how} of its own: is one forgotten, or there twice?"
-    return ""
 
 
 def check_close(found: Tensor, right: Tensor, what: str, limit: float | None = None) -> float:
@@ -166,26 +147,6 @@ def checked(*differences: Difference) -> Report:
     if wrong := [str(one) for one in differences if not one.right]:
         raise ToolError("; ".join(wrong), status=1)
     return Report(differences)
-
-
-def relative_error(
-    error: Tensor, exact: Tensor, rounding: Tensor | None = None, dim: int | None = None
-) -> tuple[float, str]:
-    """The largest error over the norm of what is exact, of the lines of a matrix along `dim` or of
-    the whole tensor, and which line has it.
-
-    No norm counts for less than ten times the root mean square of the same of `rounding`. What is
-    not a number is larger than any, but a number, as JSON wants it.
-    """
-
-    def norms(value: Tensor) -> Tensor:
-        return value.norm().reshape(1) if dim is None else value.norm(dim=dim)
-
-    floor = 0.0 if rounding is None else 10 * norms(rounding).square().mean().sqrt().item()
-    errors = norms(error) / norms(exact).clamp(min=max(floor, 1e-300))
-    errors = errors.nan_to_num(nan=sys.float_info.max)
-    place = int(errors.argmax())
-    return float(errors[place]), {None: "", 0: f"[:, {place}]", 1: f"[{place}]"}[dim]
 
 
 @contextlib.contextmanager
@@ -363,23 +324,30 @@ def values_of(
 def judge(
     exact: dict, unfused: list[dict], fused: dict, least: float
 ) -> dict[str, tuple[float, float]]:
-    """Return each value's relative error and its limit.
-
-    That is three times the largest error of the unfused runs, or `least` (at most 1e-3 for what is
-    no gradient) if that is more; 0 where one of these is NaN. No norm counts for less than 1e-5 of
-    that of all gradients. A gradient of zero in theory, as that of a bias which softmax takes out,
-    is the noise of sums in another order: it counts for 1e-3 of all, or for `least` / 10.
-    """
+    """Return each value's relative error and its limit: three times the largest error of the
+    unfused runs, or `least` (at most 1e-3 for what is no gradient) if that is more; 0 where one of
+    these is NaN."""
     norms = {name: float(value.norm()) for name, value in exact.items()}
     total = math.hypot(*(norm for name, norm in norms.items() if name.startswith(GRADIENT)))
     judged = {}
     for name, norm in norms.items():
-        norm = max(norm, total * (1e-5 if norm > 1e-12 * total else max(1e-3, least / 10)))
+        scale = scale_of(norm, total, least)
         sizes = [float((side[name] - exact[name]).norm()) for side in (fused, *unfused)]
-        error, *errors = (size / norm if math.isfinite(size) else math.inf for size in sizes)
+        error, *errors = (size / scale if math.isfinite(size) else math.inf for size in sizes)
         floor = least if name.startswith(GRADIENT) else min(least, 1e-3)
         judged[name] = error, max(floor, 3 * max(errors)) if max(errors) < math.inf else 0.0
     return judged
+
+
+def scale_of(norm: float, total: float, least: float) -> float:
+    """What errors of a value are measured against: its norm, or 1e-5 of that of all gradients.
+
+    A gradient of zero in theory, as that of a bias which softmax takes out, is the noise of sums in
+    another order: it counts for 1e-3 of all, or for `least` / 10.
+    """
+    if norm > 1e-12 * total:
+        return max(norm, 1e-5 * total)
+    return max(1e-3, least / 10) * total
 
 
 def worst_of(judged: Mapping[str, tuple[float, float]]) -> str:

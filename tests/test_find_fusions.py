@@ -7,8 +7,6 @@ import gc
 import json
 import linecache
 import random
-import subprocess
-import sys
 import time
 import weakref
 from dataclasses import replace
@@ -18,24 +16,23 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import CPU, ROOT, captured, strict_json
+from conftest import ROOT, captured, strict_json
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from dev.bench import find_fusions as study
-from dev.bench.models_for_find_fusions import recurrent
 from fusion_lab.cli import ToolError
 from fusion_lab.fusions import command as find_fusions
 from fusion_lab.fusions import forms
 from fusion_lab.fusions import step as steps
-from fusion_lab.fusions.flops import flop_of, registry
-from fusion_lab.fusions.groups import LEVELS, Finding, Group, Joiner
+from fusion_lab.fusions.flops import attention as flops_of_attention
+from fusion_lab.fusions.flops import registry
+from fusion_lab.fusions.groups import Finding, Group
 from fusion_lab.fusions.rates import Rates
 from fusion_lab.fusions.record import Operator, Recorded, Recorder, Use
-from fusion_lab.fusions.step import Step, attribute, compared, count, from_model, profiled, record
+from fusion_lab.fusions.step import Step, attribute, compared, profiled, record
 
 RATES = Rates("a GPU", 2500.0, 1.0, 0.3, {"bf16": 700.0, "TF32": 400.0, "fp32": 50.0})
 N, D = 64, 32  # rows, and numbers in a row
@@ -45,10 +42,10 @@ WIDE, ROWS = torch.randn(4, 100_000), torch.arange(N)
 TABLE, PICTURE = torch.randn(1000, D), torch.randn(1, 4, N, D)
 
 
-def found(take, weights=(), rates=None) -> Finding:
+def found(take, rates=None) -> Finding:
     """What is found in a step that is really taken, and whose result stays."""
     out = []
-    step = Step("test", lambda: out.append(take()), list(weights))
+    step = Step("test", lambda: out.append(take()))
     step.take()
     return Finding(record(step), rates)
 
@@ -115,20 +112,12 @@ def inner(x):
     return torch.sigmoid(x).exp()
 
 
-def in_part(x):
-    y = x * 1
-    y[:4].mul_(3)
-    return y
-
-
 @pytest.mark.parametrize(
     ("forward", "name", "code"),
     [
         # a checkpoint runs its own lines again
         (lambda x: checkpoint(inner, x, use_reentrant=False), "sigmoid", "torch.sigmoid(x).exp()"),
-        (lambda x: checkpoint(inner, x, use_reentrant=False), "sigmoid_backward", "(x).exp()"),
         (Double.apply, "mul", "grad * 2"),
-        (in_part, "clone", "y[:4].mul_(3)"),
     ],
 )
 def test_the_line_of_an_operator_of_the_backward_pass(forward, name, code):
@@ -159,17 +148,11 @@ def odd(x: torch.Tensor) -> torch.Tensor:
         # as one kernel exp and add would wait for the product between, and this for them
         (lambda: (y := SQUARE.exp()) + y @ SQUARE, [["exp"], ["mm"], ["add"]]),
         (lambda: (y := X.exp(), X.cos() @ W + y), [["exp", "add"], ["cos"], ["mm"]]),
-        (
-            lambda: ((y := X.exp()) @ W + (z := Y.cos()), z @ W + y),
-            [["exp"], ["mm"], ["cos", "add"], ["mm"], ["add"]],
-        ),
         # a long sum is complete when its kernel has ended, a short one before
         (lambda: X.exp() / X.exp().sum(1, keepdim=True), [["exp", "exp", "sum", "div"]]),
         (lambda: WIDE.exp() / WIDE.exp().sum(1, keepdim=True), [["exp", "div"], ["exp", "sum"]]),
         # what is read before a change in place is another version
-        (lambda: (y := X.clone(), y @ W, y.mul_(2)), [["clone"], ["mm"], ["mul_"]]),
         (of_a_part, [["zeros"], ["mm"], ["mm"], ["copy_"]]),
-        (lambda: X.t().reshape(-1)[: N * D // 2].view(N, -1).exp(), [["clone", "exp"]]),
         # a gather needs the whole of its source, and a scatter nothing behind it
         (lambda: X.exp()[ROWS].cos(), [["exp"], ["index", "cos"]]),
         (
@@ -201,12 +184,6 @@ def test_a_shift_in_every_round_must_lie_in_memory():
     assert len(found(take).groups) > 2
 
 
-def test_a_second_forward_pass_is_another():
-    x = torch.randn(N, D, requires_grad=True)
-    finding = found(lambda: [torch.sigmoid(x).exp().sum().backward() for _ in range(2)])
-    assert not any(group.names.count("sigmoid") > 1 for group in finding.groups)
-
-
 # --- what must cross memory
 
 
@@ -220,21 +197,15 @@ def read_after(change):
 @pytest.mark.parametrize(
     ("take", "name", "read", "kept"),
     [
-        (lambda: (y := X.clone(), y @ W, y.mul_(2)), "mul_", ROW, ROW),
         (of_a_part, "copy_", ROW, ROW),
         (of_a_part, "zeros", 0, 2 * ROW),
-        (lambda: X[: N // 2].exp(), "exp", ROW // 2, ROW // 2),
         (lambda: X[: N // 2] + X[N // 2 :], "add", ROW, ROW // 2),
         # as many rows as it takes, of 32 bytes at least, and their numbers
         (lambda: TABLE.view(-1)[ROWS], "index", 32 * N + ROWS.nbytes, 4 * N),
-        (lambda: TABLE.exp()[ROWS].cos(), "index", ROW + ROWS.nbytes, ROW),
         # windows overlap, and need all of their source once
         (lambda: PICTURE.unfold(3, 4, 2) + 1, "add", PICTURE.nbytes, 4 * N * 15 * 4 * 4),
-        (lambda: F.max_pool2d(PICTURE, 2), "max_pool2d_with_indices", PICTURE.nbytes, ROW),
-        # and find it in memory
         (lambda: F.max_pool2d(PICTURE.exp(), 2), "exp", PICTURE.nbytes, PICTURE.nbytes),
         # what is changed in part is written as a whole, by one kernel or by two
-        (lambda: (y := X.exp(), y[:, :4].zero_(), y @ W), "exp", ROW, ROW),
         (lambda: (y := X.exp(), y.index_put_((ROWS[:4],), X[:4]), y @ W), "exp", ROW, ROW),
         # nothing is computed again from what has changed by then
         (lambda: read_after(lambda: None), "sum", WIDE.nbytes, 4),
@@ -243,21 +214,11 @@ def read_after(change):
         (lambda: (y := WIDE * 2, y + y.exp().sum()), "sum", WIDE.nbytes, WIDE.nbytes + 4),
         # a second copy is none
         (lambda: X.bfloat16() @ W.bfloat16() + X.bfloat16() @ W.bfloat16(), "add", ROW, ROW // 2),
-        (lambda: (y := torch.rand_like(WIDE)) + y.sum(), "rand_like", WIDE.nbytes, WIDE.nbytes + 4),
     ],
 )
 def test_bytes_of_a_kernel(take, name, read, kept):
     group = group_of(found(take), name)
     assert (sum(group.reads.values()), sum(group.keeps.values())) == (read, kept)
-
-
-def test_a_copy_that_changes_is_a_copy():
-    def take():
-        one, two = X.clone(), X.clone()
-        one.mul_(2)
-        return one @ W, two @ W
-
-    assert len({storage for storage, _ in group_of(found(take), "clone").keeps}) == 2
 
 
 # --- levels
@@ -289,10 +250,9 @@ def gradients_of_attention():
         (attention(4, 128, 16), {"products": 3, "attention": 1}),
         (gradients_of_attention(), {"attention": 2}),
         # products of one matrix are one, unless one waits for the other; so are those added up
-        (lambda: (X @ W, X @ W.exp(), X @ W.cos()), {"optimizer": 4, "joined": 2}),
+        (lambda: (X @ W, X @ W.exp(), X @ W.cos()), {"attention": 4, "joined": 2}),
         (lambda: X @ W @ W, {"joined": 2}),
-        (lambda: (SQUARE @ SQUARE[0:N], SQUARE.t() @ SQUARE[:, :4]), {"joined": 2}),
-        (lambda: (X @ W + 2 * X @ W.exp()) * 2, {"optimizer": 2, "joined": 1}),
+        (lambda: (X @ W + 2 * X @ W.exp()) * 2, {"attention": 2, "joined": 1}),
     ],
 )
 def test_kernels_of_a_level(take, kernels):
@@ -300,53 +260,13 @@ def test_kernels_of_a_level(take, kernels):
     assert {level: levels[level]["kernels"] for level in kernels} == kernels
 
 
-def test_bytes_of_a_level():
-    levels = found(lambda: (X @ W).exp()).levels
-    assert levels["now"]["bytes"] - levels["products"]["bytes"] == 2 * ROW
-    levels = found(lambda: (X @ W, X @ SQUARE[:D, :D])).levels
-    assert levels["optimizer"]["bytes"] - levels["joined"]["bytes"] == ROW
-    levels = found(attention(4, 128, 16), rates=RATES).levels
-    assert levels["attention"]["bytes"] == 4 * 4 * 4 * 128 * 16
-
-
-def test_levels_never_grow():
-    step, recorded = count(lambda: from_model("m", *recurrent(nn.LSTM, 2, 4), True, CPU))
-    levels = Finding(recorded, RATES).levels
-    assert (step.name, [*levels]) == ("m", [*LEVELS])
-    for key in ("us", "bytes", "kernels"):
-        values = [level[key] for level in levels.values()]
-        assert values == sorted(values, reverse=True)
-
-
-def test_a_model_is_moved_with_its_weights():
-    """To a device that every machine has; a copy of a weight could not be trained."""
-    step = from_model("m", nn.Linear(D, 1), {"input": X}, False, torch.device("meta"))
-    assert [(w.is_leaf, w.device.type) for w in step.weights] == [(True, "meta")] * 2
-
-
 # --- what holds for any step
 
 
-class Lars(torch.optim.Optimizer):
-    """Each weight's step is scaled by its norm over that of its gradient: norms between."""
-
-    def __init__(self, weights):
-        super().__init__(weights, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self):
-        for weight in self.param_groups[0]["params"]:
-            if weight.grad is not None:
-                ratio = weight.norm() / (weight.grad.norm() + 1e-6)
-                weight.add_(weight.grad * ratio, alpha=-0.1)
-
-
 OPTIMIZERS = [
-    *(partial(torch.optim.AdamW, **{kind: True}) for kind in ("fused", "foreach")),
+    partial(torch.optim.AdamW, fused=True),
     partial(torch.optim.AdamW, foreach=False),
     partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    *([partial(torch.optim.Muon, lr=0.1)] if hasattr(torch.optim, "Muon") else []),
-    Lars,
 ]
 PARTS = [
     lambda x, w: x @ w,
@@ -354,17 +274,14 @@ PARTS = [
     lambda x, w: F.layer_norm(x, (D,), w[0], w[1]),
     lambda x, w: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * w[0],
     lambda x, w: (x @ x.t()).softmax(-1) @ x,
-    lambda x, w: F.dropout(x, 0.1) + x.sum(0),
     lambda x, w: torch.cat([x[:, ::2], x[:, 1::2].exp()], 1) @ w,
     lambda x, w: F.embedding(ROWS % D, w).cumsum(0) + x,
     lambda x, w: F.batch_norm(x @ w, None, None, w[0], w[1], training=True).relu(),
-    lambda x, w: F.max_pool1d(x.view(1, N, D), 2).repeat(1, 1, 2)[0],
     lambda x, w: x.index_add(0, ROWS // 2, x @ w) + x[ROWS.flip(0)],
     lambda x, w: F.conv2d(x.view(2, 16, 8, 8), w.view(16, 16, 2, 2), padding=1)[
         ..., 1:, 1:
     ].reshape(N, D),
     lambda x, w: x.clone().mul_(2).add_(x @ w),
-    lambda x, w: torch.var_mean(x, 1)[0][:, None] * x,
 ]
 
 
@@ -396,7 +313,7 @@ def random_step(seed: int):
     return take, loss, optimizer, forward
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_totals_of_a_random_step(seed):
     """Nothing rises from level to level, and chains are what the first saves."""
     take, *_ = random_step(seed)
@@ -409,8 +326,7 @@ def test_totals_of_a_random_step(seed):
         assert saved == pytest.approx(levels["now"][key] - levels["chains"][key]), key
 
 
-@pytest.mark.parametrize("seed", [3, 4, 9, 10])
-def test_a_step_in_a_closure_is_the_same(seed):
+def test_a_step_in_a_closure_is_the_same():
     """What a closure runs is no part of the optimizer that calls it."""
 
     class Calls(torch.optim.SGD):
@@ -423,14 +339,13 @@ def test_a_step_in_a_closure_is_the_same(seed):
     found_levels = []
     for closure in (False, True):
         torch.manual_seed(0)
-        _, loss, optimizer, _ = random_step(seed)
+        _, loss, optimizer, _ = random_step(3)
         weights = optimizer.param_groups[0]["params"]
-        plain, calls = torch.optim.SGD(weights, 0.1), Calls(weights, 0.1)
-        take = (
-            (lambda c=calls, f=loss: c.step(f))
-            if closure
-            else (lambda p=plain, f=loss: (f(), p.step())[0])
-        )
+        if closure:
+            take = partial(Calls(weights, 0.1).step, loss)
+        else:
+            plain = torch.optim.SGD(weights, 0.1)
+            take = lambda: (loss(), plain.step())[0]  # noqa: B023, E731
         finding = found(take, rates=RATES)
         phases = [operator.phase for operator in finding.operators]
         found_levels.append((finding.levels, phases))
@@ -438,7 +353,7 @@ def test_a_step_in_a_closure_is_the_same(seed):
     assert found_levels[0] == found_levels[1]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_gradients_and_inference_are_the_same(seed):
     """Inference mode hands operators over that are made of others."""
     *_, forward = random_step(seed)
@@ -464,13 +379,7 @@ def test_a_checkpointed_step_is_the_sum_of_what_runs():
     assert once > 0 and again == plain + once
 
 
-def norm_by_hand(x, w):
-    centred = x - x.mean(-1, keepdim=True)
-    variance = centred.square().mean(-1, keepdim=True)
-    return centred * torch.rsqrt(variance + 1e-5) * w[0] + w[1]
-
-
-def softmax_by_hand(x, w):
+def softmax_by_hand(x):
     y = (x - x.amax(-1, keepdim=True)).exp()
     return y / y.sum(-1, keepdim=True)
 
@@ -478,48 +387,21 @@ def softmax_by_hand(x, w):
 @pytest.mark.parametrize(
     ("module", "hand"),
     [
-        (lambda x, w: F.layer_norm(x, (D,), w[0], w[1]), norm_by_hand),
-        (lambda x, w: x.softmax(-1), softmax_by_hand),
-        (lambda x, w: F.gelu(x), lambda x, w: 0.5 * x * (1 + torch.erf(x * 0.5**0.5))),
-        (lambda x, w: F.silu(x), lambda x, w: x * torch.sigmoid(x)),
-        (lambda x, w: F.linear(x, w), lambda x, w: x @ w.t()),
-        (lambda x, w: F.mse_loss(x, X), lambda x, w: (x - X).square().mean()),
+        (lambda x: x.softmax(-1), softmax_by_hand),
+        (F.silu, lambda x: x * torch.sigmoid(x)),
+        (lambda x: F.mse_loss(x, X), lambda x: (x - X).square().mean()),
     ],
 )
 def test_a_module_and_the_same_by_hand(module, hand):
-    """As one kernel they move the same, forward and backward; but for sums of a norm's weights,
-    which its operator has in one kernel."""
-    x, w = torch.randn(N, D, requires_grad=True), torch.randn(D, D, requires_grad=True)
-    wanted = (x,) if hand is norm_by_hand else (x, w)
+    """As one kernel they move the same, forward and backward."""
+    x = torch.randn(N, D, requires_grad=True)
 
     def step(part):
-        weights = w.detach() if hand is norm_by_hand else w
-        return lambda: torch.autograd.grad(
-            part(x.sin(), weights).cos().sum(), wanted, allow_unused=True
-        )
+        return lambda: torch.autograd.grad(part(x.sin()).cos().sum(), x)
 
     one, other = (found(step(part), rates=RATES).levels["chains"] for part in (module, hand))
     assert one["kernels"] == other["kernels"]
     assert one["bytes"] == pytest.approx(other["bytes"], rel=0.05)
-
-
-def test_time_grows_with_the_length_of_a_step():
-    """Groups that are looked at for a pair of operators are those between them: 5,000 of them."""
-    w = torch.randn(16, 16, requires_grad=True)
-
-    def loop(steps):
-        h = torch.randn(4, 16)
-        for _ in range(steps):
-            h = h + 0.1 * torch.tanh(h @ w)
-        return h.sum().backward()
-
-    seen = []
-    for length in (50, 200):
-        recorded = found(lambda length=length: loop(length)).recorded
-        with mock.patch.object(Joiner, "between", autospec=True, side_effect=Joiner.between) as spy:
-            Finding(recorded, None)
-        seen.append(spy.call_count / length)
-    assert seen[1] == pytest.approx(seen[0], rel=0.1)
 
 
 # --- FLOPs
@@ -528,24 +410,6 @@ def test_time_grows_with_the_length_of_a_step():
 def trained(part, *inputs):
     """A forward and backward pass of it."""
     return lambda: part(*inputs).square().mean().backward()
-
-
-class Cells(nn.Module):
-    """An LSTM written out."""
-
-    def __init__(self):
-        super().__init__()
-        self.into, self.hidden = nn.Linear(16, 128), nn.Linear(32, 128)
-
-    def forward(self, x):
-        h = c = x.new_zeros(len(x), 32)
-        outputs = []
-        for into in self.into(x).unbind(1):
-            i, f, g, o = (into + self.hidden(h)).chunk(4, 1)
-            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-            h = o.sigmoid() * c.tanh()
-            outputs.append(h)
-        return torch.stack(outputs, 1)
 
 
 LSTM, SEQUENCE = nn.LSTM(16, 32, batch_first=True), torch.randn(4, 8, 16)
@@ -560,55 +424,29 @@ EXPERTS = torch.randn(2, D, D).bfloat16()
     ("take", "flop"),
     [
         (lambda: X @ X[0], 2 * N * D),
-        (lambda: torch.dot(X[0], X[1]), 2 * D),
-        (lambda: torch.addmv(X[:, 0], X, X[0]), 2 * N * D),
         (lambda: COMPLEX @ COMPLEX, 8 * N**3),
         (lambda: torch._grouped_mm(X.bfloat16(), EXPERTS, GROUPS), 2 * N * D * D),
         # 416 results of four products each, and the same for both gradients
         (trained(nn.Conv1d(16, 16, 4, padding=3, groups=16), SIGNAL), 3 * 2 * 416 * 4),
         (trained(nn.ConvTranspose1d(16, 8, 2, groups=4), SIGNAL), 3 * 2 * 320 * 4),
-        # the first state wants no gradient
-        (trained(Cells(), SEQUENCE), 2 * 32 * 128 * (2 * 16 + 2 * 32 + 32 * 7 // 8)),
-        (
-            trained(lambda x: LSTM(x)[0], SEQUENCE),
-            2 * 32 * 128 * (2 * 16 + 2 * 32 + 32 * 7 // 8),
-        ),
+        (trained(lambda x: LSTM(x)[0], SEQUENCE), 3 * 2 * 32 * 128 * (16 + 32)),
     ],
 )
 def test_flop_of_a_product(take, flop):
     assert sum(found(take).recorded.flop().values()) == flop
 
 
-ATTENTION = {  # what each wants besides query, key and value
-    "flash_attention": (),
-    "efficient_attention": (None, True),
-    "cudnn_attention": (None, True),
-    "fused_attention_overrideable": (),
-    "flash_attention_for_cpu": (),
-}
-
-
-@pytest.mark.parametrize("kind", ATTENTION)
+@pytest.mark.parametrize("kind", ["flash_attention", "flash_attention_for_cpu"])
 def test_flop_of_attention_with_fewer_heads_of_keys_and_smaller_values(kind):
-    """As many as where its products are written out, whichever operator has it."""
-    shapes = {"query": (2, 8, 16, 32), "key": (2, 4, 24, 32), "value": (2, 4, 24, 16)}
-    given = {name: torch.empty(shape) for name, shape in shapes.items()}
-    product = 2 * (2 * 8 * 16) * 24
+    """A query and a key meet, and then a value."""
     with FakeTensorMode():
-        fakes = [torch.empty(shape) for shape in shapes.values()]
-        operator = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}")
-        take = partial(operator, *fakes, *ATTENTION[kind])
-        assert sum(found(take).recorded.flop().values()) == product * (32 + 16)
-    backward = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_backward")
-    names = [argument.name for argument in backward.default._schema.arguments]
-    given = dict.fromkeys(names) | given
-    flop, _ = flop_of(backward, backward.__name__, (), {}, given, None)
-    written_out = [x.requires_grad_() for x in given.values() if x is not None]
-    with sdpa_kernel(SDPBackend.MATH):
-        take = partial(F.scaled_dot_product_attention, *written_out, enable_gqa=True)
-        both = sum(found(lambda: take().sum().backward()).recorded.flop().values())
-    again = product * 32  # of the scores
-    assert flop == both - product * (32 + 16) + again == product * (3 * 32 + 2 * 16)
+        q, k, v = torch.empty(2, 8, 16, 32), torch.empty(2, 4, 24, 32), torch.empty(2, 4, 24, 16)
+        take = partial(getattr(torch.ops.aten, f"_scaled_dot_product_{kind}"), q, k, v)
+        flop = found(take).recorded.flop()
+    product = 2 * (2 * 8 * 16) * 24
+    assert sum(flop.values()) == product * (32 + 16)
+    named = {"grad_out": None, "query": q, "key": k, "value": v}
+    assert flops_of_attention(named, 1) == product * (3 * 32 + 2 * 16)  # scores are made again
 
 
 def test_a_formula_that_does_not_take_a_call_ends_nothing():
@@ -641,33 +479,19 @@ def test_products_have_the_rate_of_their_type():
 # --- what is not understood is named
 
 
-def test_an_unknown_operator_keeps_its_time_and_is_named():
-    (row,) = found(lambda: odd(X.exp()).cos()).unknown()
-    assert (row["operator"], row["calls"]) == ("odd", 1)
-    x = torch.randn(N, D, requires_grad=True)  # PyTorch does not tag its gradient
-    assert not found(lambda: F.hardsigmoid(x).sum().backward()).unknown()
-
-
-def bilinear():
-    return F.bilinear(X, X, torch.ones(4, D, D))
-
-
 @pytest.mark.parametrize(
     ("take", "operator"),
     [
-        (bilinear, "_trilinear"),
+        (lambda: odd(X.exp()).cos(), "odd"),
         (lambda: torch._int_mm(X.to(torch.int8), W.to(torch.int8)), "_int_mm"),
-        (lambda: torch.linalg.inv(W), "linalg_inv_ex"),
         (lambda: torch.sparse.mm(SQUARE.to_sparse(), X), "_sparse_addmm"),
-        (lambda: SQUARE.to_sparse_csr() @ X, "mm"),
         (lambda: torch.fft.rfft(X), "_fft_r2c"),
-        (lambda: torch.cdist(X, Y, p=1.0), "_cdist_forward"),
     ],
 )
 def test_flop_that_is_missing_is_said_to_be(take, operator):
     """Below, and in the first line."""
     step = Step("s", take)
-    result = find_fusions.described("s", record(step), None, 0.0)
+    result = find_fusions.described("s", record(step), None)
     lacks = {row["operator"]: row["lacks"] for row in result["not_understood"]}
     assert "FLOPs" in lacks[operator]
     first = find_fusions.report(result, 1).splitlines()[0]
@@ -676,17 +500,8 @@ def test_flop_that_is_missing_is_said_to_be(take, operator):
 
 def test_a_backward_pass_that_runs_otherwise_when_looked_at():
     x = X.clone().requires_grad_()
-    finding = found(lambda: torch.cumprod(x, 1).sum().backward())
-    (remark,) = (r for r in finding.remarks() if "cumprod" in r)
-    assert "tests/test_find_fusions.py:" in remark and "is missing in the totals" in remark
-    assert not any("cumprod" in r for r in found(lambda: torch.cumsum(x, 1)).remarks())
-
-
-def test_bytes_of_a_bag():
-    """Of its table those of the rows."""
-    bag, words = nn.EmbeddingBag(1000, D), torch.randint(1000, (N, 3))
-    group = group_of(found(lambda: bag(words)), "_embedding_bag")
-    assert (group.kind, max(group.reads.values())) == ("library", 3 * ROW)
+    remarks = found(lambda: torch.cumprod(x, 1).sum().backward()).remarks()
+    assert "of cumprod at tests/test_find_fusions.py:" in remarks[-1]
 
 
 def test_what_an_unseen_kernel_writes_and_reads():
@@ -777,7 +592,7 @@ def test_the_time_of_kernels_on_several_streams():
 
 def report_of_a_check(launched: dict, take=lambda: (SQUARE @ SQUARE).exp(), made=None) -> str:
     """On a CPU, where operators stand for kernels."""
-    step = Step("s", take, [], lambda: made or take)
+    step = Step("s", take, lambda: made or take)
     check = compared(step, launched)
     check["predicted_us"] = {"now": 100.0, "compiled": 100.0}
     return "\n".join(find_fusions.checked({"check": check}))
@@ -791,12 +606,12 @@ def test_a_check_that_does_not_end_well_is_said_below_the_prediction():
     same = {"aten::mm": 50.0, "aten::exp": 50.0, "aten::matmul": 1.0, "aten::resolve_conj": 0.1}
     plain = report_of_a_check(same)
     assert "another program" not in plain
-    assert plain.count("(nothing is compiled)") == 2 and "the kernels that it had" in plain
+    assert plain.count("(nothing is compiled)") == 2
     changed = report_of_a_check(same, made=lambda: (SQUARE @ SQUARE).exp().cos())
     assert "compiled" not in changed.partition("inductor")[2] and changed.count("%)") == 3
     other = report_of_a_check({"flash_fwd_kernel": 90.0, **same})
     assert other.count("(another program)") == 3 and "%" not in other
-    assert "As a graph the step runs other kernels for attention than were profiled" in other
+    assert "Here the step runs other kernels for attention than were profiled" in other
     assert "Compiled the step runs other kernels for attention" in other
     said = report_of_a_check(same, made=fails)
     assert "ms now: predicted" in said and "speed-up" not in said
@@ -830,13 +645,6 @@ def test_a_step_that_cannot_be_a_graph_is_compared_by_its_traces(capsys):
     assert "note: compiling for 0 s" in capsys.readouterr().err
 
 
-def test_a_trace_has_no_gaps():
-    """Its least kernel is shorter by what a graph adds to each."""
-    rates = RATES.in_trace()
-    assert (rates.gap_us, rates.least_us) == (0.0, pytest.approx(0.7))
-    assert rates.us(0) == pytest.approx(1.75 * 0.7)
-
-
 def test_a_kernel_takes_as_long_as_a_copy_of_its_bytes():
     """A row that no block holds is read by two kernels."""
     assert (RATES.us(0), RATES.us(2_500_000)) == (1.75, pytest.approx(2.75))
@@ -859,32 +667,6 @@ def convolution(weight: tuple, groups: int = 1, **parts: float) -> Operator:
     made = Operator("convolution", 0, "forward", "?", [Use((0, 0), 0, 4000)], [Use((2, 0), 0, 40)])
     made.operands, made.groups, made.kind, made.us = operands, groups, "matrix", 100.0
     return replace(made, **parts)
-
-
-@pytest.mark.parametrize(
-    ("weight", "groups", "phase", "changed"),
-    [
-        ((128, 128, 3, 3), 1, "backward", True),
-        ((128, 64, 3, 3), 2, "backward", False),
-        ((128, 1, 3, 3), 128, "backward", True),  # depthwise
-        ((64, 128, 3, 3), 1, "backward", False),  # fewer channels come out
-        ((64, 128, 3, 3), 1, "forward", True),
-        ((32, 32, 3, 3), 1, "backward", False),
-        ((128, 128, 3), 1, "backward", False),  # no picture
-    ],
-)
-def test_when_a_compiler_lays_pictures_out_anew(weight, groups, phase, changed):
-    made = convolution(weight, groups)
-    made.operands[0] = ((0, 0), made.operands[0][1][: len(weight)], ())
-    behind = Operator("relu", 1, phase, "?", [], [])
-    assert forms.laid_out([made, behind]) == [made] * changed
-
-
-def test_what_of_a_convolution_a_compiled_step_has_not():
-    names = ("cudnn::nchwToNhwcKernel<float>", "elementwise_kernel<128, 2>", "sm80_xmma_fprop_nhwc")
-    made = convolution((128, 128, 3, 3))
-    assert [forms.gone(made, name) for name in names] == ["turned", "biased", ""]
-    assert [forms.gone(replace(made, name="add"), name) for name in names] == [""] * 3
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -917,15 +699,49 @@ def test_a_product_of_odd_rows_is_padded(width, dtype, saved):
     assert Finding(recorded, RATES).otherwise_us() == pytest.approx(saved)
 
 
-def test_what_a_compiler_leaves_to_pytorch_is_no_part_of_a_chain():
-    """Its own tables tell: it has no code for the gradient of a replicated border."""
-    x = PICTURE.clone().requires_grad_()
-    for mode, name, kind in (
-        ("replicate", "replication_pad2d_backward", "library"),
-        ("reflect", "reflection_pad2d_backward", "stream"),
-    ):
-        finding = found(lambda mode=mode: F.pad(x, (1, 1, 1, 1), mode).exp().sum().backward())
-        assert [o.kind for o in finding.operators if o.name == name] == [kind]
+def gradient(part, x):
+    """The backward pass of it."""
+    x = x.clone().requires_grad_()
+    return lambda: part(x).exp().sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("take", "name", "kind"),
+    [
+        # as inductor's own tables tell
+        (gradient(lambda x: F.pad(x, [1] * 4, "replicate"), PICTURE), "replication_pad2d_backward",
+         "library"),
+        (gradient(lambda x: F.pad(x, [1] * 4, "reflect"), PICTURE), "reflection_pad2d_backward",
+         "stream"),
+        (gradient(lambda x: x[X > 0], X), "index_put", "library"),
+        (lambda: X.index_add(0, ROWS, X), "index_add", "stream"),
+        (lambda: X.bfloat16().index_add(0, ROWS, X.bfloat16()), "index_add", "library"),
+        (lambda: F.embedding_bag(ROWS.view(-1, 2), TABLE), "_embedding_bag_forward_only",
+         "library"),
+        # neither is an operator with a kernel of its own taken apart
+        (gradient(F.silu, X), "silu_backward", "stream"),
+        (gradient(F.hardsigmoid, X), "hardsigmoid_backward", "stream"),
+    ],
+)  # fmt: skip
+def test_what_a_compiler_leaves_to_pytorch_is_no_part_of_a_chain(take, name, kind):
+    operators = found(take).operators
+    assert [operator.kind for operator in operators if operator.name == name] == [kind]
+
+
+@pytest.mark.parametrize(
+    ("weight", "groups", "phase", "changed"),
+    [
+        ((128, 128, 3, 3), 1, "backward", True),
+        ((128, 64, 3, 3), 2, "backward", False),
+        ((64, 128, 3, 3), 1, "backward", False),  # fewer channels come out
+        ((128, 128, 3), 1, "backward", False),  # no picture
+    ],
+)
+def test_when_a_compiler_lays_pictures_out_anew(weight, groups, phase, changed):
+    made = convolution(weight, groups)
+    made.operands[0] = ((0, 0), made.operands[0][1][: len(weight)], ())
+    behind = Operator("relu", 1, phase, "?", [], [])
+    assert forms.laid_out([made, behind]) == [made] * changed
 
 
 @pytest.mark.parametrize(
@@ -934,7 +750,6 @@ def test_what_a_compiler_leaves_to_pytorch_is_no_part_of_a_chain():
         (trained(lambda x: LSTM(x)[0], SEQUENCE), "1 recurrent layers: torch.compile leaves"),
         (trained(lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"), IMAGE), "1 grad"),
         (trained(lambda x: F.batch_norm(x, None, None, training=True), SIGNAL), "2 norms add up"),
-        (trained(lambda x: F.layer_norm(x.mT, (16,)), SIGNAL), "2 norms add up what lies apart"),
         (trained(lambda x: F.embedding(ROWS % 4, x.view(-1, D)), SIGNAL), "1 sums at indices"),
         (lambda: (WIDE[:, :1000, None] * WIDE[:, None, :1000]).sum((1, 2)), "1 chains compute"),
     ],
@@ -943,73 +758,13 @@ def test_why_a_compiled_step_can_be_another_is_said(take, words):
     assert any(remark.startswith(words) for remark in found(take, rates=RATES).remarks())
 
 
-def test_operators_with_kernels_of_their_own_are_not_taken_apart():
-    x = X.clone().requires_grad_()
-    finding = found(lambda: F.silu(x).sum().backward())
-    assert "silu_backward" in [operator.name for operator in finding.operators]
-
-
-def test_a_masked_sum_stays_as_it_is():
-    x, mask = X.clone().requires_grad_(), X > 0
-    finding = found(lambda: x[mask].sum().backward())
-    assert [o.kind for o in finding.operators if o.name == "index_put"] == ["library"]
-
-
-def test_sums_at_indices_in_bf16_stay_as_they_are():
-    index = torch.zeros(len(X), dtype=torch.long)
-    for dtype, kind in ((torch.bfloat16, "library"), (torch.float32, "stream")):
-        x = X.to(dtype)
-        finding = found(lambda x=x: torch.zeros_like(x).index_add(0, index, x))
-        assert [o.kind for o in finding.operators if o.name == "index_add"] == [kind]
-
-
 # --- the program and its study
 
 
 def test_the_study_counts_without_a_gpu(tmp_path):
-    argv = [str(tmp_path / "s.json"), "--only", "DiT"]
+    argv = [str(tmp_path / "s.json"), "--only", "BERT, plain"]
     status, out, _ = captured(study.main, argv)
-    assert status == 0 and all(f"DiT, {precision}" in out for precision in ("bf16", "fp32"))
-
-
-def test_problems_of_kernelbench_are_every_second_one(tmp_path):
-    text = """
-import torch
-class Model(torch.nn.Linear):
-    pass
-def get_init_inputs():
-    return [4, 3]
-def get_inputs():
-    return [torch.ones(2, 4)]
-"""
-    (tmp_path / "level2").mkdir()
-    for number in (1, 2, 10):
-        (tmp_path / f"level2/{number}_Linear.py").write_text(text)
-    subjects = study.subjects(tmp_path)
-    names = [name for name, _, part in subjects if part == "KernelBench"]
-    assert names == ["level2/2_Linear", "level2/10_Linear"]
-    build, *_ = subjects[names[0], "fp32", "KernelBench"]
-    assert build().take().shape == (2, 3)
-    with pytest.raises(ToolError, match="level2"):
-        study.subjects(tmp_path / "nothing")
-
-
-@pytest.mark.parametrize(("more", "rates"), [({}, RATES), ({"traced": "waits"}, RATES.in_trace())])
-def test_a_row_predicted_again_keeps_what_was_measured(more, rates):
-    """It is predicted from a new profile, in the time that was measured: of a graph or of a trace;
-    and no side is built or compiled."""
-    step = Step("s", lambda: X.exp() + 1)
-    known = {"sides_ms": {"now": [3.0], "compiled": [2.0]}, "other": ["k"], "part": "old", **more}
-    with (
-        mock.patch.object(study.steps, "measure", record),
-        mock.patch.object(study.steps, "compared") as side,
-    ):
-        row = study.row((lambda: step, None, ()), "held out", RATES, known)
-    assert not side.called
-    assert (row["part"], row["sides_ms"], row["other"]) == ("held out", known["sides_ms"], ["k"])
-    assert row["launched"]["now"] == 2 and row["rates"] == vars(rates)
-    how = study.judged(row | {"shape": "s", "precision": "bf16"})["how"]
-    assert how == ("traces" if more else "graphs")
+    assert status == 0 and all(f"BERT, plain, {precision}" in out for precision in ("bf16", "fp32"))
 
 
 def judged(shape: str, now: float, part: str = "fitted", **more: object) -> dict:
@@ -1074,13 +829,9 @@ def step():
     net, x = Net(), torch.randn(8, 16)
     return lambda: net(x).backward()
 
-def step_asks():
-    torch.linspace(0, 1, 4)[1].item()
-    return step()
-
 def compiled():
-    part = torch.compile(torch.sin, backend="eager", fullgraph=True)
-    return lambda: part(torch.randn(8, 16))
+    net, x, part = Net(), torch.randn(8, 16), torch.compile(torch.sin)
+    return lambda: part(net(x)).backward()
 """
 
 
@@ -1096,7 +847,7 @@ def find(*argv: object) -> tuple[int, str, str]:
 
 
 def test_a_model_of_ones_own(model):
-    status, out, err = find("--model", f"{model}:build", "--json", "f.json", "--plot", "f.png")
+    status, out, err = find("--model", f"{model}:build", "--json", "f.json")
     assert (status, err) == (0, ""), err
     assert "model_of_mine.py:12" in out
     result = strict_json(Path("f.json").read_text())
@@ -1107,23 +858,25 @@ def test_a_model_of_ones_own(model):
     assert set(result["chains"][0]) == {"chain", "pass", "lines", "places", *sums}
     tokens = 2 * 8 * 3  # FLOP of a weight: both passes
     assert result["flop"] == tokens * (16 * 64 + 64) - 2 * 8 * 16 * 64  # no gradient of x
-    assert Path("f.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(
     ("function", "note"),
     [
         ("step", ""),
-        ("asks", "_local_scalar_dense.default at model_of_mine.py:17 needs values: the step is"),
+        ("asks", "_local_scalar_dense.default at model_of_mine.py:17: the step is really taken"),
         ("asks_early", ""),
-        ("step_asks", ""),
+        ("compiled", "what torch.compile makes needs to be run at model_of_mine.py"),
     ],
 )
 def test_a_step_of_ones_own_and_one_that_asks_for_values(function, note, model):
     """In its step, or while it is built, which leaves the step one of fake tensors."""
     status, out, err = find("--model", f"{model}:{function}")
-    assert (status, "tanh" in out, "not understood" in out) == (0, True, False)
+    assert (status, "tanh" in out) == (0, True)
     assert (note in err) if note else not err
+    assert ("two steps were really taken on this CPU" in out) == bool(note)
+    named = "Not understood: compiled code (2x) at model_of_mine.py"
+    assert (named in out) == ("Not understood" in out) == (function == "compiled")
 
 
 @pytest.mark.parametrize(
@@ -1140,8 +893,6 @@ def test_a_step_of_ones_own_and_one_that_asks_for_values(function, note, model):
         ("--model model_of_mine.py:fails", 1, "model_of_mine.py:11: RuntimeError"),
         ("--model model_of_mine.py:build --check", 4, "needs a GPU"),
         ("--model model_of_mine.py:build --device cuda", 4, "--device cuda"),
-        ("--model model_of_mine.py:build --fake --real", 2, "--fake or --real"),
-        ("--model model_of_mine.py:asks --fake", 1, "_local_scalar_dense.default at model_of_mine"),
         ("--model model_of_mine.py:build --rates nowhere", 2, "nowhere"),
         ("--model model_of_mine.py:build --no-such", 2, "--no-such"),
         ("tiny_llama_v1.py --enable-torch-compile", 2, "no compiling"),
@@ -1154,47 +905,13 @@ def test_bad_input_is_one_line(argv, status, words, model):
     except SystemExit as end:  # of a parser
         found, out, err = end.code, "", words
     assert (found, out) == (status, "")
-    assert words in err and len(err.splitlines()) == 1, err
+    (line,) = (line for line in err.splitlines() if ": note: " not in line)
+    assert words in line, err
 
 
-def test_a_file_runs_as_python_runs_it(tmp_path, monkeypatch):
-    """It finds its neighbours and what it has pickled, wherever the tool is started; what it
-    compiles, kernels of its own and its types are named."""
-    folder = tmp_path / "theirs"
-    folder.mkdir()
-    (folder / "neighbour.py").write_text(
-        "import torch\ntwice = torch.compile(lambda x: x * 2 + 1)\n"
-    )
-    (folder / "training.py").write_text(
-        "import pickle, torch\n"
-        "from pathlib import Path\n"
-        "from neighbour import twice\n"
-        "class Net(torch.nn.Linear):\n"
-        "    def forward(self, x): return {'loss': super().forward(x).mean()}\n"
-        "class Compiled(torch.nn.Linear):\n"
-        "    def forward(self, x): return twice(super().forward(x)).mean()\n"
-        "def stored():\n"
-        "    return pickle.loads(Path(__file__).with_name('net').read_bytes()), BATCH\n"
-        "def compiled(): return Compiled(4, 4).double(), {'x': BATCH['x'].double()}\n"
-        "BATCH = {'x': torch.ones(2, 4)}\n"
-        "if __name__ == '__main__':\n"
-        "    Path(__file__).with_name('net').write_bytes(pickle.dumps(Net(4, 4)))\n"
-    )
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    subprocess.run([sys.executable, folder / "training.py"], check=True)
-    status, out, err = find("--model", f"{folder}/training.py:stored", "--device", "cpu")
-    assert (status, err) == (0, "") and out.startswith(f"{folder}/training.py:stored, fp32: ")
-    status, out, err = find("--model", f"{folder}/training.py:compiled")
-    assert (status, "about" in err) == (0, True)
-    assert "what torch.compile makes needs to be run at" in err
-    assert "compiled code (2x)" in out and "missing in the totals: kernels, bytes and FLOPs" in out
-    assert ", fp64: " in out and "two steps were really taken on this CPU" in out
-
-
-@pytest.mark.parametrize("argv", ["--seq-len 32 {} --num-layers 1", "--device cpu {} --seq-len 32"])
-def test_flags_of_a_script_may_come_before_its_name(argv):
-    few = ["--vocab-size", "50", "--hidden-dim", "32", "--num-heads", "2", "--batch-size", "2"]
-    status, out, _ = find(*argv.format("tiny_llama_v1.py").split(), *few)
+def test_a_version_script_and_its_arguments():
+    few = "--num-layers 1 --vocab-size 50 --hidden-dim 32 --num-heads 2 --batch-size 2"
+    status, out, _ = find("--seq-len", "32", "tiny_llama_v1.py", *few.split(), "--device", "cpu")
     assert (status, out.split(",")[0]) == (0, "tiny_llama_v1")
 
 

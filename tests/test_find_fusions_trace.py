@@ -84,7 +84,7 @@ def simple(tmp_path: Path) -> Path:
 
 
 def test_a_chain_has_the_bytes_of_its_shapes_and_times_of_the_trace(simple: Path):
-    name, recorded, rates, remarks = trace.from_trace(simple)
+    name, recorded, rates = trace.from_trace(simple)
     found = Finding(recorded, rates)
     (row,) = found.rows()
     assert (row["chain"], row["kernels_now"], row["kernels_fused"]) == ("mul, relu, add", 9, 3)
@@ -92,7 +92,7 @@ def test_a_chain_has_the_bytes_of_its_shapes_and_times_of_the_trace(simple: Path
     assert row["us_now"] == pytest.approx(3 * us(3 * ALL / 3) + 6 * us(2 * ALL / 3))
     assert row["us_fused"] == pytest.approx(3 * us(3 * ALL / 3), rel=0.05)
     assert (name, rates.device_name) == ("trace.json.gz", "AMD Instinct MI300X")
-    assert any("median error 0 %" in remark or "median error 1 %" in remark for remark in remarks)
+    assert any("median error 0 %" in remark for remark in recorded.remarks)
     unknown = {row["operator"]: row for row in found.unknown()}
     assert unknown["custom::op"]["us"] == 50.0 and unknown["custom::op"]["lacks"]
 
@@ -120,18 +120,8 @@ def test_only_the_last_whole_step_counts(tmp_path: Path):
             chain(writer, [rows, 2048])
         writer.add("user_annotation", f"ProfilerStep#{step}", start, writer.now - start)
     writer.add("user_annotation", "ProfilerStep#3", writer.now, 5)  # the loop is over
-    _, recorded, *_ = trace.from_trace(written(tmp_path / "trace.json.gz", writer))
+    _, recorded, _ = trace.from_trace(written(tmp_path / "trace.json.gz", writer))
     assert len(recorded.operators) == 9
-
-
-def test_of_several_processes_the_one_that_is_busy_longest(tmp_path: Path):
-    short, long = Writer(100, 0), Writer(200, 1)
-    chain(short)
-    for _ in range(2):
-        chain(long)
-    _, recorded, _, remarks = trace.from_trace(written(tmp_path / "t.json.gz", short, long))
-    assert len(recorded.operators) == 6
-    assert any(remark.startswith("2 processes") for remark in remarks)
 
 
 def test_beside_others_a_kernel_counts_once_and_a_collective_what_nothing_hides():
@@ -154,7 +144,7 @@ def test_in_a_backward_pass_the_tensors_of_the_forward_pass_are_read(tmp_path: P
         start, engine = writer.now, "autograd::engine::evaluate_function: ReluBackward0"
         writer.call("aten::threshold_backward", us(3 * SIZE), SHAPE, SHAPE, 0)
         writer.add("cpu_op", engine, start, writer.now - start, **{"Sequence number": number})
-    _, recorded, *_ = trace.from_trace(written(tmp_path / "t.json.gz", writer))
+    _, recorded, _ = trace.from_trace(written(tmp_path / "t.json.gz", writer))
     first, second, _, gradient, last, before = recorded.operators
     assert last.phase == before.phase == "backward"
     assert gradient.writes[0] in last.reads and second.writes[0] in last.reads
@@ -180,7 +170,6 @@ def test_errors_are_those_of_kernels_that_told_nothing(tmp_path: Path, capsys):
         ("all", 20),
     ]
     assert all(row["error_percent"] < 2 for row in rows)
-    assert rows[0]["time_off_percent"] < -5
     assert others_traces.main([str(result), "--table"]) == 0
     assert capsys.readouterr().out == printed
 
@@ -196,6 +185,10 @@ def test_what_is_no_trace_of_a_gpu_with_shapes_is_one_line(tmp_path: Path):
     writer.events = [event for event in writer.events if event["cat"] == "cpu_op"]
     with pytest.raises(ToolError, match="no kernels on the GPU"):
         trace.from_trace(written(tmp_path / "cpu.json.gz", writer))
+    chain(one := Writer(100, 0))
+    chain(other := Writer(200, 1))
+    with pytest.raises(ToolError, match="several processes: name the trace of one"):
+        trace.from_trace(written(tmp_path / "two.json.gz", one, other))
 
 
 def test_a_trace_tells_the_same_operators_and_bytes_as_the_step_itself(tmp_path: Path):

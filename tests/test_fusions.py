@@ -287,5 +287,5 @@ def test_torch_compile_follows_the_same_loss_curve(
     overhead = compiled.summary["timing"]["compilation_overhead_ms"]
     assert f"Compilation overhead: {overhead:.1f} ms" in compiled.stdout
     assert "compiling in the first step\n" in compiled.progress, "what takes long is announced"
-    assert "ompil" not in eager.stdout + eager.progress
+    assert "Compilation overhead" not in eager.stdout and "ompil" not in eager.progress
     assert "Kernel" not in compiled.stdout, "on a CPU the compiled loops are no operators"

@@ -227,9 +227,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
 
 REFUSED = [  # arguments, environment, what is said
     ("--num-gpus 4 --batch-size 6", {}, "--batch-size must divide by 4 GPUs"),
-    ("--num-gpus 2", TWO | {"WORLD_SIZE": "3"}, "WORLD_SIZE 3 and --num-gpus 2 do not fit"),
-    ("", {"RANK": "1"}, "RANK 1, WORLD_SIZE 1"),
-    ("", TWO | {"RANK": "2"}, "RANK 2, WORLD_SIZE 2"),
+    ("--num-gpus 2", TWO | {"WORLD_SIZE": "3"}, "--num-gpus is not WORLD_SIZE 3"),
+    ("", {"RANK": "1"}, "RANK 1 is not below WORLD_SIZE 1"),
+    ("", TWO | {"RANK": "2"}, "RANK 2 is not below WORLD_SIZE 2"),
     ("", {"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
 ]
 

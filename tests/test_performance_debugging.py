@@ -31,7 +31,7 @@ H100 = ROOT / "results/h100"
 SIZES = words(
     "--hidden-dim 32 --num-layers 1 --num-heads 2 --intermediate-dim 8 --vocab-size 100 --seq-len "
     "4 --batch-size 2"
-    " --num-steps 2 --warmup-steps 1 --log-interval 2 --device cpu"
+    " --num-steps 2 --warmup-steps 1 --log-interval 1 --device cpu"
 )
 
 

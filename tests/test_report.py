@@ -51,7 +51,7 @@ Average batch time: {timing[batch_ms]:.1f} ms (median {timing[batch_median_ms]:.
 Average forward time: {timing[forward_ms]:.1f} ms
 Average backward time: {timing[backward_ms]:.1f} ms
 Average optimizer time: {timing[optimizer_ms]:.1f} ms
-Warmup step time: {timing[warmup_first_step_ms]:.1f} ms (first step)
+Warmup step time: {timing[warmup_first_step_ms]:.1f} ms (first step, includes any compilation)
 Final loss: {loss[final]:.4f} (first step {loss[initial]:.4f})
 Peak memory usage: {memory[peak_mb]:.1f} MB
 Kernels per step: {kernels[per_step]} (all fusions off: {kernels[all_off]}); operator calls, counted on a CPU

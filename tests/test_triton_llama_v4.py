@@ -233,7 +233,7 @@ def test_gradients_reach_the_optimizer_as_a_product_wrote_them(precision: list[s
         loss = model(**tokens(*SMALL))
     loss.backward()
     weight = model.layers[0].mlp.down_proj.weight
-    assert optimizer.collect([weight]).data_ptr() == weight.grad.data_ptr()
+    assert optimizer.collect([weight])[0].data_ptr() == weight.grad.data_ptr()
     narrow = torch.bfloat16 if args.use_amp and v4.NARROW_GRADIENTS else torch.float32
     assert model.layers[0].mlp.down_proj.weight.grad.dtype == narrow
 

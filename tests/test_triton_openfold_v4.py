@@ -1,10 +1,11 @@
-"""What a step of TinyOpenFold V4 does not show: wide transitions, NaN, the edges of the losses, and
-what work on a side stream reads.
+"""What a step of TinyOpenFold V4 does not show: wide transitions, NaN and the edges of the losses.
 
 The step is compared with float64 in test_triton_steps.py; the optimizer is tested in TinyLlama.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,9 +13,6 @@ import torch.nn.functional as F
 from conftest import DEVICE, LIMITS, TINY, both_types, check_close, load, randn, random_state, words
 from test_triton_llama_v4 import scale_data, transpose_memory, vector_and_back
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fusion_lab.accuracy import InFloat64
 
@@ -39,18 +37,25 @@ def transition_inputs(rows: int, dim: int) -> list[Tensor]:
     return [x, *norm, *first, randn(dim, 4 * dim, scale=dim**-0.5), randn(dim)]
 
 
-TRANSITIONS = {"whole": v4.TransitionFunction, "wide": v4.WideTransitionFunction}
+def wide_transition(x: Tensor, eps: float, *parameters: Tensor) -> Tensor:
+    """As a Transition of wide rows computes it."""
+    settings = eps, v4.gemm_dtype(x), False, None, True
+    x, hidden, _ = v4.NormProjection.apply(x, settings, *parameters[:4], None)
+    return x + v4.Projection.apply(hidden, None, *parameters[4:])
+
+
+TRANSITIONS = {"whole": v4.TransitionFunction.apply, "wide": wide_transition}
 both_transitions = pytest.mark.parametrize("function", TRANSITIONS.values(), ids=TRANSITIONS)
 
 
 @both_types
 @both_transitions
-def test_transition(function: type, dtype: torch.dtype):
+def test_transition(function: Callable, dtype: torch.dtype):
     """x + algorithm 15 of the supplement; x and the parameters are float32 in both types."""
 
     def ours(x: Tensor, *parameters: Tensor) -> Tensor:
         with torch.autocast(DEVICE.type, dtype, enabled=dtype != torch.float32):
-            return function.apply(x, 1e-5, *parameters)
+            return function(x, 1e-5, *parameters)
 
     def reference(x: Tensor, *parameters: Tensor) -> Tensor:
         y = F.layer_norm(x, (32,), *parameters[:2], 1e-5)
@@ -60,14 +65,14 @@ def test_transition(function: type, dtype: torch.dtype):
 
 
 @both_transitions
-def test_transition_keeps_what_is_not_a_number(function: type):
+def test_transition_keeps_what_is_not_a_number(function: Callable):
     """Also where it comes up in the hidden layer: a ReLU may not turn it into 0."""
     x, *parameters = transition_inputs(3, 16)
     x[1, 5] = torch.nan
-    out = function.apply(x, 1e-5, *parameters)
+    out = function(x, 1e-5, *parameters)
     assert out.isnan().any(1).tolist() == [False, True, False]
     parameters[2][7] = torch.nan
-    assert function.apply(x, 1e-5, *parameters).isnan().all()
+    assert function(x, 1e-5, *parameters).isnan().all()
 
 
 # Losses
@@ -175,99 +180,6 @@ def test_weights_that_are_written_through_data_are_those_of_the_next_pass():
         with torch.autocast(DEVICE.type, torch.bfloat16), torch.no_grad():
             losses.append(model(**batch).item())
     assert losses[1] == pytest.approx(losses[0], rel=3e-2)
-
-
-class Stream:
-    """Stand in for a stream, or an event of one: at a wait what its work reads must be there.
-
-    A stream belongs to the graph once it has waited for one that does.
-    """
-
-    def __init__(self, **unused):
-        self.reads: list[StorageWeakRef] = []
-        self.captured = False
-
-    def record_event(self) -> Stream:
-        event = Stream()
-        event.reads, self.reads = self.reads, []
-        event.captured = self.captured
-        return event
-
-    def wait_event(self, event: Stream) -> None:
-        assert not any(storage.expired() for storage in event.reads)
-        assert event.captured or not self.captured, "a graph waits for work outside it"
-        self.captured |= event.captured
-
-    def wait_stream(self, stream: Stream) -> None:
-        self.wait_event(stream)
-
-
-class Inside(TorchDispatchMode):
-    """Note in a stream which memory the operations inside read that was there before."""
-
-    streams: list[Stream]  # the current one last
-
-    def __init__(self, stream: Stream | None):
-        super().__init__()
-        self.stream, self.made = stream or self.streams[0], set()
-
-    def __enter__(self):
-        self.streams.append(self.stream)
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        self.streams.pop()
-        super().__exit__(*error)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        results = function(*args, **(kwargs or {}))
-        reads, made = (
-            {StorageWeakRef(t.untyped_storage()) for t in tree_leaves(tree) if type(t) is Tensor}
-            for tree in ((args, kwargs), results)
-        )
-        self.made |= made - reads
-        self.stream.reads += reads - self.made
-        return results
-
-
-@pytest.fixture
-def capture(monkeypatch):
-    """A graph is captured, as far as a step can tell."""
-    main = Stream()
-    main.captured = True
-    monkeypatch.setattr(Inside, "streams", [main], raising=False)
-    for name, value in {
-        "is_available": lambda: True,
-        "is_current_stream_capturing": lambda: True,
-        "current_stream": lambda: Inside.streams[-1],
-        "Stream": Stream,
-        "stream": Inside,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "at_the_side"),
-    [
-        ("--msa-dim 64 --pair-dim 64", True),  # projections by kernels
-        ("--msa-dim 256 --num-heads-msa 4 --pair-dim 64", True),  # by the library
-        # without kernels no gradient is computed on a side stream
-        ("--disable-all-fusion --enable-fused-optimizer --enable-overlap", False),
-    ],
-)
-def test_work_on_side_streams_belongs_to_the_graph_and_loses_no_input(
-    sizes: str, at_the_side: bool, request
-):
-    """A graph would give the memory to what comes next in the chain, and replay both at once."""
-    model, optimizer, batch = build(V4, *sizes.split(), "--use-amp")
-    request.getfixturevalue("capture")
-    model(**batch).backward()
-    optimizer.step()
-    assert all(stream.captured for stream in model.side.streams)
-    if at_the_side:
-        heads = [*model.distogram.parameters(), *model.masked_msa.parameters()]
-        assert len(model.side.written) == len([*model.blocks.parameters(), *heads])
 
 
 @pytest.mark.gpu

@@ -1,22 +1,20 @@
 #!/usr/bin/env python3
-"""Hold what find_fusions.py predicts against steps that torch.compile has made.
+"""Hold what find-fusions predicts against steps that torch.compile has made.
 
 Each row is a step: its time now and with its chains fused as predicted, and as measured, both as
 graphs in alternating turns; of our own V1 also with the levels of fusion that V3 has, beside V3's.
 Half of the models, chosen by a checksum of their names before anything was measured, tell the one
 constant that is fitted, how long a kernel among others takes to begin and end. Errors are reported
-for the other half, for each model with the constant that all others tell, and for problems of
-KernelBench, which nobody here chose. Models of later_models.py are in a file of their own.
+for the other half, for each model with the constant that all others tell, and, where a file has
+them, for problems of KernelBench, which nobody here chose.
 
 Rows are kept as they are measured, and the same command goes on after an interruption. A step that
 is compiled to another program, with another attention, or not at all, tells no error of a speed-up.
 
 Examples:
   python dev/bench/find_fusions.py results/DIR/find_fusions.json
-  python dev/bench/find_fusions.py results/DIR/find_fusions.json --kernelbench KernelBench/
-  python dev/bench/find_fusions.py new.json --again results/DIR/find_fusions.json     predict alone
   python dev/bench/find_fusions.py results/DIR/find_fusions.json --table errors
-  python dev/bench/find_fusions.py counted.json --only GIN      without a GPU: bytes and kernels
+  python dev/bench/find_fusions.py counted.json --only BERT     without a GPU: bytes and kernels
 """
 
 from __future__ import annotations
@@ -26,17 +24,16 @@ import math
 import statistics
 import sys
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from dev.bench.later_models import LATER
-from dev.bench.models_for_find_fusions import IN_FP32, MODELS, problems
+from dev.bench.models_for_find_fusions import IN_FP32, MODELS
 from dev.bench.sizes import SHAPES
-from fusion_lab.cli import Parser, documented_parser, program
+from fusion_lab.cli import Parser, ToolError, documented_parser, program
 from fusion_lab.fusions import step as steps
 from fusion_lab.fusions.groups import Finding
 from fusion_lab.fusions.rates import CONSTANTS, Rates, measure_rates
@@ -81,7 +78,7 @@ def part_of(name: str) -> str:
     return "held out" if zlib.crc32(name.encode()) % 2 else "fitted"
 
 
-def subjects(kernelbench: Path | None) -> dict[tuple[str, str, str], Subject]:
+def subjects() -> dict[tuple[str, str, str], Subject]:
     """By name, precision and part what makes a step, and of ours that of V3 with its levels."""
     found: dict[tuple[str, str, str], Subject] = {}
     for name, shape in SHAPES.items():
@@ -94,10 +91,6 @@ def subjects(kernelbench: Path | None) -> dict[tuple[str, str, str], Subject]:
         for name in names:
             build = partial(training, name, precision == "bf16")
             found[name, precision, part_of(name)] = build, None, ()
-    for name in LATER:
-        found[name, "bf16", "later"] = partial(training, name, True), None, ()
-    for name, make in (problems(kernelbench) if kernelbench else {}).items():
-        found[name, "fp32", "KernelBench"] = partial(inference, name, make), None, ()
     return found
 
 
@@ -111,37 +104,18 @@ def training(name: str, use_amp: bool) -> steps.Step:
     """Forward, backward and AdamW of a model in the table."""
     place = device()
     with steps.unset_fake_temporarily():  # what initialises weights may ask for values
-        made = (MODELS | LATER)[name]()
+        made = MODELS[name]()
     return steps.from_model(name, *made, use_amp, place)
 
 
-def inference(name: str, make: Callable) -> steps.Step:
-    """The forward pass of a problem of KernelBench."""
-    with device():
-        model, inputs = make()
-
-    @torch.no_grad
-    def forward(made: Callable) -> object:
-        return made(*inputs)
-
-    compiled = lambda: partial(forward, torch.compile(model))  # noqa: E731
-    return steps.Step(name, partial(forward, model), [*model.parameters()], compiled)
-
-
-def row(subject: Subject, part: str, rates: Rates | None, known: Mapping | None = None) -> dict:
-    """Predictions and measurements of a step, or those that are `known`; without rates what it
-    moves and launches."""
+def row(subject: Subject, part: str, rates: Rates | None) -> dict:
+    """Predictions and measurements of a step; without rates what it moves and launches."""
     build, newer, in_v3 = subject
     if rates is None:
         return {"part": part, **predicted(steps.count(build)[1], None, in_v3)}
     step = build()
     recorded = steps.measure(step)
-    if known:
-        free_memory()
-        kept = ("sides_ms", "other", "traced")
-        found = {key: known[key] for key in kept if key in known}
-    else:
-        found = compared(step, newer, recorded)
+    found = compared(step, newer, recorded)
     rates = rates.in_trace() if "traced" in found else rates
     return {"part": part, **predicted(recorded, rates, in_v3), **found}
 
@@ -190,15 +164,10 @@ def measure(args: argparse.Namespace) -> int:
     """Measure what is missing, or predict again, and print a table."""
     if not args.table:
         rates = measure_rates() if GPU else None
-        earlier = rows_of(args.again) if args.again else ()
-        known = {(each["shape"], each["precision"]): each for each in earlier}
         parts = [
-            (
-                {"shape": name, "precision": precision},
-                partial(row, subject, part, rates, known.get((name, precision))),
-            )
-            for (name, precision, part), subject in subjects(args.kernelbench).items()
-            if name in (args.only or (name,)) and (not known or (name, precision) in known)
+            ({"shape": name, "precision": precision}, partial(row, subject, part, rates))
+            for (name, precision, part), subject in subjects().items()
+            if name in (args.only or (name,))
         ]
         measure_study(args.output, parts, keep=True)
     rows = [judged(each) for each in rows_of(args.output)]
@@ -248,6 +217,9 @@ def errors(rows: Sequence[dict]) -> str:
     """How far off steps and speed-ups are, by part."""
     run = [row for row in rows if "offs" in row and not row["another"]]
     of = {part: [row for row in run if row["part"] == part] for part in PARTS}
+    if not (of["fitted"] and of["held out"]):
+        raise ToolError("no rows that are fitted, or none held out: there are no errors by part")
+    parts = [part for part in PARTS if of[part]]
     own = of["fitted"] + of["held out"]
     value, alone = fitted(of["fitted"]), []
     for row in own:  # in each of its precisions
@@ -256,7 +228,7 @@ def errors(rows: Sequence[dict]) -> str:
     now = {
         part: [row for row in rows if row["part"] == part and "now off" in row] for part in PARTS
     }
-    lines = [spread(part, now[part], [row["offs"][value] for row in of[part]]) for part in PARTS]
+    lines = [spread(part, now[part], [row["offs"][value] for row in of[part]]) for part in parts]
     lines.insert(2, spread("each left out in turn", now["fitted"] + now["held out"], alone))
     columns = [
         Column("steps", "steps"),
@@ -268,7 +240,7 @@ def errors(rows: Sequence[dict]) -> str:
         Column(f"within {MISS} %", "close"),
     ]
     # what the tool has, from an earlier study of 13 steps
-    kept = {part: statistics.median(abs(row["off"]) for row in of[part]) for part in PARTS}
+    kept = {part: statistics.median(abs(row["off"]) for row in of[part]) for part in parts}
     told = ", ".join(f"{part} {error:.1f} %" for part, error in kept.items())
     text = (
         f"The fitted half tells {value:g} for the time of a kernel among others. The tool has "
@@ -317,8 +289,6 @@ def build_parser() -> Parser:
     parser = documented_parser(__file__, __doc__)
     parser.add_argument("output", type=Path, metavar="FILE.json")
     parser.add_argument("--only", nargs="+", metavar="MODEL", help="of these names alone")
-    parser.add_path("--kernelbench", "DIR", "also problems of KernelBench: it has level2, level3")
-    parser.add_path("--again", "FILE.json", "compile nothing: sides as they were measured there")
     tables = {"choices": ("models", "errors"), "help": "measure nothing, print this table"}
     parser.add_argument("--table", **tables)
     return parser

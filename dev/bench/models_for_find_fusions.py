@@ -1,5 +1,5 @@
-"""Steps on which find_fusions.py is held against torch.compile: a table of public libraries' models
-with random weights, some by hand, and the problems of KernelBench.
+"""Steps on which find-fusions is held against torch.compile: models of public libraries with random
+weights.
 
 Each entry of MODELS is a function without arguments that returns (model, batch), where
 model(**batch) is the loss. Sizes are such that a step keeps an H100 busy and compiles in about a
@@ -9,17 +9,12 @@ minute. What a module makes is made on the default device.
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from fusion_lab.cli import ToolError
-from fusion_lab.script import import_file
 
 Made = tuple[nn.Module, dict[str, object]]
 Make = Callable[[], Made]
@@ -87,161 +82,7 @@ def graph(name: str, nodes: int, edges: int, width: int, **sizes: object) -> Mad
     return WithLoss(model), {"labels": labels, "x": x, "edges": ends}
 
 
-# --- by hand
-
-
-class Recurrent(nn.Module):
-    """The next word, by layers of nn.LSTM or nn.GRU."""
-
-    def __init__(self, kind: type[nn.Module], words: int, width: int):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(words, width), nn.Linear(width, words)
-        self.layers = kind(width, width, 2, batch_first=True, dropout=0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Words [B, S]."""
-        logits = self.head(self.layers(self.embedding(x))[0][:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1).float(), x[:, 1:].flatten())
-
-
-def recurrent(kind: type[nn.Module], batch: int, length: int) -> Made:
-    return Recurrent(kind, 10_000, 512), {"x": torch.randint(10_000, (batch, length))}
-
-
-class Residual(nn.Module):
-    """A residual block of a diffusion U-Net: group norm, SiLU, convolution, with a time."""
-
-    def __init__(self, channels: int, out: int, time: int):
-        super().__init__()
-        self.norm1, self.norm2 = nn.GroupNorm(8, channels), nn.GroupNorm(8, out)
-        self.conv1 = nn.Conv2d(channels, out, 3, padding=1)
-        self.conv2 = nn.Conv2d(out, out, 3, padding=1)
-        self.time = nn.Linear(time, out)
-        self.skip = nn.Conv2d(channels, out, 1) if channels != out else nn.Identity()
-
-    def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        y = self.conv1(F.silu(self.norm1(x))) + self.time(time)[:, :, None, None]
-        return self.skip(x) + self.conv2(F.silu(self.norm2(y)))
-
-
-def waves(time: Tensor, width: int) -> Tensor:
-    """Times [B] as sines and cosines [B, width]."""
-    steps = torch.arange(width // 2, device=time.device)
-    angles = time[:, None] * torch.exp(-0.3 * steps)
-    return torch.cat([angles.sin(), angles.cos()], 1)
-
-
-class UNet(nn.Module):
-    """The noise in a picture, by convolutions at three resolutions (Ho et al. 2020)."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        wide, self.width = 2 * width, width
-        self.first, self.last = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, 3, 3, padding=1)
-        self.down1, self.down2 = Residual(width, width, width), Residual(width, wide, width)
-        self.middle = Residual(wide, wide, width)
-        self.up2, self.up1 = Residual(2 * wide, wide, width), Residual(wide + width, width, width)
-        self.norm = nn.GroupNorm(8, width)
-
-    def forward(self, mixed: Tensor, time: Tensor) -> Tensor:
-        time = waves(time, self.width)
-        one = self.down1(self.first(mixed), time)
-        two = self.down2(F.avg_pool2d(one, 2), time)
-        x = F.interpolate(self.middle(F.avg_pool2d(two, 2), time), scale_factor=2)
-        x = F.interpolate(self.up2(torch.cat([x, two], 1), time), scale_factor=2)
-        return self.last(F.silu(self.norm(self.up1(torch.cat([x, one], 1), time))))
-
-
-class DiTBlock(nn.Module):
-    """A transformer layer whose norms are scaled and shifted by a condition."""
-
-    def __init__(self, width: int, heads: int):
-        super().__init__()
-        self.heads = heads
-        self.norm1 = nn.LayerNorm(width, elementwise_affine=False)
-        self.norm2 = nn.LayerNorm(width, elementwise_affine=False)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width)
-        )
-        self.condition = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
-
-    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        """[B, S, D] and [B, D] to the first."""
-        shift1, scale1, gate1, shift2, scale2, gate2 = self.condition(condition).chunk(6, -1)
-        y = self.norm1(x) * (1 + scale1[:, None]) + shift1[:, None]
-        q, k, v = self.qkv(y).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        x = x + gate1[:, None] * self.out(y)
-        y = self.norm2(x) * (1 + scale2[:, None]) + shift2[:, None]
-        return x + gate2[:, None] * self.mlp(y)
-
-
-class DiT(nn.Module):
-    """The noise in a picture, by transformer layers over its patches (Peebles and Xie 2023)."""
-
-    def __init__(self, size: int, width: int, layers: int, patch: int = 4):
-        super().__init__()
-        self.width, self.patch = width, patch
-        self.first = nn.Conv2d(3, width, patch, patch)
-        self.positions = nn.Parameter(0.02 * torch.randn(1, (size // patch) ** 2, width))
-        self.blocks = nn.ModuleList(DiTBlock(width, width // 64) for _ in range(layers))
-        self.norm, self.last = nn.LayerNorm(width), nn.Linear(width, 3 * patch**2)
-
-    def forward(self, mixed: Tensor, time: Tensor) -> Tensor:
-        patches = self.first(mixed)
-        x, condition = patches.flatten(2).mT + self.positions, waves(time, self.width)
-        for block in self.blocks:
-            x = block(x, condition)
-        x = self.last(self.norm(x)).mT.unflatten(-1, patches.shape[2:])
-        return F.pixel_shuffle(x, self.patch)
-
-
-class Diffusion(nn.Module):
-    """How far a model is from the noise that it is to see in a picture."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-
-    def forward(self, picture: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """Pictures and noise [B, 3, H, W], times [B] between 0 and 1."""
-        mixed = torch.lerp(picture, noise, time[:, None, None, None])
-        return F.mse_loss(self.model(mixed, time).float(), noise)
-
-
-def diffusion(make: Callable[[], nn.Module], batch: int, size: int) -> Made:
-    picture, noise = torch.randn(2, batch, 3, size, size)
-    return Diffusion(make()), {"picture": picture, "noise": noise, "time": torch.rand(batch)}
-
-
-class MessagePassing(nn.Module):
-    """Rounds of messages along the edges of a graph, added up where they arrive."""
-
-    def __init__(self, width: int, rounds: int):
-        super().__init__()
-        self.edges = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(rounds))
-        self.nodes = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(rounds))
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(rounds))
-        self.head = nn.Linear(width, 10)
-
-    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
-        """Nodes [N, D] and the ends [2, E] of edges to a number for each class and node."""
-        source, target = edges
-        for edge, node, norm in zip(self.edges, self.nodes, self.norms, strict=True):
-            message = F.silu(edge(torch.cat([x[source], x[target]], 1)))
-            total = torch.zeros_like(x).index_add(0, target, message.to(x.dtype))
-            x = x + F.silu(node(torch.cat([norm(x), total], 1)))
-        return self.head(x)
-
-
-def messages(nodes: int, edges: int, width: int) -> Made:
-    batch = {"labels": torch.randint(10, (nodes,)), "x": torch.randn(nodes, width)}
-    batch["edges"] = torch.randint(nodes, (2, edges))
-    return WithLoss(MessagePassing(width, 4)), batch
-
-
-# --- the tables
+# --- the list
 
 FOUR = {"num_hidden_layers": 4}
 TWO = {"num_hidden_layers": 2}
@@ -275,31 +116,14 @@ MODELS: dict[str, Make] = {
     ),
     "DistilBERT": partial(transformer, "MaskedLM", "distilbert", 32, 256, n_layers=4),
     "ModernBERT": partial(transformer, "MaskedLM", "modernbert", 16, 512, **FOUR),
-    "ESM": partial(
-        transformer, "MaskedLM", "esm", 16, 512, hidden_size=768, num_attention_heads=12,
-        intermediate_size=3072, vocab_size=33, pad_token_id=1, mask_token_id=32,
-        position_embedding_type="rotary", **FOUR,
-    ),
     "GPT-2": partial(transformer, "CausalLM", "gpt2", 8, 1024, n_layer=4),
     "Llama": partial(
         transformer, "CausalLM", "llama", 4, 1024, hidden_size=1024, intermediate_size=2816,
         num_attention_heads=16, num_key_value_heads=4, **FOUR,
     ),
-    "OLMo 2": partial(
-        transformer, "CausalLM", "olmo2", 4, 1024, hidden_size=1024, intermediate_size=4096,
-        num_attention_heads=16, num_key_value_heads=16, vocab_size=32_000, **FOUR,
-    ),
     "Qwen": partial(
         transformer, "CausalLM", "qwen3", 4, 1024, hidden_size=1024, intermediate_size=3072,
         num_attention_heads=16, num_key_value_heads=8, vocab_size=32_000, **FOUR,
-    ),
-    "GPT-NeoX": partial(
-        transformer, "CausalLM", "gpt_neox", 8, 512, hidden_size=1024, num_attention_heads=16,
-        intermediate_size=4096, vocab_size=32_000, **FOUR,
-    ),
-    "Phi": partial(
-        transformer, "CausalLM", "phi", 4, 1024, hidden_size=1024, intermediate_size=4096,
-        num_attention_heads=16, **FOUR,
     ),
     "T5": partial(transformer, "Seq2SeqLM", "t5", 16, 256, num_layers=4, decoder_start_token_id=0),
     "BART": partial(
@@ -321,9 +145,6 @@ MODELS: dict[str, Make] = {
         transformer, "SpeechSeq2Seq", "whisper", 8, 80, 3000, words=64, d_model=512,
         encoder_layers=3, decoder_layers=3, encoder_attention_heads=8, decoder_attention_heads=8,
     ),
-    "spectrograms": partial(
-        transformer, "AudioClassification", "audio-spectrogram-transformer", 8, 1024, 128, **FOUR
-    ),
     "DINOv2": partial(transformer, "ImageClassification", "dinov2", 32, 3, 224, 224, **FOUR),
     "SegFormer": partial(
         transformer, "SemanticSegmentation", "segformer", 8, 3, 256, 256, num_labels=21
@@ -331,35 +152,9 @@ MODELS: dict[str, Make] = {
     "ConvNeXt V2": partial(
         transformer, "ImageClassification", "convnextv2", 32, 3, 224, 224, depths=[1, 1, 3, 1]
     ),
-    "BEiT": partial(transformer, "ImageClassification", "beit", 32, 3, 224, 224, **FOUR),
     "GCN": partial(graph, "GCN", 50_000, 400_000, 128, normalize=False, **NO_LOOPS),
     "GAT": partial(graph, "GAT", 30_000, 300_000, 128, v2=True, heads=4, **NO_LOOPS),
     "GraphSAGE": partial(graph, "GraphSAGE", 50_000, 400_000, 128),
     "GIN": partial(graph, "GIN", 50_000, 400_000, 128),
-    "message passing": partial(messages, 50_000, 400_000, 128),
-    "LSTM": partial(recurrent, nn.LSTM, 512, 24),
-    "GRU": partial(recurrent, nn.GRU, 512, 24),
-    "diffusion U-Net": partial(diffusion, partial(UNet, 128), 32, 64),
-    "DiT": partial(diffusion, partial(DiT, 64, 768, 4), 32, 64),
 }  # fmt: skip
-IN_FP32 = (
-    "video ResNet", "DINOv2", "BERT, plain", "Llama", "GPT-2", "DiT", "diffusion U-Net",
-    "GraphSAGE", "message passing", "LSTM",
-)  # fmt: skip
-
-
-def problems(folder: Path) -> dict[str, Callable[[], tuple[nn.Module, list[Tensor]]]]:
-    """Every second problem of KernelBench's levels 2 and 3 by its number: what makes the model and
-    its inputs. The folder has level2 and level3."""
-    paths = [path for level in (2, 3) for path in (folder / f"level{level}").glob("*.py")]
-    if not paths:
-        raise ToolError(f"{folder}: no level2/*.py or level3/*.py, which KernelBench has")
-    numbers = {path: int(re.match(r"\d+", path.name)[0]) for path in paths}
-    chosen = sorted((path.parent.name, n, path) for path, n in numbers.items() if n % 2 == 0)
-    return {f"{path.parent.name}/{path.stem}": partial(problem, path) for *_, path in chosen}
-
-
-def problem(path: Path) -> tuple[nn.Module, list[Tensor]]:
-    """A model of KernelBench and its inputs."""
-    module = import_file(path)
-    return module.Model(*module.get_init_inputs()), module.get_inputs()
+IN_FP32 = ("video ResNet", "DINOv2", "BERT, plain", "Llama", "GPT-2", "GraphSAGE")

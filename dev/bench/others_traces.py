@@ -24,7 +24,7 @@ from pathlib import Path
 
 from fusion_lab.cli import Parser, ToolError, documented_parser, note, program
 from fusion_lab.files import read_json, write_text
-from fusion_lab.fusions.trace import processes_of
+from fusion_lab.fusions.trace import replayed
 from fusion_lab.profile.laws import FEW, LARGE, Streaming, law_of
 from fusion_lab.show import Column, render
 
@@ -67,7 +67,6 @@ def percent(predicted: Iterable[tuple]) -> float | None:
 def row_of(device: str, model: str, within: list[tuple], across: list[tuple]) -> dict:
     """The errors of a model, or of all models on a device."""
     large = [pair for pair in within if pair[0].bytes >= LARGE]
-    measured = sum(kernel.us for kernel, _ in within)
     return {
         "device": device,
         "model": model,
@@ -75,12 +74,7 @@ def row_of(device: str, model: str, within: list[tuple], across: list[tuple]) ->
         "large": len(large),
         "error_percent": percent(within),
         "large_error_percent": percent(large),
-        **{
-            f"{access}_error_percent": percent(p for p in within if p[0].access == access)
-            for access in ACCESS
-        },
         "across_error_percent": percent(across),
-        "time_off_percent": 100 * (sum(us for _, us in within) / measured - 1),
     }
 
 
@@ -92,7 +86,7 @@ def study(paths: Iterable[Path]) -> dict:
             note(f"{path}: left out, it only says where Git LFS has the trace")
             continue
         print(path, file=sys.stderr)
-        (_, kernels, device), *_ = processes_of(path)
+        _, kernels, device = replayed(path)
         streaming[device.removesuffix(" VF")][path.name.partition("__")[0]] = kernels
     rows = []
     for device, models in streaming.items():
@@ -114,7 +108,6 @@ def table(rows: list[dict]) -> str:
         Column("kernels", "kernels"),
         Column("median error", "error_percent", ".0f", " %"),
         Column("from 4 MB", "large_error_percent", ".0f", " %"),
-        *(Column(access, f"{access}_error_percent", ".0f", " %") for access in ACCESS),
         Column("by other models", "across_error_percent", ".0f", " %"),
     ]
     return render(columns, rows)

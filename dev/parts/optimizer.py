@@ -2,18 +2,6 @@
 # AdamW is a kernel, which reads weights and gradients where they lie.
 
 
-def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return tensors that lie as side_by_side allocates them as one [elements]; None for others."""
-    first, last, size = tensors[0], tensors[-1], 0
-    for t in tensors:
-        place = first.data_ptr() + size * first.element_size()
-        if t.data_ptr() != place or t.dtype != first.dtype or not t.is_contiguous():
-            return None
-        size += triton.cdiv(t.numel(), 64) * 64
-    one = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
-    return first.detach().as_strided((size - -last.numel() % 64,), (1,)) if one else None
-
-
 @block_sizes({"BLOCK": 1024, "PROGRAMS": 1024})
 @triton.jit
 def adamw_kernel(
@@ -55,17 +43,16 @@ def adamw_kernel(
 class FusedAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019): one launch for each of `groups`, which lie side by side.
 
-    Parameters that have been given other memory are updated there, one by one. `narrow`: the
-    gradient of a group of one may have another type. `side`: the model's streams. On several GPUs
-    it replaces DistributedDataParallel: call average_gradients before every step.
+    Parameters that have been given other memory are updated there, one by one. `side`: the model's
+    streams. On several GPUs it replaces DistributedDataParallel: call average_gradients before
+    every step.
     """
 
     _step_supports_amp_scaling = True  # the kernel divides by GradScaler's scale and skips a step
     averaged = False  # over several GPUs
 
     def __init__(
-        self, groups: Iterable[list[nn.Parameter]], lr: float, side: SideStreams | None = None,
-        narrow: bool = False,
+        self, groups: Iterable[list[nn.Parameter]], lr: float, side: SideStreams | None = None
     ):  # fmt: skip
         self.groups, self.side = list(groups), side or SideStreams()
         defaults = {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -73,17 +60,15 @@ class FusedAdamW(torch.optim.Optimizer):
         self.parameters = self.param_groups[0]["params"]
         self.steps = self.parameters[0].new_zeros(len(self.parameters), dtype=torch.float64)
         self.counts = dict.fromkeys(self.parameters, 0)  # the same on the host, skipped ones too
-        steps = iter(self.steps)
+        pieces = (side_by_side(self.parameters, torch.float32) for _ in range(3))
+        for p, *own in zip(self.parameters, *pieces, self.steps, strict=True):
+            weight, average, square, step = own
+            p.data, p.side = weight.copy_(p.detach()), self.side
+            self.state[p] = {"step": step, "exp_avg": average.zero_(), "exp_avg_sq": square.zero_()}
         for group in self.groups:
-            pieces = [side_by_side(group, torch.float32) for _ in range(3)]
-            for p, weight, average, square in zip(group, *pieces, strict=True):
-                p.data, p.side = weight.copy_(p.detach()), self.side
-                moments = {"exp_avg": average.zero_(), "exp_avg_sq": square.zero_()}
-                self.state[p] = {"step": next(steps), **moments}
-            if narrow and len(group) == 1:
-                p.grad_dtype = None  # any type
-            if dist.is_initialized():  # one seed gives equal weights on equal machines only
-                dist.broadcast(as_one(group), 0)
+            self.side.groups |= dict.fromkeys(group, group)
+        if dist.is_initialized():  # one seed gives equal weights on equal machines only
+            dist.broadcast(as_one(self.parameters), 0)
 
     def __getstate__(self) -> dict:
         raise TypeError("FusedAdamW: copy or save its state_dict, not the optimizer")
@@ -115,15 +100,14 @@ class FusedAdamW(torch.optim.Optimizer):
             options["lr"] = self.steps.new_tensor(options["lr"])
         return options["lr"]
 
-    def collect(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """Return gradients as one tensor [elements]; they are copied if they do not lie so."""
+    def collect(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Return gradients that lie side by side: copies if they do not."""
         grads = [p.grad for p in parameters]
-        if as_one(grads) is None:
-            parts = side_by_side(grads, torch.float32)
-            torch._foreach_copy_(parts, grads)
-            for p, part in zip(parameters, parts, strict=True):
-                p.grad = part
-        return as_one([p.grad for p in parameters])
+        if as_one(grads) is not None:
+            return grads
+        copies = side_by_side(grads, torch.float32)
+        torch._foreach_copy_(copies, grads)
+        return copies
 
     @torch.no_grad()
     def average_gradients(self) -> None:
@@ -137,14 +121,17 @@ class FusedAdamW(torch.optim.Optimizer):
         self.side.join()
         if any(p.grad is None and p.requires_grad for p in self.parameters):
             raise RuntimeError("FusedAdamW: on several GPUs each parameter needs a gradient")
-        kept = [p.grad for p in self.parameters]  # until what reads them has been waited for
+        averages = {}
         with self.side.beside(self.side.updates):
             for group in reversed(self.groups):
                 if present := [p for p in group if p.grad is not None]:
                     self.side.wait_for(present)
-                    dist.all_reduce(grads := self.collect(present))
-                    grads /= dist.get_world_size()
-        del kept
+                    parts = self.collect(present)
+                    dist.all_reduce(one := as_one(parts))
+                    one /= dist.get_world_size()
+                    averages |= zip(present, parts, strict=True)
+        for p, average in averages.items():  # what reads the gradients has been waited for
+            p.grad = average
         self.averaged = True
 
     @torch.no_grad()
@@ -162,29 +149,23 @@ class FusedAdamW(torch.optim.Optimizer):
             if (p.dtype, p.device) != (torch.float32, self.steps.device):
                 raise TypeError(f"FusedAdamW: a parameter is {p.dtype} on {p.device} by now")
         skipped, rate = getattr(self, "found_inf", None), self.rate()
-        kept = [p.grad for p in present]  # until what reads them has been waited for
         with self.side.beside(self.side.updates):
+            one = 1
             if skipped is not None:
                 self.side.wait_for([])
-            one = torch.ones_like(rate) if skipped is None else 1 - skipped
-            if len(present) == len(self.parameters):
-                self.steps += one
-            else:
-                steps = [self.state[p]["step"] for p in present]
-                torch._foreach_add_(steps, [one.to(self.steps)] * len(steps))
+                one = 1 - skipped
+            whole = len(present) == len(self.parameters)
+            for steps in [self.steps] if whole else [self.state[p]["step"] for p in present]:
+                steps += one
             powers = [beta**self.steps for beta in self.param_groups[0]["betas"]]
             for group in reversed(self.groups):
-                together = itertools.groupby(group, lambda p: p.grad is not None and self.counts[p])
-                for count, parameters in together:
-                    parameters = [*parameters]
-                    if count:
-                        self.side.wait_for(parameters)
-                        self.update(parameters, powers, rate)
-        del kept
+                if present := [p for p in group if p.grad is not None]:
+                    self.side.wait_for(present)
+                    self.update(present, powers, rate)
 
     def update(self, group: list[nn.Parameter], powers: list[Tensor], rate: Tensor) -> None:
         """Update parameters by one launch if they lie side by side, else each where it lies."""
-        weights = as_one(group)
+        weights = as_one(group) if len({self.counts[p] for p in group}) == 1 else None
         if weights is None and len(group) > 1:
             for p in group:
                 self.update([p], powers, rate)
@@ -193,14 +174,14 @@ class FusedAdamW(torch.optim.Optimizer):
         states = [self.state[p] for p in group]
         moments = [as_one([state[name] for state in states]) for name in ("exp_avg", "exp_avg_sq")]
         powers = [power[states[0]["step"].storage_offset()] for power in powers]
-        tensors = memory, self.collect(group), *moments, *powers, rate
+        tensors = memory, as_one(self.collect(group)), *moments, *powers, rate
         tensors += getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         options, chosen, size = self.param_groups[0], blocks("adamw"), moments[0].numel()
-        shares = {f"share{i}": 1 - beta for i, beta in enumerate(options["betas"], 1)}
-        settings = {"size": size, **shares, "eps": options["eps"], "decay": options["weight_decay"]}
+        shares = (1 - beta for beta in options["betas"])
         most = triton.next_power_of_2(triton.cdiv(size, chosen["BLOCK"]))
         programs = chosen["PROGRAMS"] = min(chosen["PROGRAMS"], most)
-        wrap_triton(adamw_kernel)[(programs,)](*tensors, **settings, **chosen)
+        launch = wrap_triton(adamw_kernel)[(programs,)]
+        launch(*tensors, size, *shares, options["eps"], options["weight_decay"], **chosen)
         if weights is None:
             group[0].copy_(memory)
         torch.autograd.graph.increment_version(group)  # no kernel does

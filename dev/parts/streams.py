@@ -1,16 +1,32 @@
 # Copied from dev/parts/streams.py by dev/sync_parts.py: edit it there.
-# A forward pass casts its weights together. In a step that is captured as a graph, casts, weight
-# gradients and updates overlap the rest.
+# A forward pass casts its weights together, and gradients are written where AdamW reads them. In a
+# step that is captured as a graph, casts, weight gradients and updates overlap the rest.
 CASTS: ContextVar[dict[Tensor, Tensor]] = ContextVar("CASTS")  # of parameters, in a forward pass
 
 
 def side_by_side(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Allocate tensors of these shapes as one piece, each from a multiple of 64 elements on."""
     sizes = [triton.cdiv(t.numel(), 64) * 64 for t in tensors]
-    make = torch.zeros if any(t.numel() % 64 for t in tensors) else torch.empty  # gaps are read
+    gaps = any(t.numel() % 64 for t in tensors)
+    make = torch.zeros if gaps and INTERPRETED else torch.empty  # which warns of large numbers
     piece = make(sum(sizes), device=tensors[0].device, dtype=dtype)
     parts = zip(piece.split(sizes), tensors, strict=True)
     return [part[: t.numel()].view(t.shape) for part, t in parts]
+
+
+def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return tensors that lie as side_by_side allocates them as one [elements]; None for others.
+
+    It has the gaps between them, too, in which is anything.
+    """
+    first, last, size = tensors[0], tensors[-1], 0
+    for t in tensors:
+        place = first.data_ptr() + size * first.element_size()
+        if t.data_ptr() != place or t.dtype != first.dtype or not t.is_contiguous():
+            return None
+        size += triton.cdiv(t.numel(), 64) * 64
+    one = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    return first.detach().as_strided((size - -last.numel() % 64,), (1,)) if one else None
 
 
 def cast_of(parameter: Tensor, dtype: torch.dtype) -> Tensor:
@@ -22,21 +38,25 @@ def cast_of(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextlib.contextmanager
 def cast_weights(
-    weights: Iterable[Tensor], dtype: torch.dtype, side: SideStreams
+    weights: Iterable[Tensor], dtype: torch.dtype, side: SideStreams | None = None
 ) -> Iterator[None]:
-    """Cast weights together, in few launches, for the operations inside.
+    """Cast weights for the operations inside, in one launch if they lie side by side.
 
     Each forward pass has casts of its own, which its backward pass keeps: so weights may change in
-    any way between two passes.
+    any way between two passes. Give no `side` where it may be a backward pass that needs them
+    again: on the side stream they could get memory that the main stream still reads.
     """
-    weights, casts = [w for w in weights if w.dtype != dtype], []
-    if weights:  # on the main stream where a block is computed again in the backward pass
-        with torch.no_grad(), side.beside(None if side.written else side.gradients):
-            casts = side_by_side(weights, dtype)
-            torch._foreach_copy_(casts, weights)
-        if side.active:
-            side.casts += casts
-    token = CASTS.set(CASTS.get({}) | dict(zip(weights, casts, strict=True)))
+    known = CASTS.get({})
+    weights, casts = [w for w in weights if w.dtype != dtype and w not in known], []
+    if weights:
+        side = side or SideStreams()
+        with torch.no_grad(), side.beside(side.gradients):
+            casts, one = side_by_side(weights, dtype), as_one(weights)
+            if one is None:
+                torch._foreach_copy_(casts, weights)
+            else:
+                as_one(casts).copy_(one)
+    token = CASTS.set(known | dict(zip(weights, casts, strict=True)))
     try:
         yield
     finally:
@@ -65,6 +85,7 @@ class SideStreams:
 
     def __init__(self):
         self.streams: tuple[torch.cuda.Stream, ...] = ()
+        self.groups: dict[Tensor, list[Tensor]] = {}  # the optimizer's, of each parameter
         self.begin_step(False)
 
     def __reduce__(self) -> tuple:
@@ -78,8 +99,8 @@ class SideStreams:
         self.gradients = self.updates = None  # the main stream
         # cleared here, as a failed capture does not end its step
         self.pending = collections.deque()  # of events, and what the work before them reads
-        self.casts: list[Tensor] = []  # their memory must not be a later layer's in this step
         self.written: dict[Tensor, tuple] = {}  # event, address and version of a gradient
+        self.places: dict[Tensor, Tensor | None] = {}  # for gradients; None once it is taken
         self.return_workspaces()
         if self.active:
             self.main = torch.cuda.current_stream()
@@ -114,6 +135,18 @@ class SideStreams:
             current.wait_event(self.pending[0][0])
             self.pending.popleft()
 
+    def place(self, parameters: Sequence[Tensor]) -> Tensor | None:
+        """Return where AdamW reads these gradients [elements]; None where a copy is needed."""
+        for group in (self.groups[p] for p in parameters if p not in self.places):
+            self.places |= zip(group, side_by_side(group, torch.float32), strict=True)
+        places = [self.places[p] for p in parameters]
+        if any(place is None for place in places):
+            return None
+        self.places |= dict.fromkeys(parameters)
+        one = as_one(places)
+        whole = one is not None and len(one) == sum(p.numel() for p in parameters)
+        return one.data if whole else None  # .data: views would share one version counter
+
     def changed(self, parameter: Tensor) -> bool:
         """Tell whether its gradient is not, or no longer, what the side stream writes."""
         now = parameter.grad.data_ptr(), parameter.grad._version
@@ -122,10 +155,11 @@ class SideStreams:
     def wait_for(self, parameters: Sequence[Tensor]) -> None:
         """Let the current stream wait for these gradients; else for all of the main stream."""
         if self.active:
-            known = not any(map(self.changed, parameters))
-            events = {self.written[p][0] for p in parameters} if known else ()
-            for event in events or [self.main.record_event()]:
-                torch.cuda.current_stream().wait_event(event)
+            waits = {*parameters}
+            events = [event for p, (event, *_) in self.written.items() if p in waits]
+            if not events or any(map(self.changed, parameters)):
+                events = [self.main.record_event()]
+            torch.cuda.current_stream().wait_event(events[-1])  # of one stream: after the others
 
     def join(self, *unused) -> None:
         """Let the main stream wait for all gradients; later work of this step runs on it.
@@ -136,7 +170,6 @@ class SideStreams:
             self.joined = True
             torch.cuda.current_stream().wait_stream(self.gradients)
             self.pending.clear()
-            self.casts.clear()
             if any(p.grad is not None and self.changed(p) for p in self.written):
                 wrong = "a weight got more than one gradient in a backward pass"
                 raise RuntimeError(f"overlap: {wrong}: use --disable-overlap")
@@ -153,17 +186,21 @@ def gradients_of(
     as soon as its gradient is there. Nothing overlaps where autograd or a hook reads a gradient.
     """
     parameters = [p for group in groups for p in group]
-    sizes = [[p.numel() for p in group] for group in groups]
-    outs = [parameters[0].new_empty(sum(group), dtype=dtype) for group in sizes]
-    parts = (part for out, group in zip(outs, sizes, strict=True) for part in out.split(group))
-    grads = {p: part.view_as(p) for p, part in zip(parameters, parts, strict=True)}
     side = getattr(parameters[0], "side", None)
     overlaps = side is not None and not side.joined
+    placed = side is not None and dtype == torch.float32
     for p in parameters:
         if p.is_leaf and p.grad is not None:  # autograd adds the second gradient, in float32
             p.grad = p.grad.to(p.dtype)
-            overlaps = False
+            overlaps = placed = False
         overlaps &= not (p._backward_hooks or p._post_accumulate_grad_hooks)
+    outs, grads = [], {}
+    for group in groups:
+        sizes = [p.numel() for p in group]
+        out = side.place(group) if placed else None
+        outs.append(parameters[0].new_empty(sum(sizes), dtype=dtype) if out is None else out)
+        parts = zip(group, outs[-1].split(sizes), strict=True)
+        grads |= {p: part.view_as(p) for p, part in parts}
     if overlaps:
         side.run(partial(compute, *outs), grads, inputs)
     else:

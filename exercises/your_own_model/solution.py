@@ -92,6 +92,6 @@ add_norm = AddNorm.apply
 
 
 def fused() -> tuple[vit.VisionTransformer, dict[str, Tensor]]:
-    """The model with it, for find_fusions.py."""
+    """The model with it, for find-fusions."""
     vit.add_norm = add_norm
     return vit.small()

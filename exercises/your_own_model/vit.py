@@ -2,7 +2,7 @@
 your own.
 
 Functions without arguments return (model, batch), so that model(**batch) is the loss: the form that
-`analysis_tools/find_fusions.py --model FILE.py:FUNCTION` takes.
+`find-fusions --model FILE.py:FUNCTION` takes.
 """
 
 from __future__ import annotations

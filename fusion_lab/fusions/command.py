@@ -25,13 +25,13 @@ optimizers choose as on a GPU, and a DataLoader loads here, without workers. Tim
 such as results/h100, and are estimates for that GPU.
 
 --trace FILE[.gz] predicts from a trace of torch.profiler.profile(record_shapes=True), of NVIDIA or
-AMD: times are its own. Where it has several processes, it is the one whose GPU was busy longest.
+AMD: times are its own.
 
 Examples:
   find-fusions tiny_llama_v1.py --use-amp --seq-len 128
   find-fusions tiny_llama_v1.py --use-amp --check
   find-fusions --model my_model.py:build --use-amp --json found.json
-  find-fusions --model train.py:build --plot found.png -- --lr 1e-3
+  find-fusions --model train.py:build --rates results/h100 -- --lr 1e-3
   find-fusions --trace trace.json.gz
 """
 
@@ -40,17 +40,16 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusion_lab.cli import Parser, ToolError, documented_parser, program
 from fusion_lab.files import write_text
 from fusion_lab.profile.kernels import category
 from fusion_lab.script import interpret_without_gpu
-from fusion_lab.show import Column, drawing, render, save_figure
+from fusion_lab.show import Column, render
 
 if TYPE_CHECKING:  # where PyTorch is missing, --help works
     from fusion_lab.fusions.rates import Rates
@@ -70,11 +69,8 @@ def build_parser() -> Parser:
     parser.add_flag(
         "--check", "compile the same with inductor, and measure both in turns: graphs, or traces"
     )
-    parser.add_flag("--fake", "without a GPU: run nothing, even if that ends without a result")
-    parser.add_flag("--real", "without a GPU: really take two steps on the CPU")
     parser.add_path("--rates", "DIR", "without a GPU: times with the rates in this folder")
     parser.add_path("--json", "FILE.json", "also write all that was found")
-    parser.add_path("--plot", "FILE.png", "also draw a bar for each chain, now and fused")
     return parser
 
 
@@ -105,28 +101,32 @@ def behind(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def examine(args: argparse.Namespace, argv: Sequence[str]) -> dict:
     """Record and predict, and check if asked for: all that the report and --json have."""
+    start = time.perf_counter()
+    result = of_trace(args, argv) if args.trace else of_step(args, argv)
+    return result | {"seconds": time.perf_counter() - start}
+
+
+def of_trace(args: argparse.Namespace, argv: Sequence[str]) -> dict:
+    """What a trace tells of a step."""
+    from fusion_lab.fusions.trace import from_trace
+
+    if argv or args.model or args.check or args.rates:
+        raise ToolError("--trace FILE takes --top and --json alone: the step is in it")
+    return described(*from_trace(args.trace))
+
+
+def of_step(args: argparse.Namespace, argv: Sequence[str]) -> dict:
+    """What a step does that is taken here, or looked at where there is no GPU."""
     import torch
 
     from fusion_lab.fusions import step as steps
     from fusion_lab.fusions.groups import Finding
     from fusion_lab.fusions.rates import measure_rates, read_rates
 
-    start = time.perf_counter()
-    if args.trace:
-        from fusion_lab.fusions.trace import from_trace
-
-        others = args.model, args.check, args.rates, args.fake, args.real
-        if argv or any(others):
-            raise ToolError("--trace FILE takes --top, --json and --plot alone: the step is in it")
-        *told, remarks = from_trace(args.trace)
-        result = described(*told, start)
-        return result | {"remarks": result["remarks"] + remarks}
     argv, own = behind(argv) if args.model else (argv, [])
     script, rest = script_of(argv)
     if bool(script) == bool(args.model):
         raise ToolError("name a version script, or --model FILE.py:FUNCTION: one of the two")
-    if args.fake and args.real:
-        raise ToolError("--fake or --real: one of the two")
     rates = read_rates(args.rates) if args.rates else None
     if args.model:
         options = model_options(rest)
@@ -137,17 +137,16 @@ def examine(args: argparse.Namespace, argv: Sequence[str]) -> dict:
     else:
         device = steps.device_of(steps.script_device(script, rest))
         build = partial(steps.from_script, script, rest)
-    gpu = device.type == "cuda"
-    if args.check and not gpu:
-        raise ToolError("--check compares times, and needs a GPU", status=4)
-    if gpu and (args.rates or args.fake or args.real):
-        raise ToolError("--rates, --fake and --real are for where no GPU runs the step")
-    if gpu:
-        step = build()
-        recorded, rates = steps.measure(step), measure_rates()
-    else:
-        step, recorded = steps.count(build, "real" if args.real else "fake" * args.fake)
-    result = described(step.name, recorded, rates, start)
+    if device.type != "cuda":
+        if args.check:
+            raise ToolError("--check compares times, and needs a GPU", status=4)
+        step, recorded = steps.count(build)
+        return described(step.name, recorded, rates)
+    if args.rates:
+        raise ToolError("--rates is for where no GPU runs the step")
+    step = build()
+    recorded, rates = steps.measure(step), measure_rates()
+    result = described(step.name, recorded, rates)
     if args.check:
         check = result["check"] = steps.compared(step, recorded.launched)
         as_measured = Finding(recorded, rates.in_trace() if "traced" in check else rates)
@@ -158,7 +157,7 @@ def examine(args: argparse.Namespace, argv: Sequence[str]) -> dict:
     return result
 
 
-def described(name: str, recorded: Recorded, rates: Rates | None, start: float) -> dict:
+def described(name: str, recorded: Recorded, rates: Rates | None) -> dict:
     """What the report and --json have of a step."""
     from fusion_lab.fusions.groups import Finding
 
@@ -182,7 +181,6 @@ def described(name: str, recorded: Recorded, rates: Rates | None, start: float) 
         "not_understood": found.unknown(),
         "unwritten": recorded.unwritten,
         "remarks": found.remarks(),
-        "seconds": time.perf_counter() - start,
     }
 
 
@@ -193,17 +191,30 @@ RUN = {
 }
 
 
+def part(key: str, unit: float) -> Callable[[dict], float | None]:
+    """What a column has of a row: a number in another unit."""
+    return lambda row: None if row[key] is None else row[key] / unit
+
+
 def report(result: dict, top: int) -> str:
     """What a person reads."""
-    from fusion_lab.fusions.groups import LEVELS
+    rows = result["chains"]
+    lines = head(result)
+    if rows:
+        lines += ["", chains_table(result, top)]
+        lines += [f"and {len(rows) - top} more (--top {len(rows)})"] * (len(rows) > top)
+    lines += ["", levels_table(result), *totals(result), *not_understood(result)]
+    lines += [f"Note: {remark}" for remark in result["remarks"]]
+    return "\n".join(lines + (checked(result) if "check" in result else []))
 
-    levels, rates, rows = result["levels"], result["rates"], result["chains"]
-    now = levels["now"]["us"]
+
+def head(result: dict) -> list[str]:
+    """Of which step these are the numbers, and where they come from."""
     where = RUN[result["run"]]
     if result["measured"]:
-        where = f"measured on {rates['device_name']}"
-    elif now is not None:
-        where += f", times are estimates with the rates of {rates['device_name']}"
+        where = f"measured on {result['rates']['device_name']}"
+    elif result["levels"]["now"]["us"] is not None:
+        where += f", times are estimates with the rates of {result['rates']['device_name']}"
     where = f"call {result['call']} of the step, {where}" if result["call"] else where
     counted = f"{result['operators']} operators, {result['flop'] / 1e9:.4g} GFLOP in products"
     lacking = [row["operator"] for row in result["not_understood"] if "FLOP" in row["lacks"]]
@@ -216,17 +227,17 @@ def report(result: dict, top: int) -> str:
         ]
     if without := result["without_rate"]:
         lines += [f"No times of the step: there is no rate for products in {', '.join(without)}."]
+    return lines
 
-    def part(key: str, unit: float):
-        return lambda row: None if row[key] is None else row[key] / unit
 
-    def saved(row: dict) -> float | None:
-        return None if now is None else 100 * (row["us_now"] - row["us_fused"]) / now
+def chains_table(result: dict, top: int) -> str:
+    """A line for each chain: with times where there are some."""
+    now = result["levels"]["now"]["us"]
+
+    def saved(row: dict) -> float:
+        return 100 * (row["us_now"] - row["us_fused"]) / now
 
     columns = [
-        Column("saves", saved, ".1f", " %"),
-        Column("ms now", part("us_now", 1e3), ".3f"),
-        Column("fused", part("us_fused", 1e3), ".3f"),
         Column("MB now", part("bytes_now", 1e6), ".1f"),
         Column("fused", part("bytes_fused", 1e6), ".1f"),
         Column("places", "places"),
@@ -236,28 +247,50 @@ def report(result: dict, top: int) -> str:
         Column("lines", "lines", text=True),
         Column("chain", "chain", text=True),
     ]
-    timed = now is not None
-    if rows:
-        lines += ["", render(columns[0 if timed else 1 if rates else 3 :], rows[:top], "text")]
-        lines += [f"and {len(rows) - top} more (--top {len(rows)})"] * (len(rows) > top)
-    whole = [{"what": text, **levels[level]} for level, text in LEVELS.items()]
+    if result["rates"]:
+        columns.insert(0, Column("ms now", part("us_now", 1e3), ".3f"))
+        columns.insert(1, Column("fused", part("us_fused", 1e3), ".3f"))
+    if now is not None:
+        columns.insert(0, Column("saves", saved, ".1f", " %"))
+    return render(columns, result["chains"][:top], "text")
+
+
+def levels_table(result: dict) -> str:
+    """The whole step by level of fusion."""
+    from fusion_lab.fusions.groups import LEVELS
+
+    levels = result["levels"]
+    now = levels["now"]["us"]
     columns = [
         Column("", "what"),
-        Column("ms", part("us", 1e3), ".3f"),
-        Column("speed-up", lambda row: row["us"] and now / row["us"], ".2f", "x"),
         Column("GB", part("bytes", 1e9), ".3f"),
         Column("kernels", "kernels"),
     ]
-    lines += ["", render(columns if timed else [columns[0], *columns[3:]], whole, "text")]
-    if timed:
-        lines += [f"No chain touches {result['untouched_us'] / 1e3:.3f} ms of it."]
-        if less := result.get("otherwise_us"):
-            what = "convolutions turn no pictures and add no bias, and odd rows are padded"
-            lines += [f"Compiled, {what}: {less / 1e3:.3f} ms less."]
-        lines += [f"A large copy reaches {rates['gb_per_s']:.0f} GB/s, "
-                  f"the least kernel takes {rates['least_us']:.2f} us."]  # fmt: skip
+    if now is not None:
+        columns.insert(1, Column("ms", part("us", 1e3), ".3f"))
+        speedup = Column("speed-up", lambda row: row["us"] and now / row["us"], ".2f", "x")
+        columns.insert(2, speedup)
+    return render(columns, [{"what": LEVELS[name], **levels[name]} for name in levels], "text")
+
+
+def totals(result: dict) -> list[str]:
+    """What no chain has, what a compiler does beside fusing, and the rates."""
+    if result["levels"]["now"]["us"] is None:
+        return []
+    lines = [f"No chain touches {result['untouched_us'] / 1e3:.3f} ms of it."]
+    if less := result["otherwise_us"]:
+        what = "convolutions turn no pictures and add no bias, and odd rows are padded"
+        lines += [f"Compiled, {what}: {less / 1e3:.3f} ms less."]
+    rates = result["rates"]
+    copy = f"A large copy reaches {rates['gb_per_s']:.0f} GB/s"
+    return [*lines, f"{copy}, the least kernel takes {rates['least_us']:.2f} us."]
+
+
+def not_understood(result: dict) -> list[str]:
+    """Operators and kernels of which something is not known."""
+    lines = []
     for row in result["not_understood"]:
-        spent = f", {row['us'] / 1e3:.3f} ms" if timed else ""
+        spent = "" if row["us"] is None else f", {row['us'] / 1e3:.3f} ms"
         missing = f"; missing in the totals: {row['lacks']}" if row["lacks"] else ""
         lines += [
             f"Not understood: {row['operator']} ({row['calls']}x{spent}) at {row['lines']}{missing}"
@@ -265,8 +298,7 @@ def report(result: dict, top: int) -> str:
     if unwritten := result["unwritten"]:
         what = "operators read what no operator wrote: kernels that PyTorch does not see; the first"
         lines += [f"Not understood: {len(unwritten)} {what} is {unwritten[0]}"]
-    lines += [f"Note: {remark}" for remark in result["remarks"]]
-    return "\n".join(lines + (checked(result) if "check" in result else []))
+    return lines
 
 
 def checked(result: dict) -> list[str]:
@@ -274,63 +306,41 @@ def checked(result: dict) -> list[str]:
     was profiled is no verdict on it."""
     check = result["check"]
     now, fused = check["predicted_us"]["now"], check["predicted_us"]["compiled"]
-    lines = ["", "as graphs in turns, and compiled by inductor:"]
+    how = "as graphs in turns, and compiled by inductor"
     if "traced" in check:
-        how = "in turns, not as graphs: the time in which any of its kernels runs, from traces"
-        lines = ["", f"{how}, and compiled by inductor; {check['traced']}:"]
-    for what, key, predicted, sides in (
-        ("ms now", "now_ms", now / 1e3, ("now",)),
-        ("ms fused", "compiled_ms", fused / 1e3, ("compiled",)),
-        ("speed-up", "speedup", now / fused, ("now", "compiled")),
+        how = "in turns, not as graphs: the time in which any of its kernels runs, from traces, and"
+        how += f" compiled by inductor; {check['traced']}"
+    lines = ["", f"{how}:"]
+    for what, key, predicted in (
+        ("ms now", "now_ms", now / 1e3),
+        ("ms fused", "compiled_ms", fused / 1e3),
+        ("speed-up", "speedup", now / fused),
     ):
         if (measured := check.get(key)) is not None:
             off = f"{100 * (predicted / measured - 1):+.1f} %"
-            if any(check["other"][side] for side in sides):
+            if check["other"]["now"] or (key != "now_ms" and check["other"]["compiled"]):
                 off = "another program"
-            elif check.get("unchanged") and "compiled" in sides:
+            elif check.get("unchanged") and key != "now_ms":
                 off = "nothing is compiled"
             lines += [f"{what}: predicted {predicted:.3f}, measured {measured:.3f} ({off})"]
-    if check.get("unchanged"):
-        lines += ["Compiled the step runs the kernels that it had before: no verdict either."]
     for side, names in check.get("other", {}).items():
         if names:
             kinds = " and ".join(dict.fromkeys(map(category, names)))
-            how = "In the traces" if "traced" in check else "As a graph"
-            how = how if side == "now" else "Compiled"
+            where = "Compiled" if side == "compiled" else "Here"
             lines += [
-                f"{how} the step runs other kernels for {kinds} than were profiled: it is another"
+                f"{where} the step runs other kernels for {kinds} than were profiled: it is another"
                 " program, and no verdict on the prediction. --json has some of their names."
             ]
-    return lines + [f"not compared: {check[key]}" for key in ("error",) if key in check]
-
-
-def draw(path: Path, result: dict, top: int) -> None:
-    """A bar for each chain, now and fused: time, or bytes where there is none."""
-    timed = result["levels"]["now"]["us"] is not None
-    key, scale, unit = ("us", 1e3, "ms") if timed else ("bytes", 1e6, "MB")
-    rows = result["chains"][:top][::-1]
-    figure, axes = drawing().subplots(figsize=(11, 1.5 + 0.5 * len(rows)), layout="constrained")
-    for shift, when, colour in ((0.2, "now", "#9aa5b1"), (-0.2, "fused", "#1f77b4")):
-        values = [row[f"{key}_{when}"] / scale for row in rows]
-        axes.barh([i + shift for i in range(len(rows))], values, 0.38, label=when, color=colour)
-    labels = [f"{row['chain'][:60]}\n{row['pass']}, {row['lines'][:60]}" for row in rows]
-    axes.set_yticks(range(len(rows)), labels, fontsize="small")
-    axes.set(xlabel=f"{unit} of a step", title=f"{result['name']}: chains, each as one kernel")
-    axes.legend()
-    save_figure(figure, path)
+    return lines + ([f"not compared: {check['error']}"] if "error" in check else [])
 
 
 def find(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Examine, print, write; returns the exit status."""
-    if args.plot:
-        drawing()  # before anything is measured
     interpret_without_gpu()
     result = examine(args, argv)
     if args.json:
         write_text(args.json, json.dumps(result, indent=1) + "\n")
     print(report(result, args.top))
-    if args.plot:
-        draw(args.plot, result, args.top)
     return 0
 
 

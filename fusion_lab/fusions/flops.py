@@ -14,6 +14,7 @@ from functools import cache
 
 import torch
 
+from fusion_lab.fusions.call import Call
 from fusion_lab.profile.kernels import category
 from fusion_lab.profile.roofline import flop_counter
 
@@ -57,36 +58,15 @@ def convolution(x: str, out: str) -> Callable:
 def recurrent(given: dict, result) -> int:
     """Each weight is used once for each time and sample."""
     x = given["input"]
-    weights = given.get("weight") or [given["weight0"], given["weight1"]]
+    named = [value for name, value in given.items() if re.fullmatch(r"weight\d", name)]
+    weights = given.get("weight") or named  # of a GPU, or oneDNN's
     return 2 * x.numel() // x.shape[-1] * sum(w.numel() for w in weights if w.dim() > 1)
 
 
 def recurrent_backward(given: dict, result) -> int:
-    """The same for the weights' gradients, and for those of input and states where wanted: that of
-    the first state often is not."""
-    x = given["input"]
-    weights = given.get("weight") or [given["weight1"], given["weight2"]]
-    layer = given.get("weight_stride0") or len(weights)
-    wanted = given.get("output_mask") or needs_gradients()
-    batch_first = given.get("batch_first") and "weight" in given  # oneDNN's is time first
-    steps = len(given.get("batch_sizes") or ()) or x.shape[1 if batch_first else 0]
-    total = 0.0
-    for number, weight in enumerate(weights):
-        share = 1.0
-        if number % layer == 0:
-            first = number < layer * (2 if given.get("bidirectional") else 1)
-            share = 1.0 if wanted[0] or not first else 0.0
-        elif number % layer == 1 and not wanted[1]:
-            share = (steps - 1) / steps
-        total += (1 + share) * weight.numel() if weight.dim() > 1 else 0
-    return round(2 * x.numel() // x.shape[-1] * total)
-
-
-def needs_gradients() -> tuple[bool, bool]:
-    """Whether the input and the first state of the layer that is going backward want gradients."""
-    node = torch._C._current_autograd_node()
-    to = [after is not None for after, _ in node.next_functions] if node else []
-    return (to[0], any(to[5:])) if to else (True, True)
+    """As much for the gradients of weights, and for those of input and states: also where nobody
+    wants that of the first state."""
+    return 2 * recurrent(given, result)
 
 
 def grouped(given: dict, result) -> int:
@@ -143,19 +123,18 @@ def registry() -> dict:
     return flop_counter().flop_registry
 
 
-def flop_of(
-    function, name: str, args: tuple, kwargs: dict, given: dict, result
-) -> tuple[int | None, str]:
+def flop_of(call: Call) -> tuple[int | None, str]:
     """FLOPs of a call, None if there is no formula for it; and what is missing, where a formula
-    does not take the call. `given` are its arguments by name."""
-    formula = registry().get(getattr(function, "overloadpacket", function))
+    does not take the call."""
+    name, given, result = call.name, call.named, call.result
+    formula = registry().get(getattr(call.function, "overloadpacket", call.function))
     try:
         if name in FORMULAS:
             flop = FORMULAS[name](given, result)
         elif heads := heads_of(name, given):
             flop = attention(given, heads)
         elif formula:
-            flop = formula(*args, **kwargs, out_val=result)
+            flop = formula(*call.args, **call.kwargs, out_val=result)
         else:
             return None, "FLOPs" if is_product(name) else ""
     except Exception as error:  # a formula of PyTorch's refuses in a way of its own

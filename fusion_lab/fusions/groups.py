@@ -20,8 +20,7 @@ LEVELS = {
     "chains": "(a) chains of streaming operators, each as one kernel",
     "products": "(b) and those that a matrix product could take along",
     "attention": "(c) and attention as one kernel: product, softmax, product",
-    "optimizer": "(d) and the optimizer with the casts of weights as one",
-    "joined": "(e) and products of one matrix, or that are added up, as one product",
+    "joined": "(d) and products of one matrix, or that are added up, as one product",
 }
 WHAT = ("us", "moved", "kernels")
 SOFTMAX = {"_softmax", "_safe_softmax", "_softmax_backward_data"}
@@ -409,39 +408,6 @@ class Finding:
             moved = self.needed(block, inside)
             self.replace(block, moved, self.us(moved, flop / self.constants.attention, dtype))
 
-    def optimizer(self) -> None:
-        """The optimizer with the casts of its weights and gradients: one kernel for all weights
-        reads and writes them and their moments once, and writes the copies. What waits for products
-        or sums of it is another kernel."""
-        depth: dict[Group, int] = {}
-        layers: dict[tuple, set[Group]] = defaultdict(set)
-        by_root = {self.root(group): group for group in self.groups}
-        for root in sorted(by_root, key=self.joiner.place.__getitem__):
-            group = by_root[root]
-            if group.phase != "optimizer":
-                continue
-            before = [by_root[i] for i in self.joiner.behind[root] if by_root[i] in depth]
-            before = [g for g in before if g.segment == group.segment]
-            depth[group] = max((depth[g] + (g.kind != "matrix") for g in before), default=0)
-            if group.kind in ("stream", "library"):
-                layers[group.segment, depth[group]].add(group)
-        own = set().union(*layers.values())
-        for cluster in self.clusters:
-            if cluster[0] in own and cluster[0].kind == "stream":
-                self.fuse(cluster)
-        casts = [g for g in self.groups if {*g.names} == {"_to_copy"} and g not in own]
-        for layer in layers.values():
-            made = {key[0] for group in layer for o in group.members for key, *_ in o.writes}
-            for cast in casts:
-                of_weights = {key[0] for key in cast.reads} <= self.recorded.weights & made
-                of_gradients = all(self.users[k] and self.users[k] <= layer for k in cast.keeps)
-                if cast.kind == "stream" and (of_weights or of_gradients):
-                    layer |= {cast}
-            casts = [cast for cast in casts if cast not in layer]
-            moved = self.needed(layer, layer)
-            more = max(group.kernels for group in layer) - 1
-            self.replace(layer, moved, self.us(moved) + max(0, more) * self.us(0), 1 + max(0, more))
-
     def needed(self, block: Iterable[Group], inside: set[Group]) -> int:
         """Bytes that one kernel in place of these groups moves, where what goes from one group to
         another `inside` lies in no memory."""
@@ -512,13 +478,13 @@ class Finding:
         roots = {self.root(group) for group in block}
         return (not apart or self.joiner.apart(*roots)) and self.joiner.merge(roots)
 
-    def replace(self, block: Iterable[Group], moved: int, us: float, kernels: int = 1) -> None:
-        """One kernel, or so many, in place of these groups, which takes no longer than they do."""
+    def replace(self, block: Iterable[Group], moved: int, us: float) -> None:
+        """One kernel in place of these groups, which takes no longer than they do."""
         first, *_ = block = sorted(block, key=lambda group: group.number)
         most = {what: sum(getattr(group, what) for group in block) for what in WHAT}
         for group in block:
             group.moved = group.us = group.kernels = 0
-        first.moved, first.kernels = min(moved, most["moved"]), min(kernels, most["kernels"])
+        first.moved, first.kernels = min(moved, most["moved"]), min(1, most["kernels"])
         first.us = most["us"] if math.isnan(us) else min(us, most["us"])
 
     # --- in words

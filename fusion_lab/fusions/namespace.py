@@ -14,7 +14,9 @@ from types import ModuleType
 from fusion_lab.files import ROOT
 from fusion_lab.script import import_file
 
-OURS = str(ROOT), str(ROOT / "analysis_tools")  # where our modules were found, if on the path
+# Where our modules were found, if on the path: those of a clone. Installed, fusion_lab lies beside
+# the user's own packages.
+OURS = (str(ROOT), str(ROOT / "analysis_tools")) if (ROOT / "pyproject.toml").exists() else ()
 
 
 def found_in(module: ModuleType) -> str:

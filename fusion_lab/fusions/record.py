@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from fusion_lab.files import ROOT
+from fusion_lab.fusions.call import Call
 from fusion_lab.fusions.flops import flop_of, type_of
 from fusion_lab.profile.kernels import category
 from fusion_lab.profile.traffic import OVERWRITING, bytes_behind
@@ -132,12 +133,10 @@ class Recorded:
     operators: list[Operator] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)  # bytes of each storage
     alive: set[tuple[int, int]] = field(default_factory=set)  # there when the step is over
-    weights: set[int] = field(default_factory=set)  # storages of weights
     unwritten: list[str] = field(default_factory=list)  # operators that read what none wrote
     run: str = "fake"  # or "real" on a CPU, or "measured" on a GPU
     launched: dict[str, float] = field(default_factory=dict)  # microseconds by name of the kernel
     call: int = 0  # which call of the step it was
-    idle: dict[int, str] = field(default_factory=dict)  # optimizers without a step in it, by id
     remarks: list[str] = field(default_factory=list)
 
     def flop(self) -> Counter:
@@ -327,141 +326,152 @@ class Recorder(TorchDispatchMode):
         lacks: str = "",
     ) -> object:
         """Run an operator, and record what it is; of what is none, what it writes and lacks."""
-        place, call, within = self.place(), self.calls, self.inside
+        place, number, within = self.place(), self.calls, self.inside
         self.calls += 1
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if counts_steps(name, tensors):
             return function(*args, **kwargs)
-        dense = [t for t in tensors if t.layout == torch.strided and not t.is_nested]
+        dense = [t for t in tensors if is_dense(t)]
         before = [self.use(t) for t in dense]
         self.inside = True
         try:
-            with torch.profiler.record_function(f"#{call}") if self.timed else nullcontext():
+            with torch.profiler.record_function(f"#{number}") if self.timed else nullcontext():
                 result = function(*args, **kwargs)
         finally:
             self.inside = within
         if getattr(function, "is_view", False):
             return result
-        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-        operator = Operator(name, call, *place, list(dict.fromkeys(before)), [], lacks=lacks)
-        if len(dense) < len(tensors) or any(t.layout != torch.strided or t.is_nested for t in made):
+        operator = Operator(name, number, *place, list(dict.fromkeys(before)), [], lacks=lacks)
+        call = Call(function, name, args, kwargs, dense, result, written)
+        if len(dense) < len(tensors) or not all(map(is_dense, call.made)):
             operator.barrier = True  # sparse, or another kind whose memory is not one piece
             operator.lacks = "bytes and FLOPs"
             self.operators.append(operator)
-        else:
-            found = self.describe(function, operator, args, kwargs, dense, made, result, written)
-            for whole in found[:1]:
-                known = not lacks or name == COMPILED
-                whole.moved = sum(u.bytes for u in (*operator.reads, *operator.writes)) * known
-            for each in found if within else ():
-                each.kind = "library"  # of compiled code
-            self.operators += found
+            return result
+        found = self.describe(operator, call)
+        if found and (not lacks or name == COMPILED):
+            found[0].moved = sum(u.bytes for u in (*operator.reads, *operator.writes))
+        for each in found if within else ():
+            each.kind = "library"  # of compiled code
+        self.operators += found
         return result
 
-    def describe(
-        self, function, operator, args, kwargs, inputs, made, result, written
-    ) -> list[Operator]:
+    def describe(self, operator: Operator, call: Call) -> list[Operator]:
         """What a call does, as one or more passes over its data; none for a view, or a question."""
-        name, reads, tags = operator.name, operator.reads, getattr(function, "tags", ())
-        arguments = getattr(getattr(function, "_schema", None), "arguments", ())
-        given = [args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(arguments)]
-        pairs = [*zip(arguments, given, strict=True)]
-        changed = [t for a, value in pairs if a.is_write for t in tree_leaves(value)]
-        written = [*written, *(t for t in changed if isinstance(t, Tensor))]
+        name, inputs = call.name, call.inputs
         known = {self.number(t) for t in inputs}
-        fresh = [t for t in made if self.number(t) not in known]
-        waits = torch.Tag.data_dependent_output in tags
-        if not fresh and (not written or torch.Tag.inplace_view in tags) and not waits:
+        call.fresh = [t for t in call.made if self.number(t) not in known]
+        changes = call.written and torch.Tag.inplace_view not in call.tags
+        waits = torch.Tag.data_dependent_output in call.tags
+        if not (call.fresh or changes or waits):
             return []
         if name.startswith(NO_WORK):
-            self.blank |= {self.number(t) for t in fresh if "empty" in name}
+            self.blank |= {self.number(t) for t in call.fresh if "empty" in name}
             return []
-        if name.startswith((*OVERWRITING, *RANDOM)) or "out" in kwargs:
-            blind = [self.use(t) for t in written]
-            rest = [use._replace(bytes=0) for use in blind if use.bytes < self.sizes[use.key[0]]]
-            reads[:] = [use for use in reads if use not in blind] + rest
-        own = getattr(function, "namespace", "") != "aten"
-        blank = [u for u in reads if u.key[0] in self.blank and u.bytes]
-        if not own and blank and not SCATTERS.fullmatch(name):
-            self.recorded.unwritten.append(f"{name} at {operator.line}")
-        operator.writes = [self.use(t, write=True) for t in [*written, *fresh]]
-        operator.numel = max((t.numel() for t in [*inputs, *made]), default=0)
-        kind, named = category(f"aten::{name}"), {a.name: value for a, value in pairs}
-        window = WINDOWS.fullmatch(name.removesuffix("_backward"))
-        if named.get("training"):  # a batch norm changes these without a word in its schema
-            averages = [named.get("running_mean"), named.get("running_var")]
-            operator.writes += [self.use(t, write=True) for t in averages if t is not None]
-        flop, missing = flop_of(function, name, args, kwargs, named, result)
+        self.touch(operator, call)
+        flop, missing = flop_of(call)
         if flop is not None or missing:
             operator.flop = flop or 0
-            operator.dtype = type_of(name, made[0].dtype if made else inputs[0].dtype)
-        if own:
+            operator.dtype = type_of(name, (call.made or inputs)[0].dtype)
+        if call.is_own:
             operator.lacks = operator.lacks or missing or ("FLOPs" if flop is None else "")
             return [operator]
         operator.lacks = missing
-        first = inputs[0] if inputs else None
-        masks = any(t.dtype in (torch.bool, torch.uint8) for t in inputs[1:])
-        dynamic = torch.Tag.dynamic_output_shape in tags and (name != "index" or masks)
-        plain = name.removeprefix("_foreach_")
-        if waits or dynamic:
+        kind = category(f"aten::{name}")
+        window = bool(WINDOWS.fullmatch(name.removesuffix("_backward")))
+        backward = name.endswith("_backward")
+        if waits or call.has_dynamic_shape:
             operator.kind, operator.barrier = "library", True
         elif operator.dtype:
-            operator.kind = "matrix"
-            if name in ("mm", "addmm") or "conv" in name:
-                both = [t for t in args if isinstance(t, Tensor)]
-                both = both[-2:] if "mm" in name else both[name.endswith("backward") :][:2]
-                operator.operands = [(self.use(t).key, (*t.shape,), t.stride()) for t in both]
-                operator.groups = named.get("groups", 1)
-        elif (
-            (kind == "optimizer" and plain == name)
-            or SCANS.fullmatch(name)
-            or (name == "index_add" and first.dtype == torch.bfloat16)  # inductor leaves these
-            or (name.startswith(("index_put", "_index_put")) and masks)
-            or (window and left_alone(name))
-        ):
+            self.multiply(operator, call)
+        elif is_left_alone(call, window, kind):
             operator.kind = "library"
         elif BAGS.fullmatch(name):
             operator.kind = "library"
             if "backward" not in name:  # of the table only the rows
-                reads[0] = reads[0]._replace(bytes=inputs[1].numel() * first[0].nbytes)
+                rows = inputs[1].numel() * inputs[0][0].nbytes
+                operator.reads[0] = operator.reads[0]._replace(bytes=rows)
         elif kind == "normalisation" or "softmax" in name:
-            return self.passes(operator, args, inputs, made)
+            return self.passes(operator, call.args, inputs, call.made)
         elif GATHERS.fullmatch(name):
-            row = (first.shape[-1] if first.dim() > 1 else 1) * first.element_size()
-            wanted = sum(w.bytes for w in operator.writes) * max(1, SECTOR // max(1, row))
-            operator.kind, operator.source = "stream", {reads[0].key}
-            reads[0] = Use(reads[0].key, -1 - operator.call, wanted)
-            operator.numel = max(t.numel() for t in made)
-        elif window and not name.endswith("_backward"):
-            operator.kind, operator.source = "stream", {reads[0].key}
+            self.gather(operator, call)
+        elif window and not backward:
+            operator.kind, operator.source = "stream", {operator.reads[0].key}
         elif window or SCATTERS.fullmatch(name):
-            operator.kind, operator.closed = "stream", True
-            target = operator.writes[0]
-            added = max(t.numel() for t in inputs[bool(written) :])
-            adds = "add" in name or "backward" in name or bool(named.get("accumulate"))
-            operator.meets = adds and added >= sum(t.numel() for t in [*written, *fresh])
-            added *= inputs[0].element_size()
-            if written:  # only what is added to is touched, and its reads meet its writes
-                reads[0], operator.source = reads[0]._replace(bytes=0), {reads[0].key}
-            whole = 0 if written else target.bytes
-            operator.writes[0] = Use(target.key, -1 - operator.call, whole + added)
-        elif category(f"aten::{plain}") == "reductions":
+            self.scatter(operator, call)
+        elif category(f"aten::{call.plain}") == "reductions":
             operator.kind, operator.alone = "stream", True
-            dim = [*args[2 if "norm" in name else 1 :], kwargs.get("dim")][0]
-            operator.sums = reduced(first, None if plain != name else dim)
-        elif torch.Tag.pointwise in tags or kind in ("element-wise", "copies") or streams(plain):
-            operator.kind = "stream"
-            operator.random = torch.Tag.nondeterministic_seeded in tags
-            if "_loss" in name and made[0].numel() < first.numel():
-                operator.sums = (first.numel(), first.numel(), False)
-            if name == "nll_loss_forward":  # one element of each row
-                operator.sums, operator.closed = None, True
-                reads[0] = reads[0]._replace(bytes=SECTOR * inputs[1].numel())
-            elif name == "nll_loss_backward":  # of the logarithms only the shape
-                reads[1] = reads[1]._replace(bytes=0)
-        if operator.kind == "unknown":
+            dim = [*call.args[2 if "norm" in name else 1 :], call.kwargs.get("dim")][0]
+            operator.sums = reduced(inputs[0], None if call.plain != name else dim)
+        elif call.is_pointwise or kind in ("element-wise", "copies") or streams(call.plain):
+            self.stream(operator, call)
+        else:
             operator.lacks = operator.lacks or "FLOPs, and bytes beside those of its tensors"
         return [operator]
+
+    def touch(self, operator: Operator, call: Call) -> None:
+        """What an operator reads and writes, if it reads and writes its tensors as a whole."""
+        name, reads, written = call.name, operator.reads, [*call.written]
+        if name.startswith((*OVERWRITING, *RANDOM)) or "out" in call.kwargs:
+            blind = [self.use(t) for t in written]
+            rest = [use._replace(bytes=0) for use in blind if use.bytes < self.sizes[use.key[0]]]
+            reads[:] = [use for use in reads if use not in blind] + rest
+        blank = any(use.key[0] in self.blank and use.bytes for use in reads)
+        if blank and not call.is_own and not SCATTERS.fullmatch(name):
+            self.recorded.unwritten.append(f"{name} at {operator.line}")
+        if call.named.get("training"):  # a batch norm changes these without a word in its schema
+            averages = [call.named.get("running_mean"), call.named.get("running_var")]
+        else:
+            averages = []
+        changed = [*written, *call.fresh, *(t for t in averages if t is not None)]
+        operator.writes = [self.use(t, write=True) for t in changed]
+        operator.numel = max((t.numel() for t in [*call.inputs, *call.made]), default=0)
+
+    def multiply(self, operator: Operator, call: Call) -> None:
+        """A product of matrices, or a convolution."""
+        name = call.name
+        operator.kind = "matrix"
+        if name in ("mm", "addmm") or "conv" in name:
+            both = [t for t in call.args if isinstance(t, Tensor)]
+            both = both[-2:] if "mm" in name else both[name.endswith("backward") :][:2]
+            operator.operands = [(self.use(t).key, (*t.shape,), t.stride()) for t in both]
+            operator.groups = call.named.get("groups", 1)
+
+    def gather(self, operator: Operator, call: Call) -> None:
+        """Some of the first tensor is read, in rows of a sector at least."""
+        first, source = call.inputs[0], operator.reads[0].key
+        row = (first.shape[-1] if first.dim() > 1 else 1) * first.element_size()
+        wanted = sum(w.bytes for w in operator.writes) * max(1, SECTOR // max(1, row))
+        operator.kind, operator.source = "stream", {source}
+        operator.reads[0] = Use(source, -1 - operator.call, wanted)
+        operator.numel = max(t.numel() for t in call.made)
+
+    def scatter(self, operator: Operator, call: Call) -> None:
+        """Something is put, or added, at indices."""
+        name, written, target = call.name, call.written, operator.writes[0]
+        operator.kind, operator.closed = "stream", True
+        added = max(t.numel() for t in call.inputs[bool(written) :])
+        adds = "add" in name or "backward" in name or bool(call.named.get("accumulate"))
+        operator.meets = adds and added >= sum(t.numel() for t in [*written, *call.fresh])
+        added *= call.inputs[0].element_size()
+        if written:  # only what is added to is touched, and its reads meet its writes
+            source = operator.reads[0]
+            operator.reads[0], operator.source = source._replace(bytes=0), {source.key}
+        whole = 0 if written else target.bytes
+        operator.writes[0] = Use(target.key, -1 - operator.call, whole + added)
+
+    def stream(self, operator: Operator, call: Call) -> None:
+        """It goes element by element, or adds up a loss of elements."""
+        name, reads, first = call.name, operator.reads, next(iter(call.inputs), None)
+        operator.kind = "stream"
+        operator.random = torch.Tag.nondeterministic_seeded in call.tags
+        if "_loss" in name and call.made[0].numel() < first.numel():
+            operator.sums = (first.numel(), first.numel(), False)
+        if name == "nll_loss_forward":  # one element of each row
+            operator.sums, operator.closed = None, True
+            reads[0] = reads[0]._replace(bytes=SECTOR * call.inputs[1].numel())
+        elif name == "nll_loss_backward":  # of the logarithms only the shape
+            reads[1] = reads[1]._replace(bytes=0)
 
     def passes(self, operator: Operator, args, inputs, made) -> list[Operator]:
         """A norm or a softmax: sums, then each element, then the gradients of weights.
@@ -544,6 +554,11 @@ def seen_kernels(recorder: Recorder) -> ExitStack:
     return stack
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Is its memory one piece?"""
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
 @cache
 def is_composite(function: Callable) -> bool:
     """Is it made of other operators, as it has no kernels of its own?"""
@@ -552,6 +567,18 @@ def is_composite(function: Callable) -> bool:
     keys, has = torch._C.DispatchKey, torch._C._dispatch_has_kernel_for_dispatch_key
     own = any(has(function.name(), key) for key in (keys.CPU, keys.CUDA))
     return not own and has(function.name(), keys.CompositeImplicitAutograd)
+
+
+def is_left_alone(call: Call, window: bool, kind: str) -> bool:
+    """Does a compiler leave a call as it is?"""
+    name = call.name
+    return bool(
+        (kind == "optimizer" and call.plain == name)
+        or SCANS.fullmatch(name)
+        or (name == "index_add" and call.inputs[0].dtype == torch.bfloat16)
+        or (name.startswith(("index_put", "_index_put")) and call.has_mask)
+        or (window and left_alone(name))
+    )
 
 
 @cache

@@ -26,10 +26,8 @@ from torch.utils._pytree import tree_map_only
 from fusion_lab.cli import ToolError, note
 from fusion_lab.fusions.fakes import (
     NeedsRun,
-    estimate,
     fake_mode,
     faked,
-    needs_values,
     where,
     without_values,
 )
@@ -60,7 +58,6 @@ from fusion_lab.turns import (
 )
 
 REPEATS = 3  # profiled steps
-MORE_CALLS = 32  # in which an optimizer is looked for that takes no step in each
 TRACED_TURNS = 5  # each is a call
 SIGN_S = 10.0  # seconds from one sign of life to the next
 OTHER = 0.05  # of a step's time in kernels of which the other side has none: another program
@@ -72,20 +69,18 @@ NEEDED = (
 
 @dataclass
 class Step:
-    """A training step on inputs that stay, its weights, and what makes the same compiled."""
+    """A training step on inputs that stay, and what makes the same compiled."""
 
     name: str
     take: Callable[[], object]
-    weights: list[Tensor] = field(default_factory=list)
     compiled: Callable[[], Callable[[], object]] | None = None
     calls: int = 0
-    # by call the optimizers, as id, that took a step in it
-    optimized: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    stepped: set[int] = field(default_factory=set)  # optimizers in the last call, by id
 
     def call(self) -> object:
         """Take the step once more."""
         self.calls += 1
-        own = self.optimized[self.calls]
+        self.stepped = own = set()
         hook = register_optimizer_step_pre_hook(lambda optimizer, *_: own.add(id(optimizer)))
         try:
             return self.take()
@@ -126,12 +121,12 @@ def from_script(name: str, argv: Sequence[str]) -> Step:
         batch = module.make_batches(args, torch.device("cpu"), args.seed).next_batch()
     batch = {key: placed(value, device) for key, value in batch.items()}
 
-    def build(compiled: bool) -> tuple[Callable[[], object], list[Tensor]]:
+    def build(compiled: bool) -> Callable[[], object]:
         chosen = argparse.Namespace(**{**vars(args), "torch_compile": compiled})
         trainer = module.Trainer(chosen).build()
-        return partial(trainer.compute, batch), [*trainer.model.parameters()]
+        return partial(trainer.compute, batch)
 
-    return Step(module.SCRIPT, *build(False), lambda: build(True)[0])
+    return Step(module.SCRIPT, build(False), partial(build, True))
 
 
 def function_of(place: str, argv: Sequence[str] = ()) -> tuple[Callable[[], object], Namespace]:
@@ -166,7 +161,7 @@ def from_function(
                 made = make()
     if callable(made) and not isinstance(made, nn.Module):
         around = namespace.around
-        return Step(place, around(made), [], lambda: around(torch.compile(made)))
+        return Step(place, around(made), lambda: around(torch.compile(made)))
     pair = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(pair[0], nn.Module) or not isinstance(pair[1], Mapping):
         found = ", ".join(type(part).__name__ for part in pair)
@@ -193,7 +188,7 @@ def from_model(
     """The step of a model on a batch, both moved to the device: forward, backward, AdamW."""
     if fake_mode():
         if isinstance(model, torch.jit.ScriptModule):
-            raise NeedsRun("a model of torch.jit")
+            raise NeedsRun("a model of torch.jit needs to be run")
         moved: dict[int, Tensor] = {}  # weights can be shared
         for module in model.modules():
             for held in (module._parameters, module._buffers):
@@ -225,7 +220,7 @@ def from_model(
 
         return take
 
-    return Step(title, train(False), weights, partial(train, True))
+    return Step(title, train(False), partial(train, True))
 
 
 # --- counted and timed
@@ -247,22 +242,42 @@ def of_the_user(name: str) -> Iterator[None]:
         raise ToolError(f"{name} failed{where(error)}: {what}", status=1) from error
 
 
-def record(step: Step, timed: bool = False, look: bool = False) -> Recorded:
-    """One step, of which no tensor stays; with `look` also which optimizers were idle in it."""
+@contextmanager
+def signs_of_life(what: str) -> Iterator[None]:
+    """Say on stderr how long this has taken, while it does."""
+    begin, over = time.perf_counter(), threading.Event()
+
+    def say() -> None:
+        while not over.wait(SIGN_S):
+            note(f"{what} for {time.perf_counter() - begin:.0f} s")
+
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def record(step: Step, timed: bool = False) -> Recorded:
+    """One step, of which no tensor stays. Optimizers that took no step in it are in the remarks."""
     recorder = Recorder(timed)
-    recorder.recorded.weights = {recorder.number(weight) for weight in step.weights}
+    recorded = recorder.recorded
     with recorder, of_the_user(step.name):
         loss = step.call()  # which is there when the step is over
     del loss
-    recorder.recorded.call = step.calls
-    for optimizer in optimizers_of(recorder) if look else ():
-        if id(optimizer) not in step.optimized[step.calls]:
-            recorder.recorded.idle[id(optimizer)] = type(optimizer).__name__
-    return recorder.recorded
+    recorded.call = step.calls
+    if idle := idle_optimizers(recorder, step.stepped):
+        recorded.remarks += [
+            f"{', '.join(idle)} takes no step in the recorded call {step.calls}: a function that"
+            " takes all calls from one step of the optimizer to the next is the whole step"
+        ]
+    return recorded
 
 
-def optimizers_of(recorder: Recorder) -> list[Optimizer]:
-    """The optimizers there are of weights that a recorded step has used."""
+def idle_optimizers(recorder: Recorder, stepped: set[int]) -> list[str]:
+    """The optimizers of weights that a recorded step has used, but for those that took a step."""
 
     def used(optimizer: Optimizer) -> bool:
         groups = getattr(optimizer, "param_groups", ())  # of one that is being made there are none
@@ -270,7 +285,7 @@ def optimizers_of(recorder: Recorder) -> list[Optimizer]:
         return any(recorder.knows(weight) for weight in weights)
 
     found = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
-    return [each for each in found if used(each)]
+    return sorted(type(each).__name__ for each in found if id(each) not in stepped and used(each))
 
 
 def counted(build: Callable[[], Step]) -> tuple[Step, Recorded]:
@@ -278,54 +293,26 @@ def counted(build: Callable[[], Step]) -> tuple[Step, Recorded]:
     step = build()
     with of_the_user(step.name):
         step.call()
-    return step, record(step, look=True)
-
-
-def look_for_optimizers(step: Step, recorded: Recorded, calls: int) -> None:
-    """Where an optimizer took no step in the recorded call: say in which call one does, of so many
-    more."""
-    if not recorded.idle:
-        return
-
-    def stepped() -> list[int]:
-        return [call for call, own in step.optimized.items() if own & recorded.idle.keys()]
-
-    last = step.calls + calls
-    while not stepped() and step.calls < last:
-        try:
-            step.call()
-        except Exception:  # such as the end of the data: what was recorded is whole
-            break
-    other = f"but in call {min(stepped())}" if stepped() else f"nor in the first {step.calls}"
-    recorded.remarks += [
-        f"{', '.join(sorted(recorded.idle.values()))} takes no step in the recorded call"
-        f" {recorded.call}, {other}: a function that takes all calls from one step of the optimizer"
-        " to the next is the whole step"
-    ]
+    return step, record(step)
 
 
 @as_on_gpu()
-def count(build: Callable[[], Step], run: str = "") -> tuple[Step, Recorded]:
+def count(build: Callable[[], Step]) -> tuple[Step, Recorded]:
     """Operators, bytes and FLOPs of a step of fake tensors, with which nothing is computed. A step
-    that these cannot take is really taken on the CPU, which is said before; never if `run` is
-    "fake", at once if it is "real"."""
-    if run != "real":
-        try:
-            with faked() as between:
-                step, recorded = counted(build)
-                look_for_optimizers(step, recorded, MORE_CALLS)
-                return step, recorded
-        except Exception as error:
-            cause = error.__cause__ if isinstance(error, ToolError) else error
-            if cause is None or not (reason := needs_values(cause, between)):
-                raise
-        if run == "fake":
-            raise ToolError(f"it cannot be looked at without running it: {reason}", status=1)
-        spent = estimate(lambda: counted(build)[1])
-        note(f"{reason}: the step is really taken on this CPU, twice; {spent}")
-    gc.collect()  # what the attempts before have left, such as workers of a DataLoader
-    step, recorded = counted(build)
-    look_for_optimizers(step, recorded, 0)
+    that these cannot take is really taken on the CPU, which is said before."""
+    try:
+        with faked():
+            return counted(build)
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error, ToolError) else error
+        if cause is None or isinstance(cause, SystemExit):
+            raise
+        reason = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
+        reason = str(cause) if isinstance(cause, NeedsRun) else reason
+        note(f"{reason}{where(cause)}: the step is really taken on this CPU, twice")
+    gc.collect()  # what the attempt before has left, such as workers of a DataLoader
+    with signs_of_life("taking two steps on this CPU"):
+        step, recorded = counted(build)
     recorded.run = "real"
     return step, recorded
 
@@ -338,14 +325,13 @@ def measure(step: Step) -> Recorded:
     times: dict[tuple, list[list[float]]] = {}  # of steps that were the same
     for _ in range(REPEATS):
         torch.cuda.synchronize()
-        found, events = profiled(lambda: record(step, timed=True, look=True))
+        found, events = profiled(lambda: record(step, timed=True))
         attribute(found, events)
-        found.run = "measured"
         same = tuple(operator.name for operator in found.operators)
         times.setdefault(same, []).append([operator.us for operator in found.operators])
     for operator, us in zip(found.operators, zip(*times[same], strict=True), strict=True):
         operator.us = statistics.median(us)
-    look_for_optimizers(step, found, MORE_CALLS)
+    found.run = "measured"
     return found
 
 
@@ -421,26 +407,7 @@ def attribute(found: Recorded, events: list[dict]) -> None:
 
 # --- compiled
 
-
 WORK = {"now": "taking the step", "compiled": "compiling"}
-
-
-@contextmanager
-def signs_of_life(what: str) -> Iterator[None]:
-    """Say on stderr how long this has taken, while it does."""
-    begin, over = time.perf_counter(), threading.Event()
-
-    def say() -> None:
-        while not over.wait(SIGN_S):
-            note(f"{what} for {time.perf_counter() - begin:.0f} s")
-
-    thread = threading.Thread(target=say, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def compared(step: Step, launched: Mapping[str, float]) -> dict:

@@ -226,36 +226,27 @@ def last_step(events: Sequence[dict]) -> tuple[float, float]:
     return max(whole, default=(-math.inf, math.inf))
 
 
-def processes_of(path: Path) -> list[tuple[Recorded, list[Streaming], str]]:
-    """The last step of each process in a trace that has a GPU, its streaming kernels, and the GPU;
-    ToolError if there is none."""
+def replayed(path: Path) -> tuple[Recorded, list[Streaming], str]:
+    """The last step of a trace, its streaming kernels, and the GPU; ToolError if it has none."""
     content = read_trace(path)
-    names = {each.get("name") for each in content.get("deviceProperties", ())} - {None}
-    found = []
-    for rank in sorted({event.get("rank", 0) for event in content["traceEvents"]}):
-        own = [event for event in content["traceEvents"] if event.get("rank", 0) == rank]
-        kernels = complete(own, *ON_GPU)
-        if not kernels:
-            continue
-        replay = Replay(alone(kernels), last_step(own))
-        with torch.no_grad(), replay:
-            for span in spans_of(own):
-                replay.visit(span)
-        read = {use.key for operator in replay.operators for use in operator.reads}
-        replay.recorded.run = "measured"
-        replay.recorded.alive = {u.key for o in replay.operators for u in o.writes} - read
-        found.append((replay.recorded, replay.streaming, ", ".join(sorted(names)) or "a GPU"))
-    if not found:
+    events = content["traceEvents"]
+    kernels = complete(events, *ON_GPU)
+    if not kernels:
         raise ToolError(f"{path}: {NO_KERNELS}", status=1)
-    return found
+    replay = Replay(alone(kernels), last_step(events))
+    with torch.no_grad(), replay:
+        for span in spans_of(events):
+            replay.visit(span)
+    read = {use.key for operator in replay.operators for use in operator.reads}
+    replay.recorded.run = "measured"
+    replay.recorded.alive = {u.key for o in replay.operators for u in o.writes} - read
+    names = {each.get("name") for each in content.get("deviceProperties", ())} - {None}
+    return replay.recorded, replay.streaming, ", ".join(sorted(names)) or "a GPU"
 
 
-def from_trace(path: Path) -> tuple[str, Recorded, Rates, list[str]]:
-    """What a trace tells of a step, of the process whose GPU was busy longest: a name, what it did,
-    the rates that its kernels reach, and what there is to say."""
-    processes = processes_of(path)
-    busy = [sum(o.us for o in recorded.operators) / 1e3 for recorded, *_ in processes]
-    recorded, streaming, device = processes[busy.index(max(busy))]
+def from_trace(path: Path) -> tuple[str, Recorded, Rates]:
+    """What a trace tells of a step: a name, what it did, and the rates that its kernels reach."""
+    recorded, streaming, device = replayed(path)
     straight = [kernel for kernel in streaming if kernel.access == "straight"]
     try:
         least, rate, others = law_of(straight)
@@ -267,17 +258,12 @@ def from_trace(path: Path) -> tuple[str, Recorded, Rates, list[str]]:
             tflops[o.dtype] = max(tflops.get(o.dtype, 0.0), o.flop / o.us / 1e6)
     errors = [abs(others[kernel[:3]] / kernel.us - 1) for kernel in straight]
     off = f"median error {100 * statistics.median(errors):.0f} %"
-    remarks = [
+    recorded.remarks += [
         "a trace does not tell which memory is read: each reads the last results of its forms",
         f"a kernel takes {least:.2f} us and its bytes {rate:.0f} GB/s, from {len(errors)} that go"
         f" straight through memory: each predicted from the others, {off}",
     ]
     if max(kernel.bytes for kernel in straight) < LARGE:
-        remarks += [f"the rate is a guess: none of them moves {LARGE / 1e6:.0f} MB"]
-    if len(busy) > 1:
-        each = ", ".join(f"{ms:.3f}" for ms in busy)
-        remarks += [
-            f"{len(busy)} processes: their GPUs were busy for {each} ms; this is the longest"
-        ]
+        recorded.remarks += [f"the rate is a guess: none of them moves {LARGE / 1e6:.0f} MB"]
     rates = Rates(device, rate, least / CONSTANTS.among_others, 0.0, tflops)
-    return path.name, recorded, rates, remarks
+    return path.name, recorded, rates

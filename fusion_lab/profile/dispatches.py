@@ -6,7 +6,7 @@ stream. Profilers write files where that is not so: an end that was never record
 belongs to a later kernel, timestamps that a spreadsheet has rounded. Kernels without a valid time
 are left out, those that end too late are shortened, and a note on stderr counts both. Where only
 the hardware queue of a kernel is known, on which the kernels of several streams run side by side,
-one is shortened only if it ends when all the others are long over.
+none is shortened for the next one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import csv
 import gzip
 import io
 import math
-import re
 import sqlite3
 import zlib
 from collections.abc import Hashable, Sequence
@@ -28,7 +27,6 @@ from typing import NamedTuple
 from fusion_lab.cli import ToolError, note
 from fusion_lab.files import reads
 
-THOUSANDS = re.compile(r"[+-]?\d{1,3}([,' ]\d{3})+(\.\d*)?")
 NAME, START, END = "Kernel_Name", "Start_Timestamp", "End_Timestamp"
 # What tells streams apart, where a tool writes it; with none of these all kernels are in one. The
 # first row are columns of CSV files, the second of rocpd's view `kernels`, see VIEWS.
@@ -52,8 +50,7 @@ VIEWS = {
     "value": "Counter_Value",
 }
 COUNTER, VALUE = "Counter_Name", "Counter_Value"
-SECOND_NS = 10**9
-HOUR_NS = 3600 * SECOND_NS  # no kernel takes longer; where a start is 0, it seems to
+HOUR_NS = 3600 * 10**9  # no kernel takes longer; where a start is 0, it seems to
 
 
 class Dispatch(NamedTuple):
@@ -62,7 +59,7 @@ class Dispatch(NamedTuple):
     name: str
     start: int | None
     end: int | None
-    stream: Hashable
+    stream: Hashable  # None if only its queue is known
     row: Row  # of the file
 
 
@@ -74,11 +71,9 @@ def valid_ends(
     last: float = math.inf,
     longest: float = HOUR_NS,
     slack: float = 0.0,
-    queues: bool = False,
 ) -> list[float | None]:
-    """The end of each (start, end, stream), at most `last` and the next start; None if not
-    valid. Of `queues` in place of streams, the next start counts for those alone that end behind
-    `last`."""
+    """The end of each (start, end, stream), at most `last` and the next start of its stream, if
+    that is known; None if not valid."""
     ends: list[float | None] = [None] * len(spans)
     following: dict[Hashable, tuple[float, float]] = {}  # the earliest start so far, and the next
     known = [i for i, (start, end, _) in enumerate(spans) if None not in (start, end)]
@@ -88,22 +83,11 @@ def valid_ends(
             continue
         earliest, after = following.get(stream, (math.inf, math.inf))
         after = after if start == earliest else earliest
-        if end > after + slack and (not queues or end > last):
+        if stream is not None and end > after + slack:
             end = after
         if (end := min(end, last)) - start <= longest:
             ends[index], following[stream] = end, (start, after)
     return ends
-
-
-def latest_end(
-    spans: Sequence[tuple[float, float, Hashable]], others: Sequence[float], second: float
-) -> float:
-    """When everything must have ended, judged by the starts of all kernels and by `others`, moments
-    between which there was something else. A kernel that goes on by ten times that time, and by a
-    second, has another one's end; only what starts before the rest is over can be judged."""
-    last = max([*others, *(start for start, *_ in spans)])
-    longest = last + max(second, 10 * (last - min([*others, *(start for start, *_ in spans)])))
-    return last if any(end > longest and start < last for start, end, _ in spans) else math.inf
 
 
 def say_changes(source: object, total: int, left_out: int, shortened: int) -> None:
@@ -121,10 +105,7 @@ def say_changes(source: object, total: int, left_out: int, shortened: int) -> No
 def checked(dispatches: Sequence[Dispatch], source: object) -> list[Dispatch]:
     """Those with a valid time, in their order; a ToolError if there are some, but none is valid."""
     spans = [(d.start, d.end, d.stream) for d in dispatches]
-    queues = any(QUEUES & {*d.row.cells} and not STREAMS & {*d.row.cells} for d in dispatches)
-    known = [span for span in spans if None not in span]
-    last = latest_end(known, (), SECOND_NS) if known and queues else math.inf
-    ends = valid_ends(spans, last, queues=queues)
+    ends = valid_ends(spans)
     both = [(d, end) for d, end in zip(dispatches, ends, strict=True) if end not in (None, d.start)]
     if dispatches and not both:
         raise ToolError(f"{source}: none of its kernels has a valid start and end")
@@ -137,11 +118,9 @@ def checked(dispatches: Sequence[Dispatch], source: object) -> list[Dispatch]:
 
 
 def decimal_of(text: str) -> Decimal | None:
-    """A number in any usual form; None for an empty cell, NaN, infinity; ValueError for other
-    text."""
-    text = text.strip(" \t\"'")
+    """A number; None for an empty cell, NaN, infinity; ValueError for other text."""
     try:
-        value = Decimal(re.sub("[,' ]", "", text) if THOUSANDS.fullmatch(text) else text or "nan")
+        value = Decimal(text or "nan")
     except InvalidOperation as error:
         raise ValueError(f"{text!r} is no number") from error
     if value.is_finite() and value.adjusted() > 30:  # a power of ten of that size takes hours
@@ -183,6 +162,8 @@ class Row:
     def dispatch(self) -> Dispatch:
         """The dispatch that this row of a table is of."""
         stream = tuple(self.cells[name] for name in STREAM if name in self.cells)
+        if QUEUES & self.cells.keys() and not STREAMS & self.cells.keys():
+            stream = None
         return Dispatch(self.cells[NAME], *self.times(), stream, self)
 
 
@@ -198,9 +179,7 @@ def unzipped(path: Path) -> bytes:
 def read_table(path: Path, *needed: str) -> tuple[list[str], list[Row]]:
     """The header of a CSV file, which has the needed columns in whatever order, and the rows;
     ToolError says what is wrong with the file."""
-    content = unzipped(path)
-    wide = content[:2] in (b"\xff\xfe", b"\xfe\xff")
-    text = content.decode("utf-16" if wide else "utf-8-sig", "replace")
+    text = unzipped(path).decode("utf-8-sig", "replace")
     try:
         lines = list(csv.reader(io.StringIO(text, newline=""), skipinitialspace=True))
     except csv.Error as error:

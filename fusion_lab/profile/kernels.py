@@ -9,11 +9,9 @@ standard library is needed.
 """
 
 import csv
-import gzip
 import json
 import math
 import re
-import zlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
@@ -21,15 +19,14 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from fusion_lab.cli import ToolError, note
-from fusion_lab.files import reads, write_file
+from fusion_lab.files import write_file
 from fusion_lab.profile.dispatches import (
     HOUR_NS,
-    SECOND_NS,
     Dispatch,
-    latest_end,
     read_kernel_trace,
     read_table,
     say_changes,
+    unzipped,
     valid_ends,
 )
 
@@ -49,9 +46,7 @@ CATEGORIES = (
 )
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # what a trace calls these events
 CALLS = ("cuda_runtime", "cuda_driver")  # and calls of CUDA, or of HIP
-SHARED = ("correlation", "External id")  # numbers by which events know each other
-NUMBERS = (*SHARED, "Ev Idx")
-FOR_GPU = ("kernel", "gpu_", "Trace")  # and how the names of those begin that last as long as they
+NUMBERS = ("correlation", "External id", "Ev Idx")  # by which events know each other
 WINDOW_END = "Record Window End"  # the profiler's mark of the end, one for each process
 NO_KERNELS = "the profiler saw no kernels on the GPU: may this user profile it?"
 
@@ -66,10 +61,7 @@ KERNELS = (
     ("reductions", r"(block|warp)_?all_?reduce"),  # within one GPU
     # NCCL, RCCL, MSCCL, oneCCL; PyTorch's own, also of symmetric memory; NVSHMEM, rocSHMEM
     ("communication", r"[nrsexu]ccl|c10d|symm_mem|multimem_|shmem|_on_stream_kernel"),
-    # those of inference engines, and experts on several GPUs
-    ("communication", r"cross_device|(put|wait)_signal|userbuffers|(deep|hybrid)_ep|mori::"),
-    ("communication", r"(^ep|a2a_?)(dispatch|combine)"),
-    ("communication", r"all_?(reduce|gather(?!_copy)|to_?all)|reduce_?scatter"),
+    ("communication", r"cross_device|all_?(reduce|gather(?!_copy)|to_?all)|reduce_?scatter"),
     ("communication", BACKEND.pattern),
     # AOTriton (attn_fwd, bwd_kernel_*), composable kernel (Fmha), CUTLASS (MemEffAttention), cuDNN
     # (sdpa), V3's own
@@ -277,47 +269,38 @@ def load_trace(path: Path) -> list[dict]:
 def read_trace(path: Path) -> dict:
     """What is in a trace of the PyTorch profiler, its events checked; ToolError if it is none."""
     try:
-        content = reads(path).read_bytes()
-        if content[:2] == b"\x1f\x8b":
-            content = gzip.decompress(content)
-        content = trace_json(content.decode("utf-8-sig", "replace"))
+        content = json.loads(unzipped(path).decode("utf-8-sig", "replace"))
         events = content["traceEvents"]
         if not all(isinstance(event, dict) for event in events):
             raise TypeError("its events are no objects")
-    except (EOFError, zlib.error, gzip.BadGzipFile, ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError) as error:
         what = "not a trace of the PyTorch profiler, or cut off"
         raise ToolError(f"{path}: {what} ({error})") from error
     return content | {"traceEvents": check_events(events, path)}
-
-
-def trace_json(text: str) -> dict:
-    """What is in a Chrome trace, also where PyTorch has written the path of the file, which can
-    have quotes and backslashes in it, as it is."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        path = re.compile(r'("traceName": )"(.*)"(?= *[,}]?$)', re.MULTILINE)
-        return json.loads(path.sub(lambda found: found[1] + json.dumps(found[2]), text))
 
 
 def check_events(events: Sequence[dict], source: object) -> list[dict]:
     """The events of a Chrome trace, those with a duration only if they have a name, a place and a
     valid time; no kernel or copy runs over the next one of its stream.
 
-    A note on stderr counts what is left out or shortened; ToolError if that is every kernel.
+    A note on stderr counts what is left out or shortened; ToolError if that is every kernel, or if
+    there are several processes, each of which counts its calls from one.
     """
     good = [{**event, "args": arguments_of(event)} for event in events if has_place(event)]
-    ranks, work, gone, late = processes(good), 0, set(), 0
-    for rank, own in enumerate(ranks):
-        late += mend_ends(own, gone)
-        for event in own if len(ranks) > 1 else ():
-            found = {name: event["args"].get(name) for name in SHARED}
-            numbers = {name: n + (rank << 48) for name, n in found.items() if n is not None}
-            event["args"] = event["args"] | numbers
-            event |= {"rank": rank, "pid": f"{event.get('pid')} of process {rank}"}
-        work += sum(event.get("cat") in ON_GPU and event["ph"] == "X" for event in own)
+    marks = [event for event in good if event.get("name") == WINDOW_END]
+    hosts = {call["pid"] for call in complete(good, *CALLS)}
+    if len(marks) > 1 or len(hosts) > 1:
+        raise ToolError(f"{source}: it is of several processes: name the trace of one of them")
+    work = complete(good, *ON_GPU)
+    ends = ends_of_work(work, good)
+    late = 0
+    for event, end in zip(work, ends, strict=True):
+        if end not in (None, event["ts"] + event["dur"]):
+            event["dur"] = end - event["ts"]
+            late += 1
+    gone = {id(event) for event, end in zip(work, ends, strict=True) if end is None}
     lacking = sum(event.get("cat") in ON_GPU for event in events if not has_place(event))
-    total, left_out = work + lacking, len(gone) + lacking
+    total, left_out = len(work) + lacking, len(gone) + lacking
     say_changes(source, total, left_out, late)
     if total and left_out == total:
         raise ToolError(f"{source}: none of its kernels has a valid start and duration")
@@ -326,73 +309,17 @@ def check_events(events: Sequence[dict], source: object) -> list[dict]:
     return [event for event in good if id(event) not in gone]
 
 
-def mend_ends(events: Sequence[dict], gone: set[int]) -> int:
-    """Shorten the work of a GPU that ends too late, and add the id of an event without a valid time
-    to `gone`; the number of those that are shorter now.
-
-    What a trace of HIP calls a stream is a hardware queue.
-    """
-    work, late = complete(events, *ON_GPU), 0
-    spans = [(e["ts"], e["ts"] + e["dur"], (str(e["pid"]), str(e["tid"]))) for e in work]
-    queues = any(call["name"].startswith("hip") for call in complete(events, *CALLS))
-    queues |= any(event["args"].get("kind") == "Dispatch Kernel" for event in work)  # of AMD
+def ends_of_work(work: Sequence[dict], events: Sequence[dict]) -> list[float | None]:
+    """When the work on a GPU ended, None where its time is not valid: not behind the profiler's
+    mark of the end. What a trace of HIP calls a stream is a hardware queue."""
+    hip = any(call["name"].startswith("hip") for call in complete(events, *CALLS))
+    hip |= any(event["args"].get("kind") == "Dispatch Kernel" for event in work)
+    places = [None if hip else (str(event["pid"]), str(event["tid"])) for event in work]
+    spans = [(e["ts"], e["ts"] + e["dur"], at) for e, at in zip(work, places, strict=True)]
+    marks = [event.get("ts") for event in events if event.get("name") == WINDOW_END]
+    last = max(filter(is_number, marks), default=math.inf)
     # One microsecond is the clock of older traces, and what kernels of Hopper may overlap by.
-    last = end_of_trace(events, spans)
-    ends = valid_ends(spans, last, HOUR_NS / 1e3, slack=1.0, queues=queues)
-    for event, (start, was, _), end in zip(work, spans, ends, strict=True):
-        if end is None:
-            gone.add(id(event))
-        elif end != was:
-            event["dur"], late = end - start, late + 1
-    return late
-
-
-def processes(events: Sequence[dict]) -> list[list[dict]]:
-    """The events of each process, where a file has those of several: traces of ranks that were put
-    one behind the other, or mixed. Each counts its calls from one."""
-    blocks: list[list[dict]] = [[]]
-    for event in events:
-        blocks[-1].append(event)
-        if event.get("name") == WINDOW_END:
-            blocks.append([])
-    *whole, rest = blocks
-    if all(complete(block, "cpu_op", *CALLS) for block in whole) and len(whole) > 1:
-        whole[-1] += rest
-        return [own for block in whole for own in of_each_host(block)]
-    return of_each_host(events)
-
-
-def of_each_host(events: Sequence[dict]) -> list[list[dict]]:
-    """The events of each process that launches, by its number. Work on a GPU goes to the process
-    that has made the most of its launches, before it began; where several have as many, GPUs and
-    processes are in the same order."""
-    launched: dict[object, dict] = {}
-    for call in complete(events, "cpu_op", *CALLS):
-        own = launched.setdefault(call["pid"], {})
-        if call["cat"] in CALLS:
-            own[call["args"].get("correlation")] = call["ts"]
-    if len(launched) < 2:
-        return [[*events]]
-    work = defaultdict(list)
-    for event in complete(events, *ON_GPU):
-        work[event["pid"]].append(event)
-    owner = {}
-    for place, (device, own) in enumerate(work.items()):
-
-        def made(host: object, own: list = own) -> int:
-            starts = launched[host]
-            times = ((starts.get(k["args"].get("correlation"), math.inf), k["ts"]) for k in own)
-            return sum(launch <= start for launch, start in times)
-
-        most = max(map(made, launched))
-        able = [host for host in launched if made(host) == most]
-        owner[device] = able[place % len(able)]
-    first, parts = next(iter(launched)), {host: [] for host in launched}
-    for event in events:
-        on_gpu = str(event.get("cat")).startswith(FOR_GPU)
-        host = owner.get(event.get("pid")) if on_gpu else event.get("pid")
-        parts[host if host in parts else first].append(event)
-    return [*parts.values()]
+    return valid_ends(spans, last, HOUR_NS / 1e3, slack=1.0)
 
 
 def has_place(event: dict) -> bool:
@@ -415,20 +342,6 @@ def arguments_of(event: dict) -> dict:
 def is_number(value: object) -> bool:
     """Is it a number that a clock can show?"""
     return isinstance(value, (int, float)) and abs(value) < 2**63
-
-
-def end_of_trace(events: Iterable[dict], spans: Sequence[tuple[float, float, Hashable]]) -> float:
-    """When the work on a GPU must have ended, in microseconds: by the profiler's mark of it, or
-    where that is missing by what else is in the trace."""
-    marks = [event.get("ts") for event in events if event.get("name") == WINDOW_END]
-    if marks := list(filter(is_number, marks)):
-        return max(marks)
-    timed = [event for event in events if event.get("ph") == "X"]
-    host = [event for event in timed if not str(event.get("cat")).startswith(FOR_GPU)]
-    if not (spans and host):
-        return math.inf
-    moments = [moment for e in host for moment in (e["ts"], e["ts"] + e["dur"])]
-    return latest_end(spans, moments, SECOND_NS / 1e3)
 
 
 def complete(events: Iterable[dict], *categories: str) -> list[dict]:
@@ -496,44 +409,6 @@ def kernels_of(events: Sequence[dict]) -> list[Kernel]:
         ran = event["ts"], event["tid"]
         kernels.append(Kernel(name, duration, launch, kind, is_copy, operator, *ran))
     return kernels
-
-
-@dataclass(frozen=True)
-class Communication:
-    """Collectives in profiled steps, in milliseconds per step."""
-
-    step_ms: float  # from the first phase to the end of the last phase or kernel
-    ms: float  # a collective was running
-    exposed_ms: float  # and nothing beside it: what communication costs
-
-
-def communication_of(events: Sequence[dict], phases: Sequence[str]) -> Communication | None:
-    """How long collectives ran, and how far other work hid them; None without any."""
-    marks = [e for e in complete(events, "user_annotation") if e["name"] in phases]
-    work = complete(events, "kernel") or [
-        event
-        for event in complete(events, "cpu_op", "user_annotation")
-        if event["cat"] == "cpu_op" or BACKEND.match(event["name"])
-    ]
-    begin = min((mark["ts"] for mark in marks), default=0.0)
-    edges = []
-    for event in work:
-        if event["ts"] < begin:  # the processes meeting before the first step
-            continue
-        collective = category(event["name"]) == "communication"
-        edges += [(event["ts"], collective, 1), (event["ts"] + event["dur"], collective, -1)]
-    running, last, total, exposed = {True: 0, False: 0}, 0.0, 0.0, 0.0
-    for moment, collective, change in sorted(edges):
-        if running[True]:
-            total += moment - last
-            exposed += 0 if running[False] else moment - last
-        running[collective] += change
-        last = moment
-    steps = sum(mark["name"] == phases[0] for mark in marks)
-    if not total or not steps:
-        return None
-    span = max(e["ts"] + e["dur"] for e in [*marks, *work]) - begin
-    return Communication(*(value / 1e3 / steps for value in (span, total, exposed)))
 
 
 @dataclass(frozen=True)

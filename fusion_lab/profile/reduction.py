@@ -133,26 +133,17 @@ def change(row: dict, what: str) -> str:
     return f"{100 * (after / before - 1):+.1f} %" if before else "-"
 
 
-def number_columns(sides: Sequence[str]) -> list[Column]:
-    """Launches and milliseconds of one side or both."""
-    return [
-        Column(f"{side} {what}" if len(sides) > 1 else what, f"{side} {what}", form)
-        for what, form in (("launches", ".10g"), ("ms", ".3f"))
-        for side in sides
-    ]
-
-
 def share_table(what: str, rows: Sequence[dict], everything: dict) -> str:
     """What each part of a step does on both sides, and its share of the time there."""
 
     def share(key: str, row: dict) -> float | None:
         return 100 * row[key] / everything[key] if everything[key] else None
 
-    before, after, *times = number_columns(SIDES)
     columns = [
-        *(Column(what, "name"), before, after),
+        Column(what, "name"),
+        *(Column(f"{side} launches", f"{side} launches", ".10g") for side in SIDES),
         Column("change", lambda row: change(row, "launches")),
-        *times,
+        *(Column(f"{side} ms", f"{side} ms", ".3f") for side in SIDES),
         Column("change of time", lambda row: change(row, "ms")),
         *(Column(f"{side} share, %", partial(share, f"{side} ms"), ".1f") for side in SIDES),
     ]
@@ -173,20 +164,16 @@ def phases(sides: Sequence[Profile]) -> list[dict]:
     return [*rows.values()]
 
 
-def section(
-    title: str, kernels: Sequence[dict], sides: Sequence[str], top: int, per: str
-) -> list[str]:
+def section(title: str, kernels: Sequence[dict], sides: Sequence[str], top: int) -> list[str]:
     """A section with a table of at most `top` kernels and its columns for one side or both."""
-    all_of_it = total(title, kernels)
-    count = " -> ".join(f"{all_of_it[f'{side} launches']:.10g}" for side in sides)
-    time = " -> ".join(f"{all_of_it[f'{side} ms']:.3f}" for side in sides)
-    lines = ["", f"## {title}", ""]
-    lines.append(f"Kernel names: {len(kernels)}; {count} launches and {time} ms{per}.")
-    columns = [
-        Column("kernel", lambda k: f"`{short_name(k['name'])}`"),
-        Column("category", "category", text=True),
-        *number_columns(sides),
-    ]
+    sums = total(title, kernels)
+    count = " -> ".join(f"{sums[f'{side} launches']:.10g}" for side in sides)
+    time = " -> ".join(f"{sums[f'{side} ms']:.3f}" for side in sides)
+    lines = ["", f"## {title}", "", f"Names: {len(kernels)}; {count} launches, {time} ms."]
+    columns = [Column("kernel", lambda k: f"`{short_name(k['name'])}`")]
+    columns += [Column("category", "category", text=True)]
+    columns += [Column(f"{side} launches", f"{side} launches", ".10g") for side in sides]
+    columns += [Column(f"{side} ms", f"{side} ms", ".3f") for side in sides]
     lines += ["", render(columns, kernels[:top])] if kernels else []
     if len(kernels) > top:
         more = "--top of analyze_kernel_reduction.py shows more, --output writes all of them as CSV"
@@ -198,16 +185,35 @@ def report(
     sides: Sequence[Profile], kernels: Sequence[dict], notes: list[str], per_step: bool, top: int
 ) -> str:
     """The whole comparison in Markdown; without kernels by name and headings where `top` is 0."""
-    per = " per step" if per_step else " in all"
-    cpu = sides[0].unit == "operators"
-    everything, counted = total("all", kernels), without_copies(kernels)
-    before, after = (sum(k[f"{side} launches"] for k in counted) for side in SIDES)
     lines = ["# Kernels, baseline and fused", ""] if top else []
     for label, side in zip(SIDES, sides, strict=True):
         script = f"{side.settings['script']}, " if side.settings else ""
         steps = f"{side.steps} steps" if side.steps else "an unknown number of steps"
         lines.append(f"- {label}: `{side.directory}` ({script}{steps}, {side.source})")
     lines += [f"- note: {note}" for note in notes]
+    lines += [*counts(sides, kernels, " per step" if per_step else " in all"), ""]
+    lines += ["## By category", ""] if top else []
+    everything = total("all", kernels)
+    groups = {name: [k for k in kernels if k["category"] == name] for name in CATEGORIES}
+    rows = [total(name, several) for name, several in groups.items() if several]
+    lines.append(share_table("category", [*rows, everything], everything))
+    if parts := phases(sides):
+        lines += ["", share_table("phase", parts, everything)]
+    if any(is_copy(kernel["name"]) for kernel in kernels):
+        lines += ["", "Launches here contain copies and memsets, the numbers above do not."]
+    parts = {where: [k for k in kernels if found_in(k) == where] for where in (*SIDES, "both")}
+    if top:
+        lines += section("Vanished", parts["baseline"], ["baseline"], top)
+        lines += section("New", parts["fused"], ["fused"], top)
+        lines += section("In both", parts["both"], SIDES, top)
+    return "\n".join(lines) + "\n"
+
+
+def counts(sides: Sequence[Profile], kernels: Sequence[dict], per: str) -> list[str]:
+    """Launches, their reduction, and time, in a line each."""
+    cpu, counted = sides[0].unit == "operators", without_copies(kernels)
+    before, after = (sum(k[f"{side} launches"] for k in counted) for side in SIDES)
+    lines = []
     if cpu:
         table = "The table has all calls of operators, views and outer ones too."
         lines += ["", f"On a CPU there are no kernels. {table}"]
@@ -218,33 +224,10 @@ def report(
         of = " (of operator calls)" if cpu else ""
         lines.append(f"- {what}{per}: {before:.10g} -> {after:.10g}")
         lines.append(f"- Kernel reduction: {100 * (1 - after / before):.1f} %{of}")
-    names = [sum(k[f"{side} launches"] > 0 for k in counted) for side in SIDES]
+    everything = total("all", kernels)
     clock = "Self time of operators" if cpu else "Kernel time"
     ms = "{baseline ms:.3f} ms -> {fused ms:.3f} ms".format(**everything)
-    groups = {name: [k for k in kernels if k["category"] == name] for name in CATEGORIES}
-    rows = [total(name, several) for name, several in groups.items() if several]
-    lines += [
-        f"- {clock}{per}: {ms} ({change(everything, 'ms')})",
-        f"- Distinct names: {names[0]} -> {names[1]}",
-        *(["", "## By category", ""] if top else [""]),
-        share_table("category", [*rows, everything], everything),
-    ]
-    if parts := phases(sides):
-        lines += ["", share_table("phase", parts, everything)]
-    if len(counted) < len(kernels):
-        lines += ["", "Launches here contain copies and memsets, the numbers above do not."]
-    both = [k for k in kernels if found_in(k) == "both"]
-    same = [k for k in both if k["baseline launches"] == k["fused launches"]]
-    moved = [k for k in both if k["baseline launches"] != k["fused launches"]]
-    moved.sort(key=lambda k: -abs(k["fused ms"] - k["baseline ms"]))
-    for title, several, sides in (
-        ("Vanished", [k for k in kernels if found_in(k) == "baseline"], ["baseline"]),
-        ("New", [k for k in kernels if found_in(k) == "fused"], ["fused"]),
-        ("In both, with another number of launches", moved, SIDES),
-        ("In both, launched as often", same, SIDES),
-    ):
-        lines += section(title, several, sides, top, per) if top else []
-    return "\n".join(lines) + "\n"
+    return [*lines, f"- {clock}{per}: {ms} ({change(everything, 'ms')})"]
 
 
 def compare(sides: Sequence[Profile], top: int) -> tuple[list[dict], list[str], str]:
@@ -263,13 +246,13 @@ def compare(sides: Sequence[Profile], top: int) -> tuple[list[dict], list[str], 
         if not any(kernel[f"{label} launches"] for kernel in without_copies(kernels)):
             raise ToolError(f"{side.directory}: the profile has no kernels")
     if not per_step:
-        note = "the number of steps is not known for both sides, so these are totals"
-        if unknown := ", ".join(label for label, side in of.items() if not side.settings):
-            note += f"; model, sizes and steps of {unknown} are not checked: "
-            note += "no result file belongs to the profile"
-        if whole := ", ".join(label for label, s in of.items() if s.settings and not s.steps):
-            note += f"; {whole} have the warm-up, too, which rocprofv3 of ROCm 6 cannot leave out"
-        notes.append(note)
+        notes.append("the number of steps is not known for both sides, so these are totals")
+    if unknown := ", ".join(label for label, side in of.items() if not side.settings):
+        lacking = "no result file belongs to the profile"
+        notes.append(f"model, sizes and steps of {unknown} are not checked: {lacking}")
+    if whole := ", ".join(label for label, s in of.items() if s.settings and not s.steps):
+        ends = "have the warm-up, too, which rocprofv3 of ROCm 6 cannot leave out"
+        notes.append(f"{whole} {ends}")
     if sides[0].source != sides[1].source:
         notes.append("two profilers may write the name of one kernel in two ways")
     return kernels, notes, report(sides, kernels, notes, per_step, top)

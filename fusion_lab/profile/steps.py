@@ -72,6 +72,9 @@ def profiled_region(script: ModuleType, trainers: Sequence) -> Iterator[None]:
     """Run the measured steps of these inside; a profiler records them, and profiles are written
     behind them, as the flags of the last one ask for it."""
     args = trainers[-1].args
+    asked = args.enable_pytorch_profiler or args.enable_memory_profiling
+    if asked and args.under_profiler and not script.RANK:
+        note("PyTorch's profiles are not written: another profiler is at work")
     with recorded_region(trainers) if args.enable_rocm_profiling else contextlib.nullcontext():
         yield
     for trainer in trainers if not args.under_profiler else ():

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from fusion_lab.cli import ToolError
 from fusion_lab.profile.kernels import (
     CATEGORIES,
-    Communication,
     Kernel,
     KernelStatistics,
     category,
-    communication_of,
     has_gpu,
     kernels_of,
     operators_of,
@@ -21,6 +19,7 @@ from fusion_lab.profile.kernels import (
     ranges_of,
     statistics_of,
 )
+from fusion_lab.profile.spans import Communication, communication_of
 
 
 @dataclass(frozen=True)
