@@ -33,12 +33,19 @@ def tables(text: str) -> list[list[list[str]]]:
     return found
 
 
+def is_asked(name: str, heading: list[str], columns: list[str]) -> bool:
+    """A heading as it is asked for, or, where the table has no such, one that ends so: `speed-up`
+    is also `fp32 speed-up`."""
+    ends = [asked for asked in columns if asked not in heading]
+    return name in columns or any(name.endswith(f" {asked}") for asked in ends)
+
+
 def pick(table: list[list[str]], words: list[str], columns: list[str]) -> list[list[str]]:
     """The part of a table that was asked for; empty if it has no such row or column."""
     heading, *rows = table
-    kept = [0] + [n for n, name in enumerate(heading) if n and name in columns]
-    if not columns:
-        kept = list(range(len(heading)))
+    kept = list(range(len(heading)))
+    if columns:
+        kept = [0] + [n for n, name in enumerate(heading) if n and is_asked(name, heading, columns)]
     rows = [row for row in rows if not words or any(word in row[0] for word in words)]
     if not rows or (columns and len(kept) == 1):
         return []
