@@ -5,9 +5,11 @@ blocks, puts predictions and output side by side, asks for the reason, then open
   <!-- answer 2: WORDS -->           the first number behind WORDS
   <!-- answer 2: WORDS #3 -->        the third number behind them
   <!-- answer 2: WORDS / WORDS -->   one such number over another
-Blanks are counted from 1 in each task. What was answered is kept as a Markdown page.
+Blanks are counted from 1 in each task, those of a line in a block of text as one. What was answered
+is kept as a Markdown page.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -39,6 +41,11 @@ class Piece:
         """Of a fenced block; "" if it names none."""
         match = FENCE.match(self.text)
         return match[2] if match else None
+
+
+def is_table(piece: Piece) -> bool:
+    """A block to be filled in."""
+    return piece.language not in (None, "bash", "python") and bool(BLANK.search(piece.text))
 
 
 def pieces(text: str) -> Iterator[Piece]:
@@ -171,7 +178,7 @@ class Conversation:
         for piece in parts:
             for number, words in ANSWER.findall(piece.text):
                 task.answers[int(number)] = " ".join(words.split())
-        for piece in parts:
+        for piece, follower in itertools.zip_longest(parts, parts[1:]):
             if piece.language in ("bash", "python"):
                 code = "\n".join(piece.text.splitlines()[1:-1])
                 print(f"\n{code}\n")
@@ -181,29 +188,53 @@ class Conversation:
             elif piece.is_fold:
                 self.open(task, piece)
             elif not piece.text.startswith("Prints:"):
-                self.show(task, piece)
+                self.show(task, piece, follower)
         if task.predictions and not task.compared:
             self.compare(task)
 
-    def show(self, task: Task, piece: Piece) -> None:
-        """A paragraph; its blanks are asked for."""
+    def show(self, task: Task, piece: Piece, follower: Piece | None) -> None:
+        """A paragraph, or a block that does not run; its blanks are asked for."""
         if not (text := plain(piece.text)):
             return
-        first = len(task.predictions)
+        if piece.language is not None:
+            self.show_block(task, text)
+            return
         asks = "**Predict" in text
-        blanks = len(BLANK.findall(text)) if asks or piece.language is not None else 0
-        if asks and not blanks:
+        if asks and not BLANK.search(text) and not (follower and is_table(follower)):
             text += " ____"  # in words
-            blanks = 1
-        numbers = iter(range(first + 1, first + blanks + 1))
-        asked = BLANK.sub(lambda _: f"[{next(numbers)}]____", text) if blanks else text
-        print(f"{asked}\n", flush=True)
-        own = [self.ask(f"[{first + n}] ").strip() for n in range(1, blanks + 1)]
+        if not asks:
+            print(f"{text}\n", flush=True)
+            return
+        first = len(task.predictions) + 1
+        numbers = itertools.count(first)
+        shown, blanks = BLANK.subn(lambda _: f"[{next(numbers)}]____", text)
+        print(f"{shown}\n", flush=True)
+        own = self.predictions(first, blanks)
         task.predictions += own
-        if blanks:
-            words = iter(own)
-            task.filled.append(BLANK.sub(lambda _: f"**{next(words) or '-'}**", text))
+        words = iter(own)
+        task.filled.append(BLANK.sub(lambda _: f"**{next(words) or '-'}**", text))
+        task.compared = task.compared and not own
+
+    def show_block(self, task: Task, text: str) -> None:
+        """A block of text. All blanks of a line are one prediction."""
+        number = first = len(task.predictions) + 1
+        lines = []
+        for line in text.splitlines():
+            tag = ""
+            if BLANK.search(line):
+                tag = f"[{number}] "
+                number += 1
+            lines.append(tag + line)
+        print("\n".join(lines) + "\n", flush=True)
+        if number > first:
+            own = self.predictions(first, number - first)
+            task.predictions += own
+            words = [f"[{first + n}] {word or '-'}" for n, word in enumerate(own)]
+            task.filled.append("\n".join([*lines[:-1], *words, lines[-1]]))
             task.compared = False
+
+    def predictions(self, first: int, count: int) -> list[str]:
+        return [self.ask(f"[{first + n}] ").strip() for n in range(count)]
 
     def compare(self, task: Task) -> None:
         """Predictions and output side by side, then the reader's reason."""
