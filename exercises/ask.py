@@ -199,10 +199,9 @@ class Conversation:
         if piece.language is not None:
             self.show_block(task, text)
             return
-        asks = "**Predict" in text
-        if asks and not BLANK.search(text) and not (follower and is_table(follower)):
+        if "**Predict" in text and not BLANK.search(text) and not (follower and is_table(follower)):
             text += " ____"  # in words
-        if not asks:
+        if not BLANK.search(text):
             print(f"{text}\n", flush=True)
             return
         first = len(task.predictions) + 1
@@ -213,7 +212,7 @@ class Conversation:
         task.predictions += own
         words = iter(own)
         task.filled.append(BLANK.sub(lambda _: f"**{next(words) or '-'}**", text))
-        task.compared = task.compared and not own
+        task.compared = False
 
     def show_block(self, task: Task, text: str) -> None:
         """A block of text. All blanks of a line are one prediction."""
