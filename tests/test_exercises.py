@@ -7,6 +7,7 @@ Sheets run with small models and with stand-ins for ROCm's tools. The programs o
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -23,7 +24,7 @@ import pytest
 from conftest import ROOT, assert_refused, call, words
 
 from dev import tables
-from exercises import ask, run_sheet
+from exercises import ask, pick, run_sheet
 from exercises.run_sheet import parse_sheet
 
 
@@ -464,6 +465,22 @@ def test_an_interrupt_ends_all_that_was_started(tmp_path: Path, number: int, arg
     assert all(" Z " in state for state in states), "some still run"
     assert "Traceback" not in done.log(1)
     assert len(file.read_text().splitlines()) == 2, "the loop went on"
+
+
+# --- exercises/pick.py
+
+
+def test_pick_takes_rows_by_words_and_columns_by_the_end_of_their_headings(monkeypatch):
+    text = "| ms | fp32 V1 | V2 |\n| - | -: | -: |\n| a, 16 | 1 | 2 |\n| b | 3 | 4 |\n"
+    for argv, printed in (
+        (["a", "--columns", "V1"], ["ms     fp32 V1", "a, 16        1"]),
+        (["--table", "ms", "--columns", "V2"], ["ms     V2", "a, 16   2", "b       4"]),
+    ):
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        status, out, _ = call(pick, *argv)
+        assert (status, out.splitlines()) == (0, printed)
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert_refused(call(pick, "c"), "no table")
 
 
 # --- dev/tables.py
