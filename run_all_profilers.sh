@@ -3,8 +3,10 @@
 # shellcheck source=fusion_lab/rocm/common.sh
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/fusion_lab/rocm/common.sh" || exit 4
 
-directory=
-rocm=no
+flags="--enable-rocm-tools"
+values="--profile-dir"
+enable_rocm_tools=
+profile_dir=
 
 usage() {
     cat <<END
@@ -15,7 +17,7 @@ skipped and why is in summary.md and summary.json. Ends with status 1 only if so
 directories can be compared: python analysis_tools/analyze_kernel_reduction.py --baseline DIR --fused DIR
 
   --enable-rocm-tools   also rocprofv3, rocprof-sys and rocprof-compute (roofline), where they are installed
-  --script FILE         version script to profile (default: $script)
+  --script FILE         version script to profile (default: $default_script)
   --profile-dir DIR     for all results (default: ./profiles_SCRIPT)
   --dry-run             print the commands and run nothing
   --help                this text
@@ -26,30 +28,16 @@ Example:
 END
 }
 
-wrapper_option() {
-    case $1 in
-    --enable-rocm-tools)
-        rocm=yes
-        consumed=1
-        ;;
-    --profile-dir)
-        need_value "$@"
-        directory=${2/#-/./-}
-        consumed=2
-        ;;
-    esac
-}
-
 step() { # NAME COMMAND...
     local name=$1 status=0 start
     start=$(date +%s)
     shift
-    if [[ $dry_run == yes ]]; then
+    if [[ $dry_run ]]; then
         show "$@"
         return
     fi
     echo "$name: running, its output goes to $directory/logs/$name.log"
-    in_group "$@" >"$directory/logs/$name.log" 2>&1 || status=$?
+    "$@" </dev/null >"$directory/logs/$name.log" 2>&1 || status=$?
     printf '%s\t%s\t%s\t%s\n' "$name" "$status" "$start" "$(($(date +%s) - start))" >>"$directory/steps.tsv"
 }
 
@@ -57,25 +45,26 @@ summarise() { ours "$root/fusion_lab/rocm/summarise_profiles.py" "$directory" "$
 
 parse_arguments "$@"
 [[ $output_dir == . && -z $result_dir ]] || fail 2 "--output-dir, --result-dir: give --profile-dir for all results"
-directory=${directory:-./profiles_$(basename "$script" .py)}
-if [[ $dry_run == no ]]; then
+name_default
+directory=${profile_dir:-./profiles_$(basename "$script" .py)}
+directory=${directory/#-/./-}
+if [[ -z $dry_run ]]; then
     own "$directory"
     mkdir -p "$directory/logs"
     : >"$directory/steps.tsv"
     trap 'summarise || true' EXIT
     end_at_signals "what ran until then is in $directory/summary.md"
 fi
-name_default
 common=(--script "$script" ${script_args[@]+"${script_args[@]}"})
 step pytorch_profiler "$python" "$root/run_pytorch_profiler.py" --profile-dir "$directory/pytorch" --generate-report \
     "${common[@]}"
 step flops "$python" "$root/run_deepspeed_flops.py" --profile-dir "$directory/flops" --computational-intensity \
     "${common[@]}"
-if [[ $rocm == yes ]]; then
+if [[ $enable_rocm_tools ]]; then
     step rocprofv3 "$root/run_rocprofv3.sh" --output-dir "$directory" "${common[@]}"
     step rocprof_sys "$root/run_rocprof_sys.sh" --output-dir "$directory" "${common[@]}"
     step rocprof_compute "$root/run_rocprof_compute.sh" --roof-only --output-dir "$directory" "${common[@]}"
 fi
-if [[ $dry_run == yes ]]; then exit; fi
+if [[ $dry_run ]]; then exit; fi
 trap - EXIT INT TERM HUP
 summarise

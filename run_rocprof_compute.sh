@@ -3,10 +3,12 @@
 # shellcheck source=fusion_lab/rocm/common.sh
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/fusion_lab/rocm/common.sh" || exit 4
 
+flags="--roof-only --list-stats"
+values="--mode --dispatch"
 mode=profile
-roof_only=no
-list_stats=no
-dispatches=()
+roof_only=
+list_stats=
+dispatch=
 
 usage() {
     cat <<END
@@ -14,12 +16,12 @@ Usage: $program [options] [script arguments]
 
 Runs rocprof-compute on a version script. It runs the script several times, so fewer steps are the default here
 (--num-steps 2 --warmup-steps 1). Results land in rocprof_compute_results/workloads/; roofline_analysis.csv beside them
-lists dispatch, kernel and time of the last profile. Needs a data-centre GPU (MI100, MI200, MI300, MI350).
+lists dispatch, kernel and time of the last profile. Which GPUs it knows depends on its release.
 
   --roof-only         roofline plots (PDF) only
   --mode profile      collect (the default)
   --mode analyze      report on the last profile
-  --dispatch ID       of one dispatch (with --mode analyze; may be repeated)
+  --dispatch ID       of one dispatch, or of several, as "ID ID" (with --mode analyze)
   --list-stats        of kernels by time and all dispatches (implies --mode analyze)
 $common_options
 
@@ -30,35 +32,12 @@ Examples:
 END
 }
 
-wrapper_option() {
-    case $1 in
-    --roof-only)
-        roof_only=yes
-        consumed=1
-        ;;
-    --list-stats)
-        list_stats=yes
-        mode=analyze
-        consumed=1
-        ;;
-    --mode | --dispatch)
-        need_value "$@"
-        case $1 in
-        --mode) mode=$2 ;;
-        --dispatch) dispatches+=("$2") ;;
-        esac
-        consumed=2
-        ;;
-    esac
-}
-
-refuse_consumer_gpu() { # the tool does, after minutes
-    local gpu
-    command -v rocminfo >/dev/null || return 0
-    gpu=$(rocminfo 2>/dev/null | grep -o 'gfx[1-9][0-9a-f]*' || true)
-    if [[ $gpu == gfx1* && $gpu != *gfx9* ]]; then
-        gpu=${gpu%%$'\n'*}
-        fail 4 "rocprof-compute supports data-centre GPUs only (MI100, MI200, MI300, MI350), this is $gpu; \
+refuse_unknown_gpu() { # the tool does, after minutes. Its help lists those that it knows
+    local known gpus
+    known=$("$tool" analyze --help 2>/dev/null | grep -oE 'gfx[1-9][0-9a-f]+' | sort -u) || return 0
+    gpus=$(rocminfo 2>/dev/null | grep -oE 'gfx[1-9][0-9a-f]+' | sort -u) || return 0
+    if ! grep -qxFf <(echo "$known") <<<"$gpus"; then
+        fail 4 "this release of rocprof-compute does not know ${gpus//$'\n'/, } (but ${known//$'\n'/, }); \
 run_rocprofv3.sh works here"
     fi
 }
@@ -70,8 +49,9 @@ takes() { # OPTION
 }
 
 parse_arguments "$@"
+if [[ $list_stats ]]; then mode=analyze; fi
 [[ $mode == profile || $mode == analyze ]] || fail 2 "--mode must be profile or analyze"
-if [[ $mode == profile ]] && ((${#dispatches[@]})); then fail 2 "--dispatch goes with --mode analyze"; fi
+[[ $mode == analyze || -z $dispatch ]] || fail 2 "--dispatch goes with --mode analyze"
 find_tool rocprofiler-compute rocprof-compute
 parent=${result_dir:-$output_dir/rocprof_compute_results}
 
@@ -79,25 +59,27 @@ if [[ $mode == analyze ]]; then
     ((${#script_args[@]} == 0)) || fail 2 "--mode analyze runs no script: ${script_args[0]} has no meaning here"
     last=$(ours "$root/fusion_lab/rocm/files.py" newest "$parent/workloads" 2>/dev/null || true)
     if [[ -z $last ]]; then
-        if [[ $dry_run == no ]]; then fail 2 "no profile in $parent: run $program without --mode analyze first"; fi
+        if [[ -z $dry_run ]]; then fail 2 "no profile in $parent: run $program without --mode analyze first"; fi
         last=$parent/workloads/NAME/GPU
     fi
     if [[ $last == *_roof/* ]]; then
         echo "$program: note: $last is of --roof-only: it has the counters of the roofline and no others" >&2
     fi
     command=("$tool" analyze -p "$last")
-    if [[ $list_stats == yes ]]; then command+=(--list-stats); fi
-    if ((${#dispatches[@]})); then command+=(--dispatch "${dispatches[@]}"); fi
+    if [[ $list_stats ]]; then command+=(--list-stats); fi
+    read -ra dispatches <<<"$dispatch"
+    if [[ $dispatch ]]; then command+=(--dispatch "${dispatches[@]}"); fi
     show "${command[@]}"
-    if [[ $dry_run == yes ]]; then exit; fi
+    if [[ $dry_run ]]; then exit; fi
     "${command[@]}" || fail $? "rocprof-compute analyze failed"
     exit
 fi
 
+name_default
 name=$(basename "$script" .py)_$(side)
 name=${name//[^A-Za-z0-9_]/_} # the tool takes no other
 command=("$tool" profile)
-if [[ $roof_only == yes ]]; then
+if [[ $roof_only ]]; then
     name+=_roof
     command+=(--roof-only)
     if takes --kernel-names; then command+=(--kernel-names); fi
@@ -109,14 +91,14 @@ given --num-steps || defaults+=(--num-steps 2)
 given --warmup-steps || defaults+=(--warmup-steps 1)
 application "$folder" ${defaults[@]+"${defaults[@]}"}
 command+=(-n "$name" "$place" "$folder" -- "${app[@]}")
-if [[ $dry_run == yes ]]; then
+if [[ $dry_run ]]; then
     show "${command[@]}"
     exit
 fi
-refuse_consumer_gpu
+refuse_unknown_gpu
 open_results "$folder"
 run_tool "${command[@]}"
-if [[ $roof_only == yes ]]; then
+if [[ $roof_only ]]; then
     if takes --kernel-names; then
         read_files require "$results" '*.pdf'
     else

@@ -3,7 +3,8 @@
 # shellcheck source=fusion_lab/rocm/common.sh
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/fusion_lab/rocm/common.sh" || exit 4
 
-sample=no
+flags="--sample"
+sample=
 
 usage() {
     cat <<END
@@ -22,21 +23,15 @@ Example:
 END
 }
 
-wrapper_option() {
-    if [[ $1 == --sample ]]; then
-        sample=yes
-        consumed=1
-    fi
-}
-
 parse_arguments "$@"
-find_tool rocprofiler-systems rocprof-sys-run omnitrace-run
+name_default
+find_tool rocprofiler-systems rocprof-sys-run
 folder=${result_dir:-$output_dir/rocprof_sys_results/$(side)}
 command=("$tool" --trace --profile)
-if [[ $sample == yes ]]; then command+=(--sample cputime); fi
+if [[ $sample ]]; then command+=(--sample cputime); fi
 application "$folder"
 command+=(-o "$folder" -- "${app[@]}")
-if [[ $dry_run == yes ]]; then
+if [[ $dry_run ]]; then
     show "${command[@]}"
     exit
 fi

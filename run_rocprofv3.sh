@@ -3,10 +3,12 @@
 # shellcheck source=fusion_lab/rocm/common.sh
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/fusion_lab/rocm/common.sh" || exit 4
 
+flags="--compare --hsa"
+values="--mode --counters --from-db"
 mode=hotspots
-compare=no
-hsa=no
-database=
+compare=
+hsa=
+from_db=
 known= # what rocprofv3 --help says
 counters="SQ_WAVES SQ_INSTS_VALU GRBM_GUI_ACTIVE"
 
@@ -35,27 +37,6 @@ Examples:
 END
 }
 
-wrapper_option() {
-    case $1 in
-    --compare | --hsa)
-        case $1 in
-        --compare) compare=yes ;;
-        --hsa) hsa=yes ;;
-        esac
-        consumed=1
-        ;;
-    --mode | --counters | --from-db)
-        need_value "$@"
-        case $1 in
-        --mode) mode=$2 ;;
-        --counters) counters=$2 ;;
-        --from-db) database=${2/#-/./-} ;;
-        esac
-        consumed=2
-        ;;
-    esac
-}
-
 results_of() { # SIDE
     echo "${result_dir:-$output_dir/rocprofv3_results_$1}"
 }
@@ -67,7 +48,7 @@ show_statistics() { # SIDE: the top kernels, and what fusion saved if both sides
         echo "Next: run_rocprofv3.sh --mode trace (when they ran), run_rocprof_compute.sh (why one is slow)."
         return
     fi
-    if [[ $1 == partial || ($1 == baseline && $compare == yes) ]]; then return; fi # --compare: fused is still to run
+    if [[ $1 == partial || ($1 == baseline && $compare) ]]; then return; fi # --compare: fused is still to run
     baseline=$(results_of baseline)
     fused=$(results_of fused)
     if [[ -f $baseline/stats.csv && -f $fused/stats.csv ]]; then
@@ -98,6 +79,7 @@ knows() { # OPTION: does this rocprofv3 have it? Without one (--dry-run) that of
 profile() { # SIDE [ARGUMENT...]: run the script once
     local folder raw command regions=(--selected-regions)
     knows --selected-regions || regions=()
+    if given --enable-cuda-graph && [[ $known == *--hip-graph-trace* ]]; then regions+=(--hip-graph-trace); fi
     folder=$(results_of "$1")
     raw=${result_dir:-$folder/$mode}
     # csv has to be asked for: ROCm 7 writes databases otherwise. --marker-trace records the phases, and rocprofv3
@@ -107,14 +89,14 @@ profile() { # SIDE [ARGUMENT...]: run the script once
     hotspots) command+=(--kernel-trace --stats --marker-trace --output-format csv) ;;
     kernels) command+=(--kernel-trace --stats --marker-trace) ;;
     trace)
-        if [[ $hsa == yes ]]; then command+=(--sys-trace); else command+=(--runtime-trace); fi
+        if [[ $hsa ]]; then command+=(--sys-trace); else command+=(--runtime-trace); fi
         command+=(--output-format pftrace)
         ;;
     counters) command+=(--pmc "${counter_names[@]}" --marker-trace --output-format csv) ;;
     esac
     application "$raw" "${@:2}"
     command+=(${regions[@]+"${regions[@]}"} -d "$raw" -o %pid% -- "${app[@]}")
-    if [[ $dry_run == yes ]]; then
+    if [[ $dry_run ]]; then
         show "${command[@]}"
         return
     fi
@@ -147,24 +129,26 @@ case $mode in
 hotspots | kernels | trace | counters) ;;
 *) fail 2 "--mode must be hotspots, kernels, trace or counters" ;;
 esac
-[[ $hsa == no || $mode == trace ]] || fail 2 "--hsa goes with --mode trace"
+[[ -z $hsa || $mode == trace ]] || fail 2 "--hsa goes with --mode trace"
 read -ra counter_names <<<"$counters"
 ((${#counter_names[@]})) || fail 2 "--counters names no counter"
 
-if [[ -n $database ]]; then
+from_db=${from_db/#-/./-}
+if [[ $from_db ]]; then
     folder=$(results_of "$(side)")
-    if [[ $dry_run == yes ]]; then
-        show "$python" "$root/fusion_lab/rocm/files.py" convert "$database" "$folder/stats.csv"
+    if [[ $dry_run ]]; then
+        show "$python" "$root/fusion_lab/rocm/files.py" convert "$from_db" "$folder/stats.csv"
         exit
     fi
-    [[ -f $database ]] || fail 2 "--from-db $database: no such file"
+    [[ -f $from_db ]] || fail 2 "--from-db $from_db: no such file"
     own "$folder"
-    read_files convert "$database" "$folder/stats.csv"
+    read_files convert "$from_db" "$folder/stats.csv"
     show_statistics "$(side)"
     exit
 fi
 
-if [[ $compare == yes ]]; then
+name_default
+if [[ $compare ]]; then
     [[ $script != *_v1.py ]] || fail 2 "--compare: $(basename "$script") has no fusions; give a later version"
     if given --disable-all-fusion || given --enable-all-fusion; then
         fail 2 "--compare sets --disable-all-fusion and --enable-all-fusion itself"
@@ -175,7 +159,7 @@ if [[ $compare == yes ]]; then
 fi
 find_tool rocprofiler-sdk rocprofv3
 if [[ $mode == counters ]] && ! knows --pmc; then fail 4 "this rocprofv3 does not know --pmc: --mode counters needs it"; fi
-if [[ $compare == yes ]]; then
+if [[ $compare ]]; then
     profile baseline --disable-all-fusion
     echo
     profile fused --enable-all-fusion

@@ -2296,8 +2296,8 @@ def without_effect(args: argparse.Namespace) -> dict[str, str]:
 def missing_kernels(args: argparse.Namespace) -> dict[str, str]:
     """Return the fusions that have no kernel for these widths on this GPU, and why.
 
-    Wider rows need more shared memory. `needed` bounds what dev/compile_for_amd.py finds for an
-    H100 (sm_90) and an MI300 (gfx942).
+    Wider rows need more shared memory. `needed` bounds what python -m fusion_lab.amd compile finds
+    for an H100 (sm_90) and an MI300 (gfx942).
     """
     missing = {}
     dim = args.pair_dim

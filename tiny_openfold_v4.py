@@ -2827,8 +2827,8 @@ def without_effect(args: argparse.Namespace) -> dict[str, str]:
 def missing_kernels(args: argparse.Namespace) -> dict[str, str]:
     """Return the fusions that have no kernel for these widths on this GPU, and why.
 
-    Wider rows need more shared memory. `needed` bounds what dev/compile_for_amd.py finds for an
-    H100 (sm_90) and an MI300 (gfx942).
+    Wider rows need more shared memory. `needed` bounds what python -m fusion_lab.amd compile finds
+    for an H100 (sm_90) and an MI300 (gfx942).
     """
     missing = {}
     dim = args.pair_dim
@@ -3350,6 +3350,13 @@ def adamw_kernel(
         tl.store(WEIGHTS + at, weight, mask=inside)
 
 
+class Options(dict):
+    """The optimizer's options: a learning rate that is assigned goes to where a graph reads it."""
+
+    def __setitem__(self, name: str, value: object) -> None:
+        super().__setitem__(name, self["lr"].fill_(value) if name == "lr" else value)
+
+
 class FusedAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019): one launch for each of `groups`, which lie side by side.
 
@@ -3369,6 +3376,8 @@ class FusedAdamW(torch.optim.Optimizer):
         super().__init__([p for group in self.groups for p in group], defaults)
         self.parameters = self.param_groups[0]["params"]
         self.steps = self.parameters[0].new_zeros(len(self.parameters), dtype=torch.float64)
+        rate = self.steps.new_tensor(lr)
+        self.param_groups = [Options(self.param_groups[0], lr=rate)]
         self.counts = dict.fromkeys(self.parameters, 0)  # the same on the host, skipped ones too
         pieces = (side_by_side(self.parameters, torch.float32) for _ in range(3))
         for p, *own in zip(self.parameters, *pieces, self.steps, strict=True):
@@ -3396,19 +3405,12 @@ class FusedAdamW(torch.optim.Optimizer):
             wrong = "the state is of other parameters, or in another order"
             raise ValueError(f"{wrong}, such as that of PyTorch's AdamW")
         options = {**state_dict["param_groups"][0], "params": self.parameters}
-        options["lr"] = self.rate().fill_(options["lr"])
-        self.param_groups[0].update(options)
+        for name, value in options.items():
+            self.param_groups[0][name] = value
         for i, p in enumerate(self.parameters):
             self.counts[p] = int(loaded[i]["step"])
             for name, value in self.state[p].items():
                 value.copy_(loaded[i][name])
-
-    def rate(self) -> Tensor:
-        """Return the learning rate, a number on the device, as a graph needs it."""
-        options = self.param_groups[0]
-        if not isinstance(options["lr"], Tensor):  # as it was given, or assigned since
-            options["lr"] = self.steps.new_tensor(options["lr"])
-        return options["lr"]
 
     def collect(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """Return gradients that lie side by side: copies if they do not."""
@@ -3458,7 +3460,7 @@ class FusedAdamW(torch.optim.Optimizer):
             self.counts[p] += 1
             if (p.dtype, p.device) != (torch.float32, self.steps.device):
                 raise TypeError(f"FusedAdamW: a parameter is {p.dtype} on {p.device} by now")
-        skipped, rate = getattr(self, "found_inf", None), self.rate()
+        skipped = getattr(self, "found_inf", None)
         with self.side.beside(self.side.updates):
             one = 1
             if skipped is not None:
@@ -3471,22 +3473,23 @@ class FusedAdamW(torch.optim.Optimizer):
             for group in reversed(self.groups):
                 if present := [p for p in group if p.grad is not None]:
                     self.side.wait_for(present)
-                    self.update(present, powers, rate)
+                    self.update(present, powers)
 
-    def update(self, group: list[nn.Parameter], powers: list[Tensor], rate: Tensor) -> None:
+    def update(self, group: list[nn.Parameter], powers: list[Tensor]) -> None:
         """Update parameters by one launch if they lie side by side, else each where it lies."""
         weights = as_one(group) if len({self.counts[p] for p in group}) == 1 else None
         if weights is None and len(group) > 1:
             for p in group:
-                self.update([p], powers, rate)
+                self.update([p], powers)
             return
         memory = group[0].contiguous() if weights is None else weights
         states = [self.state[p] for p in group]
         moments = [as_one([state[name] for state in states]) for name in ("exp_avg", "exp_avg_sq")]
         powers = [power[states[0]["step"].storage_offset()] for power in powers]
-        tensors = memory, as_one(self.collect(group)), *moments, *powers, rate
-        tensors += getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        tensors = memory, as_one(self.collect(group)), *moments, *powers
         options, chosen, size = self.param_groups[0], blocks("adamw"), moments[0].numel()
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        tensors += options["lr"], scale, found_inf
         shares = (1 - beta for beta in options["betas"])
         most = triton.next_power_of_2(triton.cdiv(size, chosen["BLOCK"]))
         programs = chosen["PROGRAMS"] = min(chosen["PROGRAMS"], most)

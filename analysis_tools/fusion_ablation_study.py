@@ -1,99 +1,74 @@
 #!/usr/bin/env python3
-"""What each fusion of a version gains: alone, after all others, and on the whole; and whether the
-gains are additive.
+"""Which fusions matter, at each size: what each gains alone, after all others, and on the whole.
 
 None, each alone, all but each, and all are measured; with --all-combinations every set. The fusions
-that vary are those which the version adds to the one before, or --fusions. Sets take turns in
-groups of at most eight, as graphs where there is a GPU. Each group has runs of its own without
-these fusions and with all of them, and every ratio is over one of these in the same turn; "all
-again" is a control, built and captured a second time. How long a turn is follows from the speed:
-about 0.3 s, and at least two steps.
+that vary are those which the version adds to the one before, or --fusions. At each size, in each
+precision and under each compiler the sets take turns in groups of at most --group-size, as graphs
+where there is a GPU. Each group has runs of its own without these fusions and with all of them, and
+every ratio is over one of these in the same turn; "all again" is a control, built and captured a
+second time. How long a turn is follows from the speed: about 0.3 s, and at least two steps. On a
+CPU without sizes small ones are taken, and said.
 
 The main effect of a fusion is the median over all pairs of sets that differ in it alone. Two
 fusions interact if they gain something else together than the product of their gains. All of that
 is computed on log times, turn by turn. A run that is out of memory or fails is a row. The same
-command goes on after an interruption, and prints the tables of a finished study again; a study with
-other settings needs another --output.
+command goes on after an interruption, and tries again what failed; with more sizes it measures
+those alone. Other fusions or rounds need another --output.
 
 Examples:
   python analysis_tools/fusion_ablation_study.py --all-combinations
-  python analysis_tools/fusion_ablation_study.py --all-combinations \\
-      --script tiny_openfold_v2.py --use-amp
+  python analysis_tools/fusion_ablation_study.py --seq-lengths 64,128 --batch-sizes 2,4 --csv a.csv
+  python analysis_tools/fusion_ablation_study.py --script tiny_llama_v2.py,tiny_openfold_v2.py \\
+      --precisions fp32,bf16 --plot ablation.png
   python analysis_tools/fusion_ablation_study.py --script tiny_llama_v3.py \\
       --fusions triton-swiglu,triton-rotary
-  python analysis_tools/fusion_ablation_study.py --seq-len 128 --output small.json
-  python analysis_tools/fusion_ablation_study.py --table small.json
+  python analysis_tools/fusion_ablation_study.py --table ablation_tiny_llama_v2.json
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 
-from fusion_lab import records, study
-from fusion_lab.cli import Parser, ToolError, note, program, several
-from fusion_lab.script import (
-    DEFAULT_SCRIPT,
-    add_script,
-    load_script,
-    parser_around,
-    precision_of,
-    script_arguments,
-)
-from fusion_lab.turns import graph_of
+from fusion_lab import study, sweep
+from fusion_lab.cli import Parser, ToolError, program, several
+from fusion_lab.script import load_script
 
-KEYS = ("script", "argv", "batch_size", "precision", "side")  # of any row
+SCRIPT = "tiny_llama_v2.py"
 
 
 def build_parser() -> Parser:
-    parser = parser_around(__file__, __doc__, DEFAULT_SCRIPT)
-    add_script(parser, DEFAULT_SCRIPT)
+    parser = sweep.sweep_parser(__file__, __doc__, SCRIPT, rounds=10)
+    add = parser.add_argument
+    add("--script", type=several(), default=[SCRIPT], metavar="FILE,FILE", help=f"({SCRIPT})")
     parser.add_flag("--all-combinations", "every set of the fusions")
-    fusions = {"type": several(), "metavar": "A,B", "help": "that vary (default: what is new)"}
-    parser.add_argument("--fusions", **fusions)
-    parser.add_count(
-        "--group-size", study.GROUP, "sets in memory together", least=study.SMALLEST_GROUP
-    )
-    study.add_study(parser, 10, "set", "ablation_<script>.json")
+    add("--fusions", type=several(), metavar="A,B", help="that vary (default: what is new)")
+    size = "sets in memory together"
+    parser.add_count("--group-size", sweep.GROUP, size, least=sweep.SMALLEST_GROUP)
     return parser
 
 
-def measure(args: argparse.Namespace, argv: Sequence[str]) -> Path:
-    """Measure what is not measured yet; returns where the study is."""
-    module = load_script(args.script)
+def sets_of(args: argparse.Namespace, module: ModuleType) -> tuple[list[str], list[sweep.Set]]:
     known = [flag for flag, *_ in module.FUSIONS]
-    fusions = args.fusions or study.new_fusions(module)
+    fusions = args.fusions or sweep.new_fusions(module)
     if not fusions:
-        raise ToolError(f"{args.script} adds no fusions")
+        raise ToolError(f"{module.SCRIPT}.py adds no fusions")
     if unknown := [fusion for fusion in fusions if fusion not in known]:
-        raise ToolError(f"--fusions {unknown[0]}: {args.script} has {', '.join(known) or 'none'}")
-    options = graph_of(argv)
-    for choice in ("enable", "disable"):  # what does not fit is said before anything is measured
-        flags = [f"--{choice}-{fusion}" for fusion in fusions]
-        _, parsed = script_arguments(module, [*options, *flags], None)
-    path = args.output or Path(f"ablation_{module.SCRIPT}.json")
-    sets = study.fusion_sets(fusions, args.all_combinations)
-    settings = {"fusions": fusions, "sets": len(sets), "rounds": args.rounds}
-    settings |= {"group": args.group_size, "script": module.SCRIPT, "argv": list(argv)}
-    arguments, more = {precision_of(vars(parsed)): options}, (parsed.seed, args.group_size)
-    parts = study.ablation(module.SCRIPT, arguments, fusions, sets, args.rounds, *more)
-    study.measure_study(path, parts, keep=True, **settings)
-    return path
+        raise ToolError(f"--fusions {unknown[0]}: {module.SCRIPT}.py has {', '.join(known)}")
+    return fusions, sweep.fusion_sets(fusions, args.all_combinations)
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    path = study.study_asked_for(args.table, argv) or measure(args, argv)
-    content = records.read_study(path, KEYS, study.TIMES, kind=study.Ablated)
-    rows, script = content["rows"], content["rows"][0]["script"]
-    tables = [study.heading(content, script)]
-    for shape, same in study.by_shape(rows).items():
-        tables += [study.sets_table(shape or script, same, wide=True), *study.effects_tables(same)]
-    print("\n\n".join(tables), flush=True)
-    if any(row.get("status") == "oom" for row in rows):
-        beside = "out of memory beside the other sets of a group"
-        note(f"{beside}: a smaller --group-size takes less")
-    study.check_failed(rows)
-    return 0
+    path = study.study_asked_for(args.table, argv)
+    if not path:
+        scripts = [load_script(name).SCRIPT for name in args.script]
+        points = sweep.sweep_points(args, argv, [[s] for s in scripts], partial(sets_of, args))
+        path = args.output or Path(f"ablation_{'_'.join(scripts)}.json")
+        settings = {"fusions": args.fusions, "every": args.all_combinations}
+        sweep.measure_points(args, argv, points, path, group=args.group_size, **settings)
+    return sweep.show(args, path)
 
 
 main = program(build_parser, run, of_scripts=True)

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Has anything become slower? One result against an earlier one: exit status 1 if so.
 
-A result is a run (<script>_summary.json, or the directory of one), a file of several runs
-(compare_runs.py --save), or a study of runs in turns (compare_versions.py,
-dev/bench/versions.py). Of several, those of the same name are compared. Other devices, models,
-sizes or another precision are refused; notes name what else differs.
+A result is a file or a folder with runs: <script>_summary.json, a file of several runs
+(compare_runs.py --save), a study of runs in turns (compare_versions.py, fusion_ablation_study.py,
+dev/bench/versions.py), or a tree of these. Of several, those of the same name are compared. Other
+devices, models, sizes or another precision are refused; notes name what else differs.
 
 A time has the range of its turns, or, in a run of one turn, that of its steps up to the 95th
 percentile; where two ranges overlap there is no verdict. With --min-speedup the median decides. A
@@ -20,7 +20,9 @@ import sys
 from operator import itemgetter
 
 from fusion_lab.cli import Parser, ToolError, documented_parser, note, positive, program
-from fusion_lab.records import Entry, load_entries
+from fusion_lab.files import write_text
+from fusion_lab.runs import Run, find_runs, settings
+from fusion_lab.script import model_and_version
 from fusion_lab.show import Column, cell, ended, render
 
 NOTED = ("num_steps", "warmup_steps", "learning_rate", "seed")  # what may differ
@@ -29,20 +31,28 @@ LABELS = ("run", "what", "verdict", "baseline", "current", "change")
 COLUMNS = [Column(label, itemgetter(n), text=n < 3) for n, label in enumerate(LABELS)]
 
 
-def pair(before: dict[str, Entry], after: dict[str, Entry]) -> dict[str, tuple[Entry, Entry]]:
+def same_in(run: Run) -> dict:
+    """What a comparison wants to be the same, and what it only names."""
+    model = model_and_version(run.result["script"])[0]
+    device = run.result["environment"]["device_name"]
+    return {"model": model, "device_name": device} | settings(run.result)
+
+
+def pair(old: list[Run], new: list[Run]) -> dict[str, tuple[Run, Run]]:
     """What is compared; ToolError if nothing has the same name, or what does cannot be."""
-    pairs = {name: (old, after[name]) for name, old in before.items() if name in after}
-    both = (*before.values(), *after.values())
-    if len(before) == len(after) == 1 and all(entry.settings["kind"] == "run" for entry in both):
-        pairs = dict.fromkeys(after, both)  # whatever they are called
+    before, after = ({run.name: run for run in runs} for runs in (old, new))
+    pairs = {name: (run, after[name]) for name, run in before.items() if name in after}
+    if len(old) == len(new) == 1 and not pairs and "arguments" not in old[0].result["config"]:
+        pairs = {new[0].name: (old[0], new[0])}  # whatever they are called
     elif not pairs:
         raise ToolError("nothing has the same name in both files")
     elif alone := sorted(before.keys() ^ after.keys()):
         note(f"{len(alone)} are in one file only and left out, first {alone[0]}")
     notes: dict[str, None] = {}
-    for name, (old, new) in pairs.items():
-        for key, first in old.settings.items():
-            second = new.settings.get(key, first)  # another version, or a failed run, may lack it
+    for name, both in pairs.items():
+        known, other = (same_in(run) for run in both)
+        for key, first in known.items():
+            second = other.get(key, first)  # another version, or a failed run, may lack it
             if first != second and key not in NOTED:
                 raise ToolError(f"{name} cannot be compared, {key} differs: {first} and {second}")
             if first != second:
@@ -51,12 +61,12 @@ def pair(before: dict[str, Entry], after: dict[str, Entry]) -> dict[str, tuple[E
     return pairs
 
 
-def compare_times(old: Entry, new: Entry, least: float | None) -> tuple[list[str | None], bool]:
+def compare_times(old: Run, new: Run, least: float | None) -> tuple[list[str | None], bool]:
     """The verdict, both times with their ranges and the change; and whether the verdict is good."""
-    if ended(old.row) or ended(new.row):
-        cells = [ended(side.row) or f"{side.times()[0]:.2f}" for side in (old, new)]
-        verdict = "no baseline" if ended(old.row) else "did not finish"
-        return [verdict, *cells, None], verdict == "no baseline"
+    ends = [ended(run.result) for run in (old, new)]
+    if any(ends):
+        cells = [end or f"{run.times()[0]:.2f}" for end, run in zip(ends, (old, new), strict=True)]
+        return ["no baseline" if ends[0] else "did not finish", *cells, None], bool(ends[0])
     (before, fast, slow), (after, low, high) = times = old.times(), new.times()
     verdict = "slower" if low > slow else "faster" if high < fast else "no difference seen"
     good = verdict != "slower" if least is None else before / after >= least
@@ -66,14 +76,17 @@ def compare_times(old: Entry, new: Entry, least: float | None) -> tuple[list[str
     return [verdict, *("{:.2f} ({:.2f} to {:.2f})".format(*t) for t in times), change], good
 
 
-def lines_of(name: str, old: Entry, new: Entry, least: float | None) -> tuple[list[list], bool]:
+def lines_of(name: str, old: Run, new: Run, least: float | None) -> tuple[list[list], bool]:
     """The lines of a comparison, as `LABELS` says, and whether it is good."""
     cells, good = compare_times(old, new, least)
     lines = [[name, "ms per step", *cells]]
-    counted = new.row.get("unit") or old.row.get("unit") or "kernels"
-    forms = ("peak_mb", "peak MB", ".1f"), ("per_step", f"{counted} per step", ".10g")
-    for key, what, form in (*forms, ("final_loss", "final loss", ".4f")):
-        before, after = old.row.get(key), new.row.get(key)
+    unit = old.result["kernels"].get("unit") or "kernels"
+    for group, key, what, form in (
+        ("memory", "peak_mb", "peak MB", ".1f"),
+        ("kernels", "per_step", f"{unit} per step", ".10g"),
+        ("loss", "final", "final loss", ".4f"),
+    ):
+        before, after = (run.number(group, key) for run in (old, new))
         if before is not None and after is not None:
             change = cell(100 * (after / before - 1) if before else None, "+.2f", " %")
             lines.append([name, what, "", cell(before, form), cell(after, form), change])
@@ -81,15 +94,18 @@ def lines_of(name: str, old: Entry, new: Entry, least: float | None) -> tuple[li
 
 
 def test(args: argparse.Namespace) -> int:
-    pairs = pair(*map(load_entries, (args.baseline_results, args.current_results)))
+    pairs = pair(*map(find_runs, (args.baseline_results, args.current_results)))
     first, *others = (old for old, _ in pairs.values())
-    if all("status" in old.row for old in (first, *others)):
-        raise ToolError(f"{first.path}: the baseline did not finish ({first.row.get('error')})")
+    if all(old.status != "ok" for old in (first, *others)):
+        raise ToolError(f"{first.path}: the baseline did not finish ({first.result.get('error')})")
     least = args.min_speedup
-    found = {name: lines_of(name, *entries, least) for name, entries in pairs.items()}
-    print(render(COLUMNS, [line for lines, _ in found.values() for line in lines]))
-    every = (entry.row for both in pairs.values() for entry in both)
-    if any("status" not in row and len(row.get("turns_ms") or ()) < 5 for row in every):
+    found = {name: lines_of(name, *both, least) for name, both in pairs.items()}
+    rows = [line for lines, _ in found.values() for line in lines]
+    print(render(COLUMNS, rows))
+    if args.csv:
+        write_text(args.csv, render(COLUMNS, rows, "csv"))
+    every = [run for both in pairs.values() for run in both if run.status == "ok"]
+    if any(len(run.number("timing", "turns_ms") or ()) < 5 for run in every):
         note("fewer than 5 turns, or one: ranges can part by chance")
     bad = [name for name, (_, good) in found.items() if not good]
     wanted = "A regression" if least is None else f"Not {least:g}x as fast"
@@ -102,6 +118,7 @@ def build_parser() -> Parser:
     parser.add_path("--baseline-results", "PATH", "the earlier result", required=True)
     parser.add_path("--current-results", "PATH", "the result that is tested", required=True)
     parser.add_argument("--min-speedup", type=positive(), metavar="X", help="that all have to have")
+    parser.add_path("--csv", "FILE.csv", "also write the table there")
     return parser
 
 

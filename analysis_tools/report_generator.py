@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""One report in Markdown of what two folders hold, without and with fusion.
+"""One report of what two folders hold, without and with fusion, in Markdown or, with --html, as a
+page.
 
 A folder is what run_all_profilers.sh wrote, or the results of a script, of run_pytorch_profiler.py,
 run_rocprofv3.sh or run_deepspeed_flops.py. The report has a section for each of these that both
@@ -23,77 +24,29 @@ import argparse
 import sys
 from pathlib import Path
 
-from fusion_lab import records
-from fusion_lab.cli import Parser, ToolError, documented_parser, program
-from fusion_lab.files import write_text
-from fusion_lab.profile import reduction, roofline
+from fusion_lab.cli import Parser, documented_parser, program
+from fusion_lab.profile import report
+from fusion_lab.runs import report_failed
 
-NAME = "fusion_report.md"
-DEFAULTS = {"baseline": "profiles_tiny_llama_v1", "fused": "profiles_tiny_llama_v2"}
-TOP = 10  # kernels per table
-
-
-def kernel_lines(sides: dict[str, reduction.Profile]) -> str:
-    """The report of analyze_kernel_reduction.py as a section."""
-    text = reduction.compare([*sides.values()], TOP)[2]
-    return text.partition("\n")[2].strip().replace("\n##", "\n###")
-
-
-# The step of run_all_profilers.sh, its files, and what reads and shows them.
-RUNS = None, "pytorch/*_summary.json", records.load_run, records.runs_section
-BY_PYTORCH = "pytorch_profiler", "pytorch/*_kernels.csv", reduction.load_pytorch, kernel_lines
-BY_ROCPROFV3 = "rocprofv3", "rocprofv3_results_*/stats.csv", reduction.load_rocprofv3, kernel_lines
-MODULES = "flops", "flops/*_flops.json", roofline.load_modules, roofline.modules_table
-SECTIONS = {
-    "Runs": RUNS,
-    "Kernels by the PyTorch profiler": BY_PYTORCH,
-    "Kernels by rocprofv3": BY_ROCPROFV3,
-    "FLOPs of modules": MODULES,
-}
-
-
-def generate(args: argparse.Namespace) -> int:
-    output = args.output or (args.output_dir / NAME if args.output_dir else None)
-    folders = {label: getattr(args, label) for label in DEFAULTS}
-    sections, missing, every, known, runs = [], [], [], {}, {}
-    for title, (step, files, load, show) in SECTIONS.items():
-        places = {label: records.collected(top, files, step) for label, top in folders.items()}
-        why = {label: place for label, place in places.items() if isinstance(place, str)}
-        found = {label: load(place) for label, place in places.items() if label not in why}
-        runs = found if title == "Runs" else runs
-        settings = {label: content.settings for label, content in found.items()}
-        every += [(label, each) for label, each in settings.items() if each]
-        if why:
-            missing.append(f"{title} ({', '.join(why)}: {'; '.join(dict.fromkeys(why.values()))})")
-        else:
-            sections += ["", f"## {title}", "", show(found)]
-            known = known or (settings if all(settings.values()) else {})
-    records.check_family(every)
-    if not sections:
-        both = f"{args.baseline}, {args.fused}"
-        raise ToolError(f"{both}: nothing that both have: {'; '.join(missing)}")
-    text = ["# Without and with fusion", ""]
-    for label, folder in folders.items():
-        on = f": {records.described(known[label], fused=True)}" if known else ""
-        text.append(f"- {label}: `{folder}`{on}")
-    text += [f"- note: {note}" for note in records.differences(known.items())] + sections
-    text += ["", f"Not in this report: {'; '.join(missing)}."] if missing else []
-    if output:
-        write_text(output, "\n".join(text) + "\n")
-        print(f"Written: {output}")
-    else:
-        print("\n".join(text))
-    return records.report_failed(records.renamed(runs))
+FOLDERS = {"baseline": "profiles_tiny_llama_v1", "fused": "profiles_tiny_llama_v2"}
 
 
 def build_parser() -> Parser:
     parser = documented_parser(__file__, __doc__)
-    for label, folder in DEFAULTS.items():  # where run_all_profilers.sh leaves it
+    for label, folder in FOLDERS.items():  # where run_all_profilers.sh leaves it
         parser.add_path(f"--{label}", "DIR", default=Path(folder))
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--output", type=Path, metavar="FILE.md", help="write the report there")
-    where.add_argument("--output-dir", type=Path, metavar="DIR", help=f"write {NAME} there")
+    parser.add_path("--output", "FILE", "write the report there")
+    parser.add_path("--output-dir", "DIR", "write fusion_report.md, or .html, there")
+    parser.add_flag("--html", "as a page")
     return parser
+
+
+def generate(args: argparse.Namespace) -> int:
+    panels, runs = report.panels_of_both({label: getattr(args, label) for label in FOLDERS})
+    name = f"fusion_report.{'html' if args.html else 'md'}"
+    output = args.output or (args.output_dir / name if args.output_dir else None)
+    report.write(panels, output, args.html)
+    return report_failed(runs)
 
 
 main = program(build_parser, generate)

@@ -18,7 +18,10 @@ from fusion_lab.files import ROOT
 
 FLOORS = {  # of fusion_lab, the lowest first: modules and folders
     "ground": ("host", "files", "cli", "show"),
-    "measure": ("turns", "graph_turns", "study", "records", "provenance", "script"),
+    "measure": (
+        *("turns", "graph_turns", "study", "sweep", "batch_size", "records", "runs", "plot"),
+        *("provenance", "script"),
+    ),
     "check": ("accuracy", "modes"),
     "profile": ("profile",),
     "rocm": ("rocm",),

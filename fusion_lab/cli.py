@@ -10,12 +10,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-inputs: set[str] = set()  # the files that the program that runs has read; see files.py
-running = [Path(sys.argv[0]).name]  # the program's name
 # What programs here import that can be missing, and how it is installed
 SETUP = "bash setup/environment_setup.sh"
 PACKAGES = {
-    **dict.fromkeys(("torch", "triton", "numpy", "matplotlib"), SETUP),
+    **dict.fromkeys(("torch", "triton", "numpy", "matplotlib", "msgspec"), SETUP),
     "gemmi": "pip install gemmi",
     "deepspeed": "pip install -r requirements-deepspeed.txt",
     "pptx": "pip install python-pptx",
@@ -130,8 +128,6 @@ def documented_parser(
 
 def run_tool(prog: str, body: Callable[[], int]) -> int:
     """Call `body` and return its exit status; what the user can put right is one line on stderr."""
-    inputs.clear()
-    running[:] = [prog]
     if hasattr(sys.stdout, "reconfigure"):
         # a name that the terminal's encoding does not have
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -151,9 +147,9 @@ def run_tool(prog: str, body: Callable[[], int]) -> int:
         where = f"{error.filename}: " if error.filename else ""
         message, status = f"{where}{error.strerror or error}", 2
     except KeyboardInterrupt:
-        say("interrupted")
+        print(f"{prog}: interrupted", file=sys.stderr)
         return 130
-    say(f"error: {message}")
+    print(f"{prog}: error: {one_line(message)}", file=sys.stderr)
     return status
 
 
@@ -180,9 +176,11 @@ def one_line(text: str) -> str:
 
 
 def say(*lines: str) -> None:
-    """Print on stderr, with the name of the program."""
+    """Print on stderr, with the name of the program: of its folder where that is a package."""
+    path = Path(sys.argv[0])
+    name = path.parent.name if path.name == "__main__.py" else path.name
     for line in lines:
-        print(f"{running[0]}: {one_line(line)}", file=sys.stderr)
+        print(f"{name}: {one_line(line)}", file=sys.stderr)
 
 
 def note(*lines: str) -> None:

@@ -1,4 +1,4 @@
-"""Files: read as checked, written whole or not at all, and never over an input."""
+"""Files: read as checked, written whole or not at all."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
-from fusion_lab.cli import ToolError, inputs
+from fusion_lab.cli import ToolError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -24,9 +24,8 @@ def below(top: Path, pattern: str) -> list[Path]:
 
 def read_json(path: Path) -> dict:
     """A JSON object; ToolError if the file cannot be read or holds something else."""
-    reads(path)
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes(), parse_constant=refuse)
     except OSError as error:
         raise ToolError(f"{path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -36,25 +35,20 @@ def read_json(path: Path) -> dict:
     return content
 
 
-def reads(path: Path) -> Path:
-    """The path of a file that is about to be read, on which the program then does not write."""
-    inputs.add(os.path.realpath(path))
-    return path
+def refuse(constant: str) -> None:
+    """What json.loads calls for NaN and infinity, which are no JSON."""
+    raise ValueError(f"{constant} is no number")
 
 
-def write_file(path: Path, write: Callable[[Path], object], replace: bool = False) -> None:
+def write_file(path: Path, write: Callable[[Path], object]) -> None:
     """Have `write` make a file beside `path` and move it there, so that a reader never sees half.
 
-    Each writer has a file of its own, so of several at once the last one wins. ToolError where this
-    program has read from `path`, unless it is to `replace` that.
+    Each writer has a file of its own, so of several at once the last one wins.
     """
     if not path.name:
         raise ToolError(f"{path}: not the name of a file")
     try:
         target = Path(os.path.realpath(path))  # a link stays a link
-        if str(target) in inputs and not replace:
-            reason = "it is an input, so nothing is written there; name another file"
-            raise ToolError(f"{path}: {reason}")
         if target.exists() and not target.is_file():
             raise ToolError(f"{path}: cannot write there (it is not a file)")
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -68,9 +62,9 @@ def write_file(path: Path, write: Callable[[Path], object], replace: bool = Fals
         raise ToolError(f"{path}: cannot write there ({error.strerror or error})") from error
 
 
-def write_text(path: Path, text: str, replace: bool = False) -> None:
+def write_text(path: Path, text: str) -> None:
     """Write or replace a text file; in UTF-8, as `printable` says."""
-    write_file(path, lambda file: file.write_text(printable(text), encoding="utf-8"), replace)
+    write_file(path, lambda file: file.write_text(printable(text), encoding="utf-8"))
 
 
 def printable(text: str) -> str:

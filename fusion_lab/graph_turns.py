@@ -6,6 +6,7 @@ import contextlib
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -79,19 +80,25 @@ def memory_of(step: Step) -> dict[str, float | None]:
     return {"extra_mb": extra, "held_mb": held}
 
 
-class Side:
+class GraphSide:
     """A step that is measured: its graph of `repeats` steps, and the memory that it takes."""
 
-    def __init__(self, step: Step, pool: object):
+    def __init__(self, step: Step, pools: list):
         step()
         self.memory = memory_of(step)
         self.repeats = max(1, min(10, math.ceil(ENOUGH_MS / 1e3 / seconds(step, DEVICE))))
         warm_up(step)
-        self.graph = captured(step, self.repeats, pool)
+        self.graph = captured(step, self.repeats, pools[-1])
         self.graph()
+        if GPU:
+            torch.cuda.empty_cache()  # what it took outside its graph is for the next one's
 
     def take(self) -> float:
         return 1e3 * seconds(self.graph, DEVICE) / self.repeats
+
+    def finish(self, times: list[float]) -> dict:
+        turns = [1e3 * ms for ms in times[1:]]  # the first one warms up
+        return {**self.memory, "turns_us": turns, "us": statistics.median(turns)}
 
 
 def steps_in_turns(sides: dict[str, Step], rounds: int) -> dict[str, dict]:
@@ -101,16 +108,6 @@ def steps_in_turns(sides: dict[str, Step], rounds: int) -> dict[str, dict]:
     an `error` in place of its times."""
     pools = [torch.cuda.graph_pool_handle()] if GPU else [None]
 
-    def start(name: str) -> Side:
-        side = Side(sides[name], pools[-1])
-        if GPU:
-            torch.cuda.empty_cache()  # what it took outside its graph is for the next one's
-        return side
-
-    def finish(_: str, side: Side, times: list[float]) -> dict:
-        turns = [1e3 * ms for ms in times[1:]]  # the first one warms up
-        return {**side.memory, "turns_us": turns, "us": statistics.median(turns)}
-
     def failed(name: str, error: Exception) -> dict:
         row = failure(error) | ({"status": "missing"} if isinstance(error, ImportError) else {})
         note(f"{name}: {row['error']}")
@@ -118,4 +115,5 @@ def steps_in_turns(sides: dict[str, Step], rounds: int) -> dict[str, dict]:
             pools.append(torch.cuda.graph_pool_handle())
         return row
 
-    return scheduled(sides, rounds + 1, start, Side.take, finish, failed)
+    starts = {name: partial(GraphSide, step, pools) for name, step in sides.items()}
+    return scheduled(starts, rounds + 1, failed)

@@ -155,7 +155,7 @@ def script_arguments(
 def measured_with(
     module: ModuleType, args: argparse.Namespace, config: object, device: object
 ) -> dict:
-    """What a program that measures a script's model notes of it: see `Settings` of records.py."""
+    """What a program that measures a script's model notes of it: see `Written` of records.py."""
     training = ("batch_size", "use_amp", "amp_dtype", "matmul_precision")
     return {
         "script": module.SCRIPT,

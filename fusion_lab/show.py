@@ -7,7 +7,6 @@ terminal, or as CSV.
 from __future__ import annotations
 
 import csv
-import html
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -68,8 +67,8 @@ def side_columns(
 
 
 def render(columns: Sequence[Column], rows: Sequence, style: str = "markdown") -> str:
-    """A table as "markdown" or "text", aligned, as "html", or as "csv", where numbers are not
-    rounded; nothing where Markdown would have no rows.
+    """A table as "markdown" or "text", aligned, or as "csv", where numbers are not rounded; nothing
+    where Markdown would have no rows.
 
     A cell of a CSV file that a spreadsheet would take for a formula begins with a '.
     """
@@ -83,14 +82,6 @@ def render(columns: Sequence[Column], rows: Sequence, style: str = "markdown") -
         return ""
     lines = [[column.label for column in columns]]
     lines += [[cell(c.of(row), c.form, c.unit) for c in columns] for row in rows]
-    if style == "html":
-        parts = (("th", lines[:1]), ("td", lines[1:]))
-        rows_of = [
-            "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in line)
-            for tag, several in parts
-            for line in several
-        ]
-        return "<table><tr>{}</tr></table>".format("</tr><tr>".join(rows_of))
     between = " | " if style == "markdown" else "  "
     escape = {"|": "\\|"} if style == "markdown" else {}
     lines = [[one_line(text).translate(str.maketrans(escape)) for text in line] for line in lines]

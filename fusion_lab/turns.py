@@ -9,6 +9,7 @@ In a notebook, for two ways to do the same:
 """
 
 import argparse
+import contextlib
 import math
 import statistics
 import tempfile
@@ -18,7 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import NoReturn, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 from fusion_lab.cli import ToolError
 from fusion_lab.host import free_memory, is_out_of_memory, seconds
@@ -27,6 +28,7 @@ from fusion_lab.script import named_run, script_named
 T = TypeVar("T")
 GRAPH = "--enable-cuda-graph"
 TURN_MS = 300  # about how long a turn is
+FAR = 3  # ranges between a range and 1: from here on few turns are enough
 WIDE = 1.25  # the highest ratio over the lowest: beyond this the turns do not agree on the size
 # the last two have own graphs
 DECIDED = {GRAPH, "--disable-cuda-graph", "reduce-overhead", "max-autotune"}
@@ -109,51 +111,84 @@ def failure(error: Exception) -> dict[str, str]:
     return {"status": "oom" if oom else "failed", "error": reason}
 
 
+class Side(Protocol):
+    """A side that is ready to take turns."""
+
+    def take(self) -> float:
+        """Take a turn; return what it took in milliseconds."""
+
+    def finish(self, times: list[float]) -> dict:
+        """Make the row of the side from its times."""
+
+
 def scheduled(
-    names: Collection[str],
+    sides: Mapping[str, Callable[[], Side]],
     rounds: int,
-    start: Callable[[str], T],
-    take: Callable[[T], float],
-    finish: Callable[[str, T, list[float]], dict],
     failed: Callable[[str, Exception], dict] = lambda name, error: failure(error),
 ) -> dict[str, dict]:
-    """Have sides take turns: all are started, each turn has every side in it, and all are finished.
+    """Have sides take turns: all are started, each turn has every side in it, all are finished.
 
     Args:
-        start: makes of a side's name what takes its turns.
-        take: takes one turn of that, and returns what it took in milliseconds.
-        finish: makes the row of a side from its name, from that, and from its times.
-        failed: makes it where one of these raised an error: the side then takes no part any more.
+        sides: what starts each side, by its name.
+        failed: makes the row of a side of which this is the error; it then takes no part any more.
     """
-    rows, running, times = {}, {}, {name: [] for name in names}
+    rows = {}
+    running = {}
+    times = {name: [] for name in sides}
 
-    def attempt(name: str, work: Callable[[], None]) -> None:
+    @contextlib.contextmanager
+    def attempt(name: str) -> Iterator[None]:
         try:
-            work()
+            yield
         except Exception as error:
             running.pop(name, None)
             rows[name] = failed(name, error)
         if name not in running:
             free_memory()
 
-    def begin(name: str) -> None:
-        running[name] = start(name)
-
-    def turn(name: str) -> None:
-        times[name].append(take(running[name]))
-
-    def end(name: str) -> None:
-        rows[name] = finish(name, running[name], times[name])
-
-    for name in names:
-        attempt(name, partial(begin, name))
+    for name, start in sides.items():
+        with attempt(name):
+            running[name] = start()
     for _, name in alternating(running, rounds):
-        attempt(name, partial(turn, name))
+        with attempt(name):
+            times[name].append(running[name].take())
     for name in [*running]:
-        attempt(name, partial(end, name))
+        with attempt(name):
+            rows[name] = running[name].finish(times[name])
     running.clear()
     free_memory()
-    return {name: rows[name] for name in names}
+    return {name: rows[name] for name in sides}
+
+
+class ScriptSide:
+    """A script with its arguments that is warm, and takes turns of about 0.3 s or two steps."""
+
+    def __init__(
+        self,
+        module: ModuleType,
+        args: argparse.Namespace,
+        counted: bool,
+        building: AbstractContextManager,
+        finishing: Callable[[object], dict],
+    ):
+        self.module = module
+        self.args = args
+        self.counted = counted
+        self.finishing = finishing
+        with building:
+            self.trainer, self.steps, self.peak = begin(module, args)
+
+    def take(self) -> float:
+        return self.trainer.take(self.steps)
+
+    def finish(self, times: list[float]) -> dict:
+        self.module.prepare(self.args)
+        counts = self.module.count_kernels(self.trainer) if self.counted else {}
+        if not self.trainer.gpu:
+            events = self.module.memory_of_a_step(self.trainer)
+            self.peak = max(used for _, used in events) / 1e6
+        row = {"peak_mb": self.peak, "batch_ms": statistics.median(times), "turns_ms": times}
+        return row | counts | self.finishing(self.trainer)
 
 
 def in_turns(
@@ -173,24 +208,10 @@ def in_turns(
     modules = {name: script_named(script) for name, (script, _) in sides.items()}
     parsed = {name: parse_quiet(modules[name], argv) for name, (_, argv) in sides.items()}
 
-    def start(name: str) -> tuple[object, int, float | None]:
-        with building(name):
-            return begin(modules[name], parsed[name])
+    def start(name: str) -> ScriptSide:
+        return ScriptSide(modules[name], parsed[name], counted, building(name), finishing)
 
-    def take(side: tuple[object, int, float | None]) -> float:
-        trainer, steps, _ = side
-        return trainer.take(steps)
-
-    def finish(name: str, side: tuple[object, int, float | None], times: list[float]) -> dict:
-        (trainer, _, peak), module = side, modules[name]
-        module.prepare(parsed[name])
-        counts = module.count_kernels(trainer) if counted else {}
-        if not trainer.gpu:
-            peak = max(used for _, used in module.memory_of_a_step(trainer)) / 1e6
-        row = {"peak_mb": peak, "batch_ms": statistics.median(times), "turns_ms": times}
-        return row | counts | finishing(trainer)
-
-    found = scheduled(sides, rounds, start, take, finish)
+    found = scheduled({name: partial(start, name) for name in sides}, rounds)
     return {name: named(*sides[name], parsed[name]) | row for name, row in found.items()}
 
 
@@ -227,9 +248,15 @@ def speedup(first: Mapping | None, second: Mapping | None) -> float | None:
 
 
 def verdict(ratios: Sequence[float]) -> str:
-    """What ratios turn by turn show, in the words of --compare-fusion."""
+    """What ratios turn by turn show, in the words of --compare-fusion.
+
+    Three or four turns tell which side is faster where their range lies so far from 1 that it would
+    fit three times in between.
+    """
     low, high = (round(limit, 2) for limit in (min(ratios), max(ratios)))  # as they are printed
-    if len(ratios) < 5:
+    distance = max(math.log(low), -math.log(high)) if low > 0 else 0.0
+    far = len(ratios) >= 3 and distance > FAR * math.log(high / low) if low > 0 else False
+    if len(ratios) < 5 and not far:
         return "too few turns to tell"
     if low <= 1 <= high:
         return "no difference seen"
@@ -340,30 +367,33 @@ def compare_in_turns(
     device = torch.device("cuda" if gpu else "cpu")
     pool = torch.cuda.graph_pool_handle() if gpu else None
 
-    def start(side: str) -> tuple[Callable[[], object], int]:
-        function = sides[side]
-        function()  # compiles, and fills caches
-        calls = max(1, min(1000, round(ms / 1e3 / seconds(function, device))))
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("error", message=".*Graph is empty")  # works on the host
-                warm_up(function)
-                return captured(function, calls, pool), calls
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, UserWarning) as error:
-            reason = str(error).partition("\n")[0]
-            raise ToolError(f"{side} cannot be captured as a graph: {reason}", status=1) from error
+    class Calls:
+        """So many calls of a function as one graph."""
 
-    def take(side: tuple[Callable[[], object], int]) -> float:
-        graph, calls = side
-        return 1e3 * seconds(graph, device) / calls
+        def __init__(self, name: str):
+            function = sides[name]
+            function()  # compiles, and fills caches
+            self.calls = max(1, min(1000, round(ms / 1e3 / seconds(function, device))))
+            try:
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("error", message=".*Graph is empty")  # on the host
+                    warm_up(function)
+                    self.graph = captured(function, self.calls, pool)
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, UserWarning) as error:
+                reason = str(error).partition("\n")[0]
+                message = f"{name} cannot be captured as a graph: {reason}"
+                raise ToolError(message, status=1) from error
+
+        def take(self) -> float:
+            return 1e3 * seconds(self.graph, device) / self.calls
+
+        def finish(self, times: list[float]) -> dict:
+            return {"turns_ms": times[1:]}  # the first one warms up
 
     def failed(_: str, error: Exception) -> NoReturn:
         raise error
 
-    def finish(_: str, __: object, times: list[float]) -> dict:
-        return {"turns_ms": times[1:]}  # the first one warms up
-
-    rows = scheduled(sides, turns + 1, start, take, finish, failed)
+    rows = scheduled({name: partial(Calls, name) for name in sides}, turns + 1, failed)
     return Turns({side: row["turns_ms"] for side, row in rows.items()})

@@ -4,16 +4,15 @@ and what a workgroup does wrong. What Triton compiles is in test_amd_kernels.py.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
 
-from fusion_lab.amd import agreement, checksums, execute
+from fusion_lab.amd import agreement, execute
 from fusion_lab.amd.assembly import Program, Unknown, instruction
-from fusion_lab.amd.counters import conflict_cycles, least_us, operations
+from fusion_lab.amd.counters import conflict_cycles, memory_us
 from fusion_lab.amd.memory import Fault, Memory
 from fusion_lab.amd.waves import Waves
 
@@ -68,32 +67,15 @@ def lane0(state: Waves, number: int, kind: type = np.uint32):
 @pytest.mark.parametrize(
     ("line", "sources", "expected"),
     [
-        ("v_add_u32_e32 v0, v1, v2", (0xFFFFFFFF, 3), 2),
-        ("v_sub_u32_e32 v0, v1, v2", (3, 5), 0xFFFFFFFE),
-        ("v_subrev_u32_e32 v0, v1, v2", (3, 5), 2),
-        ("v_mul_hi_u32 v0, v1, v2", (0x80000000, 6), 3),
         ("v_mul_u32_u24_e32 v0, v1, v2", (0xFF000003, 5), 15),
         ("v_lshlrev_b32_e32 v0, v1, v2", (33, 5), 10),
         ("v_ashrrev_i32_e32 v0, v1, v2", (1, 0x80000000), 0xC0000000),
-        ("v_bfe_u32 v0, v1, 4, 8", (0x12345678, 0), 0x67),
         ("v_bfe_i32 v0, v1, 4, 4", (0x000000F0, 0), 0xFFFFFFFF),
         ("v_bfrev_b32_e32 v0, v1", (1, 0), 0x80000000),
         ("v_perm_b32 v0, v1, v2, 0x07060100", (0xAABBCCDD, 0x11223344), 0xAABB3344),
-        ("v_alignbit_b32 v0, v1, v2, 8", (0x1, 0x80000000), 0x01800000),
-        ("v_and_or_b32 v0, v1, 15, v2", (0xFF, 0x30), 0x3F),
-        ("v_lshl_add_u32 v0, v1, 2, v2", (3, 5), 17),
-        ("v_xad_u32 v0, v1, 1, v2", (3, 5), 7),
-        ("v_mbcnt_lo_u32_b32 v0, -1, 7", (0, 0), 7),
-        ("v_lshlrev_b16_e32 v0, 1, v1", (0xFFFF8001, 0), 0x0002),
-        ("v_pack_b32_f16 v0, v1, v2", (0x99991234, 0x77775678), 0x56781234),
-        ("v_pack_b32_f16 v0, v1, v2 op_sel:[1,0]", (0x99991234, 0x77775678), 0x56789999),
         ("v_and_b32_sdwa v0, v1, v2 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:WORD_1 "
          "src1_sel:BYTE_3", (0x00FF0000, 0x0F000000), 0x0F),
-        ("v_or_b32_sdwa v0, v1, v2 dst_sel:WORD_1 dst_unused:UNUSED_PAD src0_sel:BYTE_0 "
-         "src1_sel:DWORD", (0x1101, 0x2), 0x00030000),
-        ("v_cvt_f32_ubyte0_e32 v0, v1", (0x102, 0), 0x40000000),
         ("v_cvt_u32_f32_e32 v0, v1", (0xC0000000, 0), 0),  # -2.0
-        ("v_cvt_f16_f32_e32 v0, v1", (0x3F800000, 0), 0x3C00),
         ("v_add_f16_e32 v0, v1, v2", (0xFFFF3C00, 0x3C00), 0x4000),
         ("v_pk_add_f16 v0, v1, v2", (0x3C003C00, 0x40003C00), 0x42004000),
         ("v_pk_add_f16 v0, v1, v2 op_sel:[0,1] op_sel_hi:[1,0]", (0x3C003C00, 0x40003C00),
@@ -101,44 +83,20 @@ def lane0(state: Waves, number: int, kind: type = np.uint32):
         ("v_fma_mix_f32 v0, v1, v2, 1.0 op_sel:[1,0,0] op_sel_hi:[1,0,0]",
          (0x40000000, 0x40400000), 0x40E00000),  # 2.0 in the upper half, 3.0, 1.0
         ("v_max3_f32 v0, v1, v2, 0", (0xBF800000, 0x7FC00000), 0),  # -1, NaN
-        ("v_med3_f32 v0, v1, 0.5, v2", (0xBF800000, 0x7FC00000), 0xBF800000),  # as min3
-        ("v_med3_f32 v0, v1, 0.5, v2", (0xBF800000, 0x40000000), 0x3F000000),
         ("v_max_f32_e32 v0, v1, v2", (0, 0x80000000), 0),
         ("v_max_f32_e32 v0, v1, v2", (0x80000000, 0), 0),
         ("v_min_f32_e32 v0, v1, v2", (0, 0x80000000), 0x80000000),
-        ("v_max_f16_e32 v0, v1, v2", (0x8000, 0), 0),
-        ("v_max_f32_e32 v0, v1, v2", (0x3F800000, 0x7FC00000), 0x3F800000),
         ("v_max_f32_e32 v0, v1, v2", (0x3F800000, 0x7F800001), 0x7FC00001),  # a signalling NaN
-        ("v_max_i32_e32 v0, v1, v2", (0xFFFFFFFF, 3), 3),
-        ("v_maximum3_f32 v0, v1, v2, 0", (0xBF800000, 0x7FC00000), 0x7FC00000),
         ("v_perm_b32 v0, v1, v2, 0x0b0a0908", (0x80000000, 0x80007FFF), 0xFF00FF00),
-        ("v_perm_b32 v0, v1, v2, 0x0d0c0b0a", (0x7FFF8000, 0x80008000), 0xFF0000FF),
-        ("v_mul_hi_u32_u24_e32 v0, v1, v2", (0xFF800000, 0x00FFFFFF), 0x7FFF),
-        ("v_mul_hi_i32_i24_e32 v0, v1, v2", (0x00800000, 0x007FFFFF), 0xFFFFC000),
         ("v_fma_f32 v0, v1, v1, v2", (0x3F800800, 0x17800000), 0x3F801001),  # rounded once
-        ("v_fma_f32 v0, v1, v1, v2", (0x3F800800, 0x97800000), 0x3F801000),
         ("v_pk_fma_f32 v[0:1], v[4:5], v[4:5], v[6:7]", (0, 0), 0x3F801001),
         ("v_rcp_f32_e32 v0, v1", (0x80400000, 0), 0xFF800000),  # denormal numbers are 0
-        ("v_rcp_f32_e32 v0, v1", (0x7F000000, 0), 0),
         ("v_rsq_f32_e32 v0, v1", (0x00400000, 0), 0x7F800000),
-        ("v_sqrt_f32_e32 v0, v1", (0x00400000, 0), 0),
-        ("v_log_f32_e32 v0, v1", (0x00400000, 0), 0xFF800000),
         ("v_exp_f32_e32 v0, v1", (0xC3000000, 0), 0),  # 2**-128
-        ("v_rcp_f16_e32 v0, v1", (0x0200, 0), 0x7800),  # but those of float16
         ("v_div_fixup_f32 v0, v1, v2, 2.0", (0x7FC00000, 0x40000000), 0x7FC00000),
         ("v_div_fixup_f32 v0, v1, v2, 2.0", (0xBF800000, 0x40000000), 0x3F800000),
         ("v_div_fixup_f32 v0, v1, v2, 2.0", (0x3F800000, 0x80000000), 0xFF800000),
-        ("v_div_fixup_f32 v0, v1, v2, 0", (0x3F800000, 0), 0xFFC00000),
-        ("v_sub_u32_e64 v0, v1, v2 clamp", (3, 5), 0),
-        ("v_add_u32_e64 v0, v1, v2 clamp", (0xFFFFFFFE, 5), 0xFFFFFFFF),
-        ("v_pk_sub_u16 v0, v1, v2 clamp", (0x00050003, 0x00030005), 0x00020000),
-        ("v_add_f32_e64 v0, v1, v2 clamp", (0x40000000, 0), 0x3F800000),
-        ("v_ffbh_i32_e32 v0, v1", (0xFFFF0000, 0), 16),
-        ("v_ffbh_i32_e32 v0, v1", (0xFFFFFFFF, 0), 0xFFFFFFFF),
-        ("v_dot4c_i32_i8_e32 v5, v1, v2\nv_mov_b32_e32 v0, v5", (0x01FF0302, 0x050607FE), 16),
-        ("v_ldexp_f32 v0, v1, 3", (0x3F800000, 0), 0x41000000),
         ("v_mul_f32_e64 v0, -v1, |v2|", (0x40000000, 0xC0400000), 0xC0C00000),
-        ("v_bitop3_b32 v0, v1, v2, 15 bitop3:0x6c", (12, 10), 10 ^ (12 & 15)),  # b xor (a and c)
     ],
 )  # fmt: skip
 def test_one_instruction(line: str, sources: tuple[int, int], expected: int):
@@ -159,8 +117,6 @@ def test_one_instruction(line: str, sources: tuple[int, int], expected: int):
         ("row_bcast:15 row_mask:0xa bank_mask:0xf",
          np.where(LANES // 16 % 2 == 1, LANES // 16 * 16 - 1, -1)),
         ("row_bcast:31 row_mask:0xc bank_mask:0xf", np.where(LANES >= 32, 31, -1)),
-        ("row_newbcast:3 row_mask:0xf bank_mask:0x1", np.where(LANES % 16 < 4, LANES // 16 * 16 + 3,
-                                                               -1)),
     ],
 )  # fmt: skip
 def test_dpp_takes_another_lane_and_leaves_what_has_none(modifiers: str, source: np.ndarray):
@@ -172,18 +128,8 @@ def test_dpp_takes_another_lane_and_leaves_what_has_none(modifiers: str, source:
         assert (vector(zeros, 1) == np.where(source < 0, 0, 100 + source)).all()
 
 
-def test_a_sum_over_64_lanes_by_dpp():
-    """As Triton makes it: within rows, then rows to rows; the last lane has the sum."""
-    shifts = [f"v_add_f32_dpp v1, v1, v1 row_shr:{n} row_mask:0xf bank_mask:0xf bound_ctrl:1"
-              for n in (8, 4, 2, 1)]  # fmt: skip
-    broadcasts = [f"v_add_f32_dpp v1, v1, v1 row_bcast:{lane} row_mask:{rows} bank_mask:0xf"
-                  for lane, rows in ((15, "0xa"), (31, "0xc"))]  # fmt: skip
-    state = run(*shifts, *broadcasts, "v_readlane_b32 s3, v1, 63", v1=LANES.astype(float))
-    assert state.scalars[0, 3:4].view(np.float32).item() == 63 * 64 / 2
-
-
 @pytest.mark.parametrize("name", ["32x32x2_f32", "16x16x4_f32", "32x32x8_bf16", "16x16x16_f16",
-                                  "32x32x8bf16_1k", "16x16x32_bf16", "32x32x16_f16"])  # fmt: skip
+                                  "32x32x8bf16_1k"])  # fmt: skip
 def test_mfma_has_the_layout_of_amds_calculator(name: str):
     """A and B hold one 1 each: where D is 1 tells rows, columns and k of lanes and registers."""
     shape, _, kind = name.replace("bf16_1k", "_bf16").partition("_")
@@ -279,15 +225,6 @@ def test_a_division_of_five_instructions_is_rounded_right(top: float, bottom: fl
         assert lane0(state, 0, np.float32) == np.float32(top) / np.float32(bottom)
 
 
-def test_fma_of_float64_rounds_once():
-    a, c = 1 + 2.0**-30, -(1 + 2.0**-29)
-    low, high = (np.array([a, c]).view(np.uint32)[i::2] for i in (0, 1))
-    state = run("v_fma_f64 v[4:5], v[0:1], v[0:1], v[2:3]",
-                v0=low[0], v1=high[0], v2=low[1], v3=high[1])  # fmt: skip
-    words = np.array([lane0(state, 4), lane0(state, 5)], np.uint32)
-    assert words.view(np.float64).item() == 2.0**-60  # which a product rounded before loses
-
-
 # --- memory
 
 WRITE, READ = "ds_write_b32 v1, v2", "ds_read_b32 v3, v4"
@@ -314,6 +251,7 @@ MINE = 4 * np.arange(128).reshape(2, 64)
          {"v1": 0, "v2": 7, "v5": 8}, "race: writes what another wave has written"),
         ([WRITE], {"v1": 0, "v2": MINE}, "race: two waves write different values"),
         ([WRITE], {"v1": 0, "v2": 7}, None),
+        ([WRITE], {"v1": 0, "v2": np.where(LANES == 63, 7, LANES)}, None),  # the last lane wins
         ([READ], {"v4": 0}, "reads LDS that nobody has written"),
         ([WRITE], {"v1": 1024, "v2": 0}, "writes 4 bytes from byte 1024 of 1024 in LDS"),
         ([WRITE], {"v1": 2, "v2": 0}, "misaligned"),
@@ -336,10 +274,11 @@ def test_lds_of_workgroups_is_apart_and_two_elements_move_at_once():
         "ds_write2st64_b32 v1, v2, v3 offset0:1 offset1:3",
         "ds_read2_b32 v[4:5], v1 offset0:64 offset1:192",
         "ds_write_b16_d16_hi v1, v3",
-        "ds_read_u16_d16_hi v4, v1",
+        "ds_read_u16 v6, v1",
         groups=2, v1=4 * LANES, v2=np.array([[1], [2]]), v3=np.array([[0x50003], [0x60004]]),
     )  # fmt: skip
-    assert state.vectors[4, :, 0].tolist() == [0x50001, 0x60002]
+    assert state.vectors[4, :, 0].tolist() == [1, 2]
+    assert state.vectors[6, :, 0].tolist() == [5, 6]
     assert state.vectors[5, :, 63].tolist() == [0x50003, 0x60004]
 
 
@@ -352,8 +291,6 @@ def test_bank_conflicts_by_the_lanes_that_lds_serves_together():
     assert conflict_cycles(2 * in_a_row, on, 8, False) == 0
     assert conflict_cycles(4 * in_a_row, on, 16, False) == 0
     assert conflict_cycles(32 * in_a_row, on & (LANES < 4), 4, False) == 3
-    assert conflict_cycles(2 * in_a_row, on, 4, False, banks=64) == 1
-    assert conflict_cycles(32 * in_a_row, on & (LANES < 4), 4, False, banks=64) == 1
 
 
 @pytest.mark.parametrize(
@@ -361,7 +298,6 @@ def test_bank_conflicts_by_the_lanes_that_lds_serves_together():
     [
         # 1 + 2**-11 + 2**-20 keeps 10 bits of its fraction
         ("gfx942", "16x16x8_xf32", 0x3F801008, 0x3F800000, 0, 0x3F800000),
-        ("gfx942", "16x16x8_xf32", 0xBF803FFF, 0x3F800000, 0, 0xBF802000),
         ("gfx942", "16x16x4_f32", 0x3F801008, 0x3F800000, 0, 0x3F801008),
         # a denormal float16 is 0 on an MI200; so is a denormal result
         ("gfx90a", "16x16x16f16", 0x0200, 0x3C00, 0, 0),
@@ -370,9 +306,6 @@ def test_bank_conflicts_by_the_lanes_that_lds_serves_together():
         ("gfx942", "16x16x16_bf16", 0x0040, 0x4F80, 0, 0x10000000),
         ("gfx90a", "16x16x16bf16_1k", 0, 0, 0x00400000, 0),
         ("gfx90a", "16x16x4f32", 0x00400000, 0x4F800000, 0, 0x10000000),
-        ("gfx942", "16x16x32_fp8_fp8", 0x48, 0x48, 0x40000000, 0x40C00000),  # 2 times 2
-        ("gfx950", "16x16x32_fp8_fp8", 0x48, 0x48, 0, 0x41800000),  # 4 times 4
-        ("gfx942", "16x16x32_bf8_fp8", 0x44, 0x40, 0, 0x40000000),  # 2 times 1
     ],
 )  # fmt: skip
 def test_a_product_has_the_digits_of_its_type(target, kind, a, b, c, expected):
@@ -383,14 +316,6 @@ def test_a_product_has_the_digits_of_its_type(target, kind, a, b, c, expected):
     values["v0"], values["v2"] = np.where(LANES == 0, a, 0), np.where(LANES == 0, b, 0)
     state = run(f"v_mfma_f32_{kind} v[4:7], {first}, {second}, v[4:7]", target=target, **values)
     assert hex(lane0(state, 4)) == hex(expected)
-
-
-def test_products_of_xf32_have_their_own_rate():
-    name = "v_mfma_f32_32x32x4_xf32"
-    counted = operations(instruction(f"{name} a[0:15], v[0:1], v[2:3], a[0:15]", ""))
-    assert counted["SQ_INSTS_VALU_MFMA_MOPS_XF32"] == 2 * 32 * 32 * 4 // 512
-    one, twice = (least_us(0, {kind: 1e9}, 0)["matrix units"] for kind in ("XF32", "F32"))
-    assert twice / one == pytest.approx(4, rel=1e-3)  # AMD's 653.7 and 163.4 TFLOP/s
 
 
 USED = "ds_write_b32 v10, v0"
@@ -412,11 +337,12 @@ USED = "ds_write_b32 v10, v0"
         # what decides nothing may be undefined, as compilers know
         (["v_max_f32_e32 v0, v1, v2"], False),
         (["v_mov_b64_e32 v[4:5], s[8:9]"], False),
+        (["s_mov_b32 s8, 1", "s_mov_b64 s[2:3], s[8:9]", "v_mov_b32_e32 v0, s2", USED], False),
+        (["s_mov_b32 s8, 1", "s_mov_b64 s[2:3], s[8:9]", "v_mov_b32_e32 v0, s3", USED], True),
+        (["s_mov_b64 exec, s[8:9]"], True),
         (["v_cndmask_b32_e64 v0, v2, v1, -1", USED], False),
         (["v_mad_u64_u32 v[4:5], s[0:1], 3, v1, v[1:2]", "v_mov_b32_e32 v0, v4", USED], False),
         (["v_pk_add_f32 v[4:5], v[10:11], v[10:11]", "v_mov_b32_e32 v0, v4", USED], False),
-        (["v_writelane_b32 v2, 7, 3", "v_readlane_b32 s0, v2, 3", "v_mov_b32_e32 v0, s0", USED],
-         False),
     ],
 )  # fmt: skip
 def test_a_register_that_nobody_wrote_decides_nothing(lines: list[str], noticed: bool):
@@ -428,17 +354,11 @@ def test_a_register_that_nobody_wrote_decides_nothing(lines: list[str], noticed:
         run(*lines, **values)
 
 
-def test_no_kernel_of_an_mi300x_is_faster_than_its_bound():
+def test_no_kernel_of_an_mi300x_is_faster_than_its_memory():
     """Operators of AMD's traces, and what MGPUSim's authors measured on an MI300A; by the rate of
-    its memory alone one would be."""
+    memory alone, without what caches may hold, one would be."""
     rows = json.loads((ROOT / "results/amd/mi300x_kernels.json").read_text())["rows"]
-    shares = []
-    for row in rows:
-        unit, _, kind = row["unit"].partition("_")
-        matrix = {{"bf16": "BF16", "fp32": "F32"}[kind]: row["flop"]} if unit == "matrix" else {}
-        bounds = least_us(row["bytes"], matrix, 0 if matrix else row["flop"])
-        shares.append(max(bounds.values()) / row["us"])
-    assert 0.7 < max(shares) < 1
+    assert 0.7 < max(memory_us(row["bytes"]) / row["us"] for row in rows) < 1
     assert max(row["bytes"] / 5.3e6 / row["us"] for row in rows) > 1
 
 
@@ -449,21 +369,13 @@ def test_a_buffer_ends_where_it_says_and_a_tensor_where_it_ends():
         tensor=256, v1=np.array([0, 4, 256] + [0x80000000] * 61), v3=255,
     )  # fmt: skip
     assert vector(state, 2).tolist() == [0x03020100, 0x07060504] + [0] * 62
-    content = state.memory.parts[0].content()
+    content = state.memory.parts[0].bytes
     assert np.flatnonzero(content != np.arange(256)).tolist() == [1, 5]
     with pytest.raises(Fault, match="writes 4 bytes from byte 256 of X, which has 256") as fault:
         run("global_store_dword v1, v3, s[4:5]", tensor=256, v1=4 * LANES + 4, v3=0)
     assert np.flatnonzero(fault.value.lanes).tolist() == [63]
     with pytest.raises(Fault, match="where nothing is"):
         run("global_load_dword v2, v[0:1], off", tensor=256, v0=0, v1=0)
-
-
-def test_spilled_registers_are_a_lanes_own():
-    state = run("scratch_store_dword off, v1, off", "scratch_load_dword v2, off, off",
-                tensor=256, v1=7 * LANES)  # fmt: skip
-    assert (vector(state, 2) == 7 * LANES).all()
-    with pytest.raises(Fault, match="reads 4 bytes from byte 256"):
-        run("scratch_load_dword v2, off, off offset:4", tensor=256)
 
 
 def test_lanes_read_lanes_that_are_at_work():
@@ -479,28 +391,27 @@ def test_atomic_additions_are_one_after_the_other():
     add = "global_atomic_add v2, v1, v3, s[4:5] sc0"
     state = run(add, tensor=256, v1=np.where(LANES < 32, 0, 8), v3=1)
     first = 0x03020100
-    assert state.memory.parts[0].content()[:4].view(np.uint32).item() == first + 32
+    assert state.memory.parts[0].bytes[:4].view(np.uint32).item() == first + 32
     assert vector(state, 2)[:3].tolist() == [first, first + 1, first + 2]
 
 
 @pytest.mark.parametrize(
     ("name", "operands", "expected"),
     [
-        ("add_x2", (0xFFFFFFFF, 1), 0x0706050403020100 + 0x1FFFFFFFF),
-        ("swap_x2", (5, 6), (6 << 32) + 5),
-        ("smax_x2", (0, 0x80000000), 0x0706050403020100),
-        ("umax_x2", (0, 0x80000000), 0x8000000000000000),
-        ("cmpswap_x2", (5, 6, 0x03020100, 0x07060504), (6 << 32) + 5),
-        ("cmpswap_x2", (5, 6, 0, 0), 0x0706050403020100),
+        ("swap", (5,), 5),
+        ("smax", (0x80000000,), 0x03020100),
+        ("umax", (0x80000000,), 0x80000000),
+        ("cmpswap", (5, 0x03020100), 5),
+        ("cmpswap", (5, 0), 0x03020100),
     ],
-)  # fmt: skip
-def test_atomic_operations_of_64_bits_return_both_words(name, operands, expected):
+)
+def test_atomic_operations_return_what_was_there(name, operands, expected):
     values = {f"v{4 + i}": value for i, value in enumerate(operands)}
-    data = f"v[4:{3 + len(operands)}]"
-    state = run("s_mov_b64 exec, 1", f"global_atomic_{name} v[2:3], v1, {data}, s[4:5] sc0",
+    data = "v4" if len(operands) == 1 else "v[4:5]"
+    state = run("s_mov_b64 exec, 1", f"global_atomic_{name} v2, v1, {data}, s[4:5] sc0",
                 tensor=256, v1=0, **values)  # fmt: skip
-    assert state.memory.parts[0].content()[:8].view(np.uint64).item() == expected
-    assert (lane0(state, 2), lane0(state, 3)) == (0x03020100, 0x07060504)
+    assert state.memory.parts[0].bytes[:4].view(np.uint32).item() == expected
+    assert lane0(state, 2) == 0x03020100
 
 
 @pytest.mark.parametrize("line", ["v_no_such_b32 v0, v1", "v_add_f32_e64 v0, v1, v2 strange:1"])
@@ -566,51 +477,14 @@ def test_a_tensor_agrees_by_its_own_type_and_scale(found, expected, before, agre
     assert (not wrong) == agrees, wrong
 
 
-# --- which kernel a result is of
-
-KERNEL = """
-SCALE = 2
-FLAGS = [first for first, _ in ()]
-
-def half(x):
-    return x / 2
-
-@triton.jit
-def kernel(X):
-    \"\"\"Doubles.\"\"\"
-    first, _ = half(X), SCALE
-    first * SCALE
-
-@triton.jit
-def other(X):
-    return X
-"""
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "changed"),
-    [
-        ("Doubles.", "Doubles all.", set()),
-        ("SCALE = 2", "SCALE = 2  # twice", set()),
-        ("SCALE = 2", "SCALE = 3", {"kernel"}),
-        ("x / 2", "x / 3", {"kernel"}),
-        ("return X", "return -X", {"other"}),
-        ("in ()", "in SCALE", set()),  # a comprehension sets a name of the kernel
-    ],
-)
-def test_a_kernel_has_changed_if_what_it_executes_has(
-    tmp_path: Path, before: str, after: str, changed: set[str]
-):
-    files = [tmp_path / "before.py", tmp_path / "after.py"]
-    files[0].write_text(KERNEL)
-    files[1].write_text(KERNEL.replace(before, after))
-    old, new = map(checksums.of_kernels, files)
-    assert {name for name in old if old[name] != new[name]} == changed
-    assert checksums.of_kernels(tmp_path / "gone.py") == {}
-
-
-def test_machine_code_is_the_same_wherever_its_source_is():
-    code = '\t.file 1 "/a" "x.py"\n.Ltmp0:\n\t.loc 1 5 2 ; x.py:5\n\ts_nop 0\n.end_amdhsa_kernel\n'
-    moved = code.replace("/a", "/b").replace("5", "9").replace("Ltmp0", "Ltmp7")
-    assert checksums.of_code(code) == checksums.of_code(moved + "more")
-    assert checksums.of_code(code) != checksums.of_code(code.replace("s_nop 0", "s_nop 1"))
+def test_a_number_between_that_is_rounded_the_other_way_shows_in_one_row_of_many():
+    """As in the gradient of a bias in 16 bits: of 1024 rows one was off by 2.5e-4."""
+    expected = torch.randn(1024, 16, generator=torch.Generator().manual_seed(2))
+    found, far = expected.clone(), expected.clone()
+    found[201] *= 1 + 2.5e-4
+    far[201] *= 1.1
+    of_bfloat16 = torch.finfo(torch.bfloat16).eps
+    assert not agreement.error_of(found, expected, between=of_bfloat16)[1]
+    assert "row 201" in agreement.error_of(found, expected)[1]
+    assert "off by" in agreement.error_of(far, expected, between=of_bfloat16)[1]
+    assert agreement.error_of(found[200:204], expected[200:204], between=of_bfloat16)[1]

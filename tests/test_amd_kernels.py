@@ -17,7 +17,9 @@ from conftest import ROOT
 
 pytestmark = pytest.mark.skipif(not hasattr(triton, "knobs"), reason="needs a newer Triton")
 KERNELS = ROOT / "tests/amd_kernels.py"
-SMALL = "tiny_llama_v4.py --dtype bfloat16 --size small --jobs 1"
+RUN = ("-m", "fusion_lab.amd", "run")
+SMALL = """tiny_llama_v4.py --use-amp --num-layers 1 --hidden-dim 64 --num-heads 4 --seq-len 32
+    --batch-size 2 --vocab-size 100"""
 
 
 def run(*command: object) -> subprocess.CompletedProcess:
@@ -71,7 +73,7 @@ def test_weights_that_are_updated_in_place_are_held_to_their_change(case: str, w
     assert bool(results()[case]["wrong"]) == bool(wrong)
 
 
-@pytest.mark.parametrize("target", ["gfx90a", "gfx942", "gfx950"])
+@pytest.mark.parametrize("target", ["gfx90a", "gfx942"])
 def test_kernels_are_right_and_counted_on_each_target(target: str):
     found = {name.removeprefix(f"{target} "): row for name, row in results().items()
              if name.startswith(target)}  # fmt: skip
@@ -90,16 +92,6 @@ def test_kernels_are_right_and_counted_on_each_target(target: str):
     # 4000 bytes are 63 lines of 64, or 32 of 128, which gfx90a does not have; two are read
     assert row["TCP_TCC_READ_REQ_sum"] == 2 * (63 if target == "gfx90a" else 32)
     assert row["TCP_TCC_WRITE_REQ_sum"] == 63
-
-
-@pytest.mark.parametrize(
-    ("dtype", "limit"),
-    [("float64", 1e-15), ("int8", 0), ("float8_e4m3fnuz", 1e-7), ("float8_e5m2fnuz", 1e-7)],
-)
-def test_products_of_other_types_are_right(dtype: str, limit: float):
-    found = results()[f"product torch.{dtype}"]
-    assert found["error"] <= limit
-    assert found["SQ_INSTS_MFMA"] > 0
 
 
 @pytest.mark.parametrize(
@@ -125,7 +117,8 @@ def test_counters_are_those_of_a_gpu(target: str, measured: dict[str, int]):
 
 
 def test_a_training_step_agrees_with_the_interpreter_and_leaves_counters(tmp_path: Path):
-    done = run(ROOT / "dev/run_on_amd.py", *SMALL.split(), "--counters", tmp_path)
+    script, *arguments = SMALL.split()
+    done = run(*RUN, ROOT / script, *arguments, "--counters", tmp_path)
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
     launches = int(last.partition(" launches: ")[0])
@@ -136,6 +129,7 @@ def test_a_training_step_agrees_with_the_interpreter_and_leaves_counters(tmp_pat
     assert {row["Agent_Id"] for row in rows} == {"executed, not measured"}
     assert any(int(row["SQ_INSTS_VALU_MFMA_BF16"]) for row in rows)
     assert not any(int(row["SQ_INSTS_VALU_MFMA_F32"]) for row in rows)
+    assert "SQ_INSTS_VALU_MFMA_MOPS_F64" in rows[0]  # a roofline wants all types
     with (tmp_path / "executed_counter_collection.csv").open(newline="") as file:
         waves = [row for row in csv.DictReader(file) if row["Counter_Name"] == "SQ_WAVES"]
     assert [row["Counter_Value"] for row in waves] == [row["SQ_WAVES"] for row in rows]
@@ -169,24 +163,30 @@ def cosine(X, OUT, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     tl.store(OUT + at, tl.cos(tl.load(X + at)))
 
+@triton.jit
+def sums(X, OUT, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(OUT + at, tl.cumsum(tl.maximum(3 * tl.load(X + at), 0.0).to(tl.float32), 0))
+
 x, out = torch.randn(2, 1024) + 1
+sums[(1,)](x.bfloat16(), out, BLOCK=256)
 double[lambda given: (triton.cdiv(1000, given["BLOCK"]),)](x, out, 1000)
 product[(1,)](x, out, N=32)
 cosine[(1,)](x.double(), out.double(), BLOCK=64)
 variance[(1,)](x, out, 100, BLOCK=128)
 off = (out[:100] - x[:100].var(correction=0)).abs().max().item()
 print(f"variance is off by {off:.3f}")
-sys.exit(off > 1e-3)
+sys.exit(off > float(sys.argv[2]))  # behind --limit
 """
 
 
 def test_agree_not_executed_and_failed_are_three_things(tmp_path: Path):
     """The interpreter has the same wrong idea; what the program says of it is passed on."""
     (tmp_path / "mine.py").write_text(PROGRAM)
-    done = run(ROOT / "dev/run_on_amd.py", tmp_path / "mine.py")
+    done = run(*RUN, tmp_path / "mine.py", "--limit", "1e-3")
     assert done.returncode == 1
     last = done.stdout.splitlines()[-1]
-    outcomes = "4 launches: 3 agree, 0 disagree, 1 not executed; 1 programs failed ("
+    outcomes = "5 launches: 4 agree, 0 disagree, 1 not executed; 1 programs failed ("
     assert last.startswith(outcomes), done.stderr
     assert "the compiler's code with Triton's interpreter" in last
     assert "variance is off by 0." in done.stderr
@@ -195,24 +195,22 @@ def test_agree_not_executed_and_failed_are_three_things(tmp_path: Path):
     assert "program failed: it ended with status 1" in done.stderr
 
 
-def test_what_was_executed_of_another_source_is_stale(tmp_path: Path):
-    content = json.loads((ROOT / "results/amd/executed.json").read_text())
-    rows = [row for row in content["rows"] if row["script"] == "exercises/amd/kernels.py"]
-    shown = []
-    for name in ("as it is", "changed"):
-        (tmp_path / f"{name}.json").write_text(json.dumps(content | {"rows": rows[:1]}))
-        done = run(ROOT / "dev/run_on_amd.py", "--summary", tmp_path / f"{name}.json")
-        header, _, cells = (
-            [c.strip() for c in line.split("|")] for line in done.stdout.splitlines()
-        )
-        row = dict(zip(header, cells, strict=True))
-        shown.append((row["launches"], row["agree"], row["stale"]))
-        rows[0]["kernels"] |= dict.fromkeys(list(rows[0]["kernels"])[:1], "another")
-    assert shown == [("4", "4", "0"), ("4", "0", "4")]
+def test_the_result_file_has_rows_in_which_all_launches_agree(tmp_path: Path):
+    """What is executed with which kernels; an earlier form of the file is one line."""
+    done = run(ROOT / "dev/amd_results.py", "executed", "--summary")
+    header, _, *lines = ([c.strip() for c in line.split("|")] for line in done.stdout.splitlines())
+    rows = [dict(zip(header, line, strict=True)) for line in lines]
+    assert {f"tiny_{model}_v{n}.py" for model in ("llama", "openfold") for n in (3, 4)} < {
+        row["program"] for row in rows
+    }
+    assert all(row["launches"] == row["agree"] and row["commit"] for row in rows)
+    (tmp_path / "old.json").write_text('{"schema_version": 3, "rows": []}')
+    done = run(ROOT / "dev/amd_results.py", "executed", "--summary", tmp_path / "old.json")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
 
 
 def test_a_wave_is_stepped():
-    command = ["-m", "fusion_lab.amd.step", ROOT / "exercises/start/first_kernel.py"]
+    command = ["-m", "fusion_lab.amd", "step", ROOT / "exercises/start/first_kernel.py"]
     refused = run(*command, "no_such_kernel")
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     done = run(*command, "add_relu_kernel", "--most", 400, "--wave", 1, "--lanes", "0,5")

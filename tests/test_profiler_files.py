@@ -49,8 +49,9 @@ def kernel_trace(folder: Path, dispatches: Dispatches) -> Path:
 def database(folder: Path, dispatches: Dispatches) -> Path:
     with sqlite3.connect(folder / "7_results.db") as connection:
         columns = 'name text, "start" bigint, "end" bigint, queue_id integer, stream_id integer'
+        columns += ", graph_exec_id integer, graph_node_id integer"  # since schema 3.0.4
         connection.execute(f"create table kernels ({columns})")
-        connection.executemany("insert into kernels values (?, ?, ?, 1, 1)", dispatches)
+        connection.executemany("insert into kernels values (?, ?, ?, 1, 1, 0, 0)", dispatches)
     return folder
 
 

@@ -30,7 +30,7 @@ from conftest import (
     words,
 )
 
-from fusion_lab import records
+from fusion_lab import runs
 from fusion_lab.profile.roofline import group_flops
 from fusion_lab.turns import ratios, verdict
 
@@ -162,11 +162,11 @@ def test_peak_memory_of_one_big_weight_is_known(run):
 
 
 def test_result_file_has_what_readers_look_for(plain: Run):
-    run, known = records.load_run(plain.directory), {**records.MEASURED, "speedup": ()}
+    run, known = runs.load_run(plain.directory), {**runs.MEASURED, "speedup": ()}
     assert (run.result["script"], run.result["status"]) == (SCRIPT, "ok")
     assert run.result["config"] == asdict(build(SCRIPT).config)
     assert run.result["fusions"] == {name: True for _, name, _ in load(SCRIPT).FUSIONS}
-    on_a_gpu, found = {"graph_ms", "compilation_ms", "host_launches"}, records.beside(run, run)
+    on_a_gpu, found = {"graph_ms", "compilation_ms", "host_launches"}, runs.beside(run, run)
     assert {key for key in known if found[key] is None} == on_a_gpu
     assert [*plain.directory.iterdir()] == [run.path], "and nothing else"
 

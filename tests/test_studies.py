@@ -7,13 +7,14 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import call, load, table_of, words
+from conftest import call, load, read_rows, table_of, words
 
 from analysis_tools import benchmark_suite, fusion_ablation_study, optimize_batch_size
-from fusion_lab import study, turns
+from fusion_lab import batch_size, runs, study, sweep, turns
 from fusion_lab.cli import ToolError
 from fusion_lab.turns import Turns, all_measured, compare_in_turns, in_turns, spread
 
@@ -94,15 +95,17 @@ def test_functions_take_turns_in_changing_order():
         ([5, 5, 5, 5, 3], "to 3.33x in 5 turns, 67 % wide (all turns agree on which is faster)"),
         ([5, 5, 5, 5, 20], "0.50x to 2.00x in 5 turns, 300 % wide (no difference seen)"),
         ([5, 5], "2.00x to 2.00x in 2 turns, 0 % wide (too few turns to tell)"),
+        ([5, 4, 5], "2.00x to 2.50x in 3 turns, 25 % wide (all turns agree)"),
+        ([5, 5, 2], "2.00x to 5.00x in 3 turns, 150 % wide (too few turns to tell)"),
+        ([20, 21, 20], "0.48x to 0.50x in 3 turns, 5 % wide (all turns agree)"),
     ],
 )
 def test_a_comparison_says_how_wide_its_turns_lie_apart(after, said):
     found = Turns({"before": [10.0] * len(after), "after": after})
     first, _, verdict = str(found).splitlines()
     assert first == "before: 10 ms"
-    assert "2.00x as fast as before: " in verdict
     assert said in verdict
-    assert found.us["after"][0] == 5000
+    assert found.us["after"][0] == 1000 * after[0]
     agree = "(all turns agree)" in said  # a table then says no more
     assert spread(found.ratios("after")).count(",") == (not agree)
 
@@ -126,20 +129,35 @@ def test_a_study_goes_on_where_it_was_interrupted(tmp_path, capsys):
     assert not path.exists()
     with pytest.raises(ToolError, match="other settings"):
         study.measure_study(path, counting(done), rounds=4)
-    rows = study.measure_study(path, counting(done), rounds=3)
+    rows = study.measure_study(path, counting(done), rounds=3, cost=lambda names: 100.0)
     assert done == [0, 1, 2, 3], "none is measured twice"
     assert rows == [{"seed": n, "group": n * n} for n in range(4)]
     written = json.loads(path.read_text())
     assert (written["rows"], written["rounds"]) == (rows, 3)
     assert [file.name for file in tmp_path.iterdir()] == ["study.json"]
-    assert "4 of 4: seed 3" in capsys.readouterr().err
+    before, first, second = capsys.readouterr().err.splitlines()[-3:]
+    assert before == "about 3 min for 2 points to measure"
+    assert (first, second) == ("1 of 2: seed 2", "2 of 2: seed 3; about 1 s left")
+
+
+def test_what_failed_is_tried_again_and_nothing_else(tmp_path):
+    done = []
+
+    def parts(status: dict) -> list:
+        def measure(n: int) -> dict:
+            done.append(n)
+            return {"script": "x"} | (status if n == 1 else {"batch_ms": 1.0})
+
+        return [({"seed": n}, partial(measure, n)) for n in range(3)]
+
+    path = tmp_path / "study.json"
+    for status in ({"status": "failed", "error": "why"}, {"status": "oom", "error": "why"}, {}):
+        rows = study.measure_study(path, parts(status), keep=True)
+    assert done == [0, 1, 2, 1]
+    assert sorted(row["seed"] for row in rows) == [0, 1, 2]
 
 
 # The tools
-
-
-def cells(row: dict[str, str]) -> list[str]:
-    return [*row.values()]
 
 
 def made_up(names: list[str], together: float) -> list[dict]:
@@ -160,49 +178,55 @@ def made_up(names: list[str], together: float) -> list[dict]:
 
 def test_effects_of_made_up_times():
     names = ["", "a", "b", "c", "ab", "ac", "bc", "abc"]
-    gains = study.gains_over_none(made_up(names, together=0.5))
+    gains = sweep.gains_over_none(made_up(names, together=0.5))
     assert len(gains) == 8
     # two pairs without b, two with it, the median on log times
-    assert study.main_effect(gains, "a") == pytest.approx([math.sqrt(2)] * 5)
-    gains = study.gains_over_none(made_up(names, together=1.0))
-    assert study.main_effect(gains, "b") == pytest.approx([1.5] * 5)
+    assert sweep.main_effect(gains, "a") == pytest.approx([math.sqrt(2)] * 5)
+    gains = sweep.gains_over_none(made_up(names, together=1.0))
+    assert sweep.main_effect(gains, "b") == pytest.approx([1.5] * 5)
     del gains[frozenset("ab")], gains[frozenset("abc")], gains[frozenset("bc")]
-    assert study.main_effect(gains, "b") == pytest.approx([1.5] * 5), "by what finished"
-    assert study.main_effect({frozenset(): {}}, "b") == []
+    assert sweep.main_effect(gains, "b") == pytest.approx([1.5] * 5), "by what finished"
+    assert sweep.main_effect({frozenset(): {}}, "b") == []
 
 
-def test_a_cost_within_that_of_the_control_is_none_seen():
+def test_a_gain_within_that_of_the_control_is_none_seen():
     """In each group over all of the same turns, however slow the host was for another group.
 
     Memory is over the control's, as the first side's may be more than it needs.
     """
-    again = study.CONTROL
-    common = {"shape": "small", "precision": "bf16", "seed": 42}
+    common = {"shape": "small", "precision": "bf16", "seed": 42, "script": "x", "batch_size": 1}
     rows = [
         {
             **common,
-            **{"group": group, "side": side, "on": [*on]},
-            **{"turns_ms": [group * ms, 3 * group * ms], "peak_mb": mb},
+            **{"group": group, "side": side, "on": [*on], "batch_ms": group * ms},
+            **{"turns_ms": [group * ms, 3 * group * ms, 2 * group * ms], "peak_mb": mb},
         }
         for group, side, on, ms, mb in (
             *((1, "all", "abc", 10.0, 110.0), (2, "all", "abc", 10.0, 100.0)),
             *((group, "none", "", 20.0, 300.0) for group in (1, 2)),
-            *((1, again, "abc", 10.1, 100.0), (2, again, "abc", 9.8, 100.0)),
+            *((1, sweep.CONTROL, "abc", 10.1, 100.0), (2, sweep.CONTROL, "abc", 9.8, 100.0)),
             (1, "all but a", "bc", 11.0, 100.0),
             (1, "all but b", "ac", 10.15, 150.0),
             (2, "all but c", "ab", 9.7, 100.0),
         )
     ]
-    assert study.noise(rows) == pytest.approx(0.02)
-    lines = study.costs_table("script", rows).splitlines()[2:]
-    assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines] == [
-        ["a", "10.0", "0.0"],
-        ["b", "1.5, none seen", "50.0"],
-        ["c", "-3.0", "0.0"],
-        [again, "within 2.0", "-"],
+    assert sweep.noise(rows) == pytest.approx(0.02)
+    study_of = {"environment": {"device_name": "x"}, "rows": rows}
+    measured = runs.of_study(Path("x.json"), study_of)
+    (table, worth), *_ = sweep.tables_of(measured)
+    shown = {row["what each fusion gains"]: row for row in table_of(worth)}
+    found = [(row["added last"], row["MB without it"]) for row in shown.values()]
+    none = "no difference seen"
+    assert found == [
+        *(("1.10x", "+0.0 %"), ("1.02x", "+50.0 %"), ("0.97x", "+0.0 %")),
+        ("within 2.0 %", "-"),
     ]
-    assert study.gains_of(rows, study.gains_over_none(rows), "c")["last"] == pytest.approx(0.97)
-    assert not study.costs_table("script", [row for row in rows if row["side"] != again])
+    agree = "all turns agree"
+    assert [shown[name]["what that shows"] for name in "abc"] == [agree, none, agree]
+    said = "At these sizes: saves time: a (1.10x); no difference seen: b; takes longer: c (0.97x)."
+    assert sweep.conclusion(measured) == said
+    firsts = [row["turns of group"] for row in table_of(table) if row["x"] == "none"]
+    assert firsts == ["1", "2"], "each group has its own none, as its rows come from it"
 
 
 @pytest.fixture
@@ -232,9 +256,10 @@ def test_an_ablation_has_the_effect_of_each_fusion(steady, tmp_path):
     argv += [*words("--group-size 4 --rounds 5 --output"), path]
     status, out, err = call(fusion_ablation_study, *argv)
     assert (status, "6 of 6" in err) == (0, True)
-    rows = {row[0]: row for row in map(cells, table_of(out))}
-    assert (len(rows), rows["all but swiglu-fusion"][-2]) == (9, "2.50x")
-    assert "fp32: all again was within 0.0 % of all" in out
+    assert max(map(len, err.splitlines())) < 100, "a point is one short line"
+    rows = {row["tiny_llama_v2"]: row for row in table_of(out)}
+    assert (len(rows), rows["all but swiglu-fusion"]["speed-up"]) == (9, "2.50x")
+    assert "flash-attention (2.00x)" in out.splitlines()[-1]
     assert call(fusion_ablation_study, "--table", path)[1] == out
     assert call(fusion_ablation_study, *argv)[1] == out, "nothing is left to measure"
 
@@ -245,18 +270,38 @@ def test_the_suite_compares_the_models_of_each_cell(steady, monkeypatch, tmp_pat
     def short_run(script: str, argv: list[str]) -> dict:
         return {"status": "ok", "loss": {"final": 4.0 + (script[-1] == "2")}}
 
-    monkeypatch.setattr(study, "short_run", short_run)
+    monkeypatch.setattr(sweep, "short_run", short_run)
     argv = [*SMALL, *words("--batch-sizes 2,4 --seq-lengths 8 --rounds 5 --output")]
-    argv += [tmp_path / "suite.json"]
+    argv += [tmp_path / "suite.json", "--csv", tmp_path / "s.csv", "--plot", tmp_path / "s.png"]
     status, out, _ = call(benchmark_suite, *argv)
     assert status == 0
-    first, second, third, fourth = map(cells, table_of(out))
-    assert first[:3] == ["2", "8", "v1"]
-    assert (first[3], second[3], *second[6:8]) == ("83.3", "229.2", "2.75x", "2.75x to 2.75x")
-    assert second[10:] == ["5.0000", "+2.5e-01"]
-    assert third[3:5] == ["out of memory", "-"]
-    assert fourth[6] == "-", "there is nothing to compare with"
-    assert call(benchmark_suite, "--table", tmp_path / "suite.json")[1] == out
+    first, second, third, fourth = table_of(out)
+    assert [first[key] for key in ("tiny_llama", "batch size", "samples/sec")] == [
+        "V1",
+        "2",
+        "83.3",
+    ]
+    found = [second[key] for key in ("samples/sec", "speed-up", "in turns", "loss change")]
+    assert found == ["229.2", "2.75x", "2.75x to 2.75x", "+2.5e-01"]
+    assert (third["samples/sec"], third["ms per step"]) == ("out of memory", "-")
+    assert fourth["speed-up"] == "-", "there is nothing to compare with"
+    assert "batch size 2: saves time: V2 (2.75x).\n" in out
+    shown = call(benchmark_suite, "--table", tmp_path / "suite.json")[1]
+    assert shown == out.partition("\nWritten")[0]
+    assert [row["speedup"] for row in read_rows(tmp_path / "s.csv")] == ["1.0", "2.75", "", ""]
+    assert (tmp_path / "s.png").stat().st_size > 5_000
+    more = call(benchmark_suite, *argv, "--seq-lengths", "8,16")
+    assert "for 2 points to measure" in more[2], "what was measured stays"
+
+
+def test_without_sizes_a_cpu_gets_small_ones_and_says_so(steady, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep, "SMALL", {"tiny_llama": " ".join(SMALL[:-4])})
+    argv = words("--device cpu --rounds 1 --warmup-steps 1 --fusions qkv-fusion")
+    status, _, err = call(fusion_ablation_study, *argv)
+    assert (status, "no size is given: tiny_llama_v2 gets --hidden-dim 32" in err) == (0, True)
+    (row, *_) = json.loads((tmp_path / "ablation_tiny_llama_v2.json").read_text())["rows"]
+    assert row["seq_len"] == 8
 
 
 def sizes_measured(fits, limit: float = math.inf, **more) -> list[int]:
@@ -265,7 +310,7 @@ def sizes_measured(fits, limit: float = math.inf, **more) -> list[int]:
     Those that do not fit are out of memory.
     """
     rows: list[dict] = []
-    while size := study.next_size(rows, limit, **{"most": 1000, **more}):
+    while size := batch_size.next_size(rows, limit, **{"most": 1000, **more}):
         found = {"peak_mb": float(size)} if fits(size) else {"status": "oom"}
         rows.append({"batch_size": size, **found})
     return [row["batch_size"] for row in rows]
@@ -280,7 +325,7 @@ def test_the_search_doubles_and_then_halves_the_gap():
     )
     assert sizes_measured(lambda size: False) == [1]
     failed = [{"batch_size": 1, "status": "failed"}]
-    assert study.next_size(failed, 1.0, 8) is None
+    assert batch_size.next_size(failed, 1.0, 8) is None
 
 
 def test_the_best_batch_size_is_below_the_limit(steady, monkeypatch, tmp_path):
@@ -290,9 +335,10 @@ def test_the_best_batch_size_is_below_the_limit(steady, monkeypatch, tmp_path):
     argv += words("--rounds 2 --output")
     status, out, err = call(optimize_batch_size, *argv, path)
     assert status == 0, err
-    rows = [*map(cells, table_of(out))]
-    assert [row[0] for row in rows] == ["1", "2", "4", "5", "6", "8"]
-    assert [row[1] for row in rows[2:]] == ["523.8", *["out of memory"] * 3]
+    rows = table_of(out)
+    assert [row["batch size"] for row in rows] == ["1", "2", "4", "5", "6", "8"]
+    found = [row["samples/sec"] for row in rows[2:]]
+    assert found == ["523.8", *["out of memory"] * 3]
     assert "Best for throughput: batch size 4" in out
     again = call(optimize_batch_size, *argv, path, "--optimization-target", "latency")
     assert "Best for latency: batch size 1" in again[1]

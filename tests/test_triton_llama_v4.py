@@ -105,12 +105,14 @@ def test_optimizer_takes_the_steps_of_pytorch(rate: str):
     """What has no gradient stays, and counts its own steps."""
     ours, theirs = parameters(), parameters()
     optimizers = fused(ours), torch.optim.AdamW(theirs, 1e-2)
+    place = optimizers[0].param_groups[0]["lr"]
     for seed, missing in enumerate(MISSING):
         for optimizer, given in zip(optimizers, (ours, theirs), strict=True):
             take_step(optimizer, given, seed, missing)
             halve(optimizer, rate)
         assert max(map(difference, *map(state, optimizers, (ours, theirs)))) < 1e-6
     assert float(optimizers[0].param_groups[0]["lr"]) == 1e-2 / (1 if rate == "constant" else 64)
+    assert optimizers[0].param_groups[0]["lr"] is place, "a graph reads it there"
 
 
 def test_a_scaled_gradient_is_divided_and_a_step_with_an_infinite_one_changes_nothing():

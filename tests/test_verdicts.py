@@ -13,8 +13,7 @@ import pytest
 from conftest import QUICK, ROOT, TINY, assert_refused, call, run_main, strict_json
 
 from analysis_tools import compare_versions, regression_tester, validate_numerical_accuracy
-from fusion_lab import accuracy
-from fusion_lab import study as studies
+from fusion_lab import accuracy, sweep
 from fusion_lab.turns import short_run
 
 TINY_LLAMA = [*TINY["llama"], "--device", "cpu"]
@@ -153,12 +152,12 @@ def test_versions_are_measured_once_and_reported(tmp_path, monkeypatch):
     status, out, err = call(compare_versions, *argv)
     assert (status, "| V2" in out, "too few turns to tell" in out) == (0, True, True), err
     v1, v2 = strict_json((tmp_path / "versions.json").read_text())["rows"]
-    alone = short_run("tiny_llama_v1", [*compare_versions.LOSS_STEPS, *TINY_LLAMA])
+    alone = short_run("tiny_llama_v1", [*sweep.LOSS_STEPS, *TINY_LLAMA])
     assert v1["final_loss"] == pytest.approx(alone["loss"]["final"], rel=1e-5)
     assert v2["per_step"] < v1["per_step"]
     over_v1 = statistics.median(a / b for a, b in zip(v1["turns_ms"], v2["turns_ms"], strict=True))
     assert f" {over_v1:.2f}x |" in out
-    monkeypatch.setattr(studies, "in_turns", None)  # nothing is measured again
+    monkeypatch.setattr(sweep, "in_turns", None)  # nothing is measured again
     status, again, err = call(compare_versions, *argv, "--generate-report")
     assert (status, again.startswith(out.rstrip())) == (0, True), err
     assert f"{v2['batch_ms']:.2f}" in (tmp_path / "version_comparison.md").read_text()

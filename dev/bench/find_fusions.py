@@ -30,6 +30,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from typing_extensions import NotRequired
 
 from dev.bench.models_for_find_fusions import IN_FP32, MODELS
 from dev.bench.sizes import SHAPES
@@ -39,9 +40,9 @@ from fusion_lab.fusions.groups import Finding
 from fusion_lab.fusions.rates import CONSTANTS, Rates, measure_rates
 from fusion_lab.fusions.record import Recorded
 from fusion_lab.host import free_memory
-from fusion_lab.records import NUMBER, TEXT, TURNS, WHOLE, Row
+from fusion_lab.records import Number, Row, Turns, read_rows
 from fusion_lab.show import Column, render
-from fusion_lab.study import measure_study, read_rows
+from fusion_lab.study import measure_study
 from fusion_lab.turns import compare_in_turns
 
 GPU = torch.cuda.is_available()
@@ -54,18 +55,21 @@ IN_V3 = {
     "tiny_llama": ("now", "chains", "attention", "joined"),
     "tiny_openfold": ("now", "chains", "products", "attention", "joined"),
 }
-Predicted = Row | {
-    "part": TEXT,  # fitted, held out, KernelBench, or later than the rules of the tool
-    "moved": {"*": WHOLE},  # bytes, by level of fusion
-    "launched?": {"*": WHOLE},
-    "predicted_ms?": {"*": NUMBER},
-    "compiled_ms?": {"*": NUMBER},  # predicted, by the value of the constant
-    "sides_ms?": {"*": TURNS},
-    "remarks?": [TEXT],
-    "sessions?": WHOLE,  # 2 where the two sides were not measured in turns
-    "traced?": TEXT,  # why it cannot be a graph: its sides are the time of kernels in traces
-    "other?": [TEXT],  # kernels that tell that another program was compiled, or that none was
-}
+
+
+class Predicted(Row):
+    part: str  # fitted, held out, KernelBench, or later than the rules of the tool
+    moved: dict[str, int]  # bytes, by level of fusion
+    launched: NotRequired[dict[str, int]]
+    predicted_ms: NotRequired[dict[str, Number]]
+    compiled_ms: NotRequired[dict[str, Number]]  # predicted, by the value of the constant
+    sides_ms: NotRequired[dict[str, Turns]]
+    remarks: NotRequired[list[str]]
+    sessions: NotRequired[int]  # 2 where the two sides were not measured in turns
+    traced: NotRequired[str]  # why it cannot be a graph: its sides are kernels in traces
+    other: NotRequired[list[str]]  # kernels that tell that another program was compiled, or none
+
+
 Build = Callable[[], steps.Step]
 Subject = tuple[Build, Build | None, tuple[str, ...]]
 

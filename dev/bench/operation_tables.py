@@ -5,23 +5,48 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+from typing_extensions import NotRequired, TypedDict
+
 from dev.bench.version_tables import best_column, joined, read_lines
 from fusion_lab.cli import ToolError
 from fusion_lab.profile.kernels import CATEGORIES
-from fusion_lab.records import COUNT, POSITIVE, TEXT, Row, WholeStep, read_rows
+from fusion_lab.records import Ceilings, Count, Number, Positive, Row, read_rows
 from fusion_lab.show import Column, ended, render, side_columns
 from fusion_lab.turns import speedup
 
 OPERATIONS = ("attention", "triangle", "block", "causal", "optimizer")
 
 
-Moved = Row | {  # a kernel that moves bytes, or a copy of as many
-    "operator": TEXT,
-    "bytes": COUNT,
-    "gb_per_s": POSITIVE,
-    "of_copy?": POSITIVE,  # of the rate of a copy
-}
-Traffic = Row | {"gb": POSITIVE}  # a step by what its operators read and write
+class Moved(Row):
+    """A kernel that moves bytes, or a copy of as many."""
+
+    operator: str
+    bytes: Count
+    gb_per_s: Positive
+    of_copy: NotRequired[Positive]  # of the rate of a copy
+
+
+class Traffic(Row):
+    gb: Positive  # that the operators of a step read and write
+
+
+class Kernel(TypedDict):
+    name: str
+    category: str
+    calls: Number
+    us: Number
+
+
+class WholeStep(Row):
+    """A step by its kernels, beside a GEMM of its FLOPs and a copy of its bytes."""
+
+    gemm_ms: Positive
+    copy_ms: Positive
+    over_reference: Positive
+    kernels: list[Kernel]
+    ceilings: Ceilings
+    flop: Count
+    bytes: Count | None
 
 
 def memory_of(side: Mapping) -> str:
@@ -58,7 +83,8 @@ def rows_table(directory: Path) -> str:
 
 def step_tables(directory: Path) -> str:
     """The whole step beside its reference, the time of each category, the ten longest kernels."""
-    rows = read_rows(directory / "step.json", kind=WholeStep)
+    keys = ("shape", "precision", "batch_ms")
+    rows = read_rows(directory / "step.json", keys, keys, kind=WholeStep)
     for row in rows:
         row |= {"name": f"{row['shape']}, {row['precision']}", "spent": Counter()}
         for kernel in row["kernels"]:

@@ -23,15 +23,15 @@ from dev.bench.sizes import (
     sized,
 )
 from fusion_lab.host import free_memory, is_out_of_memory
-from fusion_lab.records import COUNT, TEXT, Row, read_rows
+from fusion_lab.records import Count, Row, read_rows
 from fusion_lab.show import Column, render
 from fusion_lab.study import Part
 from fusion_lab.turns import failure, graph_of, named, parse_quiet
 
-Scaling = Row | {
-    "name": TEXT,  # of a size in SCALING
-    "processes": COUNT,  # that shared the batch, on a GPU each
-}
+
+class ScalingRow(Row):
+    name: str  # of a size in SCALING
+    processes: Count  # that shared the batch, on a GPU each
 
 
 class Scaled(NamedTuple):
@@ -125,7 +125,7 @@ def turns_alone(script: str, argv: list[str], steps: int, rounds: int) -> dict:
 def scaling_tables(directory: Path) -> str:
     """Weak scaling, eager and as graphs, then strong scaling."""
     keys = ("precision", "mode", "side", "batch_size")
-    rows = read_rows(directory / "scaling.json", keys, ["batch_ms"], kind=Scaling)
+    rows = read_rows(directory / "scaling.json", keys, ["batch_ms"], kind=ScalingRow)
     tables = (
         scaling_table([row for row in rows if row["mode"] == mode], mode, weak)
         for weak, mode in itertools.product((True, False), ("eager", "graph"))

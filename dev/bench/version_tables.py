@@ -3,6 +3,7 @@
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from string import Formatter
@@ -11,24 +12,20 @@ from dev.bench.several_gpus import scaling_tables
 from dev.bench.sizes import ALL_VERSIONS, MODES, VERSIONS, script_of
 from fusion_lab.cli import ToolError
 from fusion_lab.profile.kernels import CATEGORIES
-from fusion_lab.records import FLAG, Profile, Row, read, read_rows
+from fusion_lab.records import Profile, Row, read, read_rows
+from fusion_lab.runs import of_study
 from fusion_lab.script import load_script
 from fusion_lab.show import Column, render, side_columns
-from fusion_lab.study import (
-    Ablated,
-    by_shape,
-    by_side,
-    costs_table,
-    sets_table,
-)
+from fusion_lab.study import by_side
+from fusion_lab.sweep import worth_table
 from fusion_lab.turns import speedup
 
 FINISHED = ("batch_ms", "turns_ms", "per_step")  # what a side has that finished
-PADDED = ", padded"  # at the end of a side's name
 FASTEST = {"tiny_llama": "fastest", "tiny_openfold": "fastest_openfold"}  # file of each model
 
 
-Trunk = Row | {"checkpointed": FLAG}  # with --checkpoint-blocks
+class Trunk(Row):
+    checkpointed: bool  # with --checkpoint-blocks
 
 
 def read_lines(
@@ -36,7 +33,7 @@ def read_lines(
     name: str = "{shape}, {precision}",
     column: str = "{side}",
     measured: Iterable[str] = (),
-    kind: dict = Row,
+    kind: type = Row,
 ) -> tuple[list[dict], list[str]]:
     """The rows of a study as lines of a table, and what its columns are called: rows of the same
     `name` are one line, in which each stands under its `column`. All have what is `measured`."""
@@ -203,30 +200,35 @@ def flags_named(side: str) -> list[str]:
 def ablation_tables(directory: Path, script: str) -> str:
     """What is gained by each set of a version's fusions, and what each costs if it is left out;
     without the fusions that are no flag of it any longer."""
-    rows = read_rows(directory / f"ablation_{script}.json", ("precision", "side"), kind=Ablated)
+    path = directory / f"ablation_{script}.json"
+    rows = read_rows(path, ("precision", "side", "on"))
     flags = {flag for flag, *_ in load_script(f"{script}.py").FUSIONS} if rows else ()
     rows = [row for row in rows if all(flag in flags for flag in flags_named(row["side"]))]
-    tables = [
-        sets_table(", ".join(filter(None, (script, shape.partition(", ")[2]))), same)
-        for shape, same in by_shape(rows).items()
-    ]
-    return joined(*tables, costs_table(script, rows) if rows else "")
+    shapes = dict.fromkeys(row.get("shape", "") for row in rows)
+    tables = [sets_table(script, shape, rows) for shape in shapes]
+    runs = of_study(path, {"environment": {}, "rows": rows})
+    return joined(*tables, *([worth_table(runs)] if runs else []))
 
 
-def padding_table(directory: Path) -> str:
-    """Milliseconds per step of each version, and how much longer it takes with masks."""
-
-    def longer(version: str, sides: Mapping[str, dict]) -> float:
-        return 100 * speedup(sides[f"{version}{PADDED}"], sides[version]) - 100
-
-    lines, sides = read_lines(directory / "padding.json", measured=FINISHED)
-    names = sorted(name for name in sides if PADDED not in name)
-    columns = [
-        Column("as graphs", "name"),
-        *side_columns("{}, ms", names, "batch_ms", ".2f"),
-        *(Column(f"{name} padded", partial(longer, name), "+.1f", " %") for name in names),
-    ]
-    return render(columns, lines)
+def sets_table(script: str, shape: str, rows: Iterable[Mapping]) -> str:
+    """Kernels, time and speed-up over none of each set of fusions, in each precision."""
+    lines: dict[str, dict] = {}
+    for row in sorted(rows, key=lambda row: len(row["on"])):
+        if row.get("shape", "") == shape:
+            line = lines.setdefault(row["side"], {"name": row["side"]})
+            line.setdefault(row["precision"], row)
+    precisions = dict.fromkeys(key for line in lines.values() for key in line if key != "name")
+    columns = [Column(", ".join(filter(None, (script, shape.partition(", ")[2]))), "name")]
+    for precision in precisions:
+        if any(line.get(precision, {}).get("per_step") for line in lines.values()):
+            columns += side_columns("{} kernels", [precision], lambda row: row.get("per_step"))
+        columns += side_columns("{} ms per step", [precision], "batch_ms", ".2f", ends=True)
+        gain = "speedup", ".2f"
+        columns += [
+            replace(column, unit="x")
+            for column in side_columns("{} speed-up", [precision], *gain, ends=True)
+        ]
+    return render(columns, [*lines.values()])
 
 
 ABLATIONS = [script_of(model, version) for version in ALL_VERSIONS[1:] for model in FASTEST]
@@ -237,7 +239,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "headline": lambda where: headline_tables(where / "headline.json"),  # V1 and V2, all modes
     "versions": lambda where: headline_tables(where / "headline_v3.json"),  # V1 to V3, as graphs
     "ablation": lambda where: joined(*(tables(where) for tables in OF_ABLATIONS.values())),
-    "padding": padding_table,
     "overview": overview_table,
     "llama": partial(model_table, model="tiny_llama"),
     "openfold": partial(model_table, model="tiny_openfold"),

@@ -12,7 +12,6 @@ Examples:
   python dev/bench/versions.py fastest_openfold DIR  the same of TinyOpenFold
   python dev/bench/versions.py trunk DIR  48 Evoformer blocks, with and without --checkpoint-blocks
   python dev/bench/versions.py ablation_tiny_llama_v3 DIR  what V3 adds: each alone, all but each
-  python dev/bench/versions.py padding DIR  batches padded, and of proteins of one size
   python dev/bench/versions.py lengths DIR  proteins of lengths that are no multiple of 8, too
   python dev/bench/versions.py scaling DIR  the part on one GPU; then, in the same file, that on N:
   torchrun --nproc-per-node N dev/bench/versions.py scaling DIR
@@ -21,11 +20,9 @@ Examples:
 """
 
 import argparse
-import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -41,122 +38,83 @@ from dev.bench.sizes import (
     SHAPES,
     TRUNK,
     VERSIONS,
+    Shape,
     in_sizes,
     script_of,
     sized,
 )
-from dev.bench.version_tables import ABLATIONS, FASTEST, OF_ABLATIONS, PADDED, TABLES, table
+from dev.bench.version_tables import ABLATIONS, FASTEST, OF_ABLATIONS, TABLES, table
 from fusion_lab.cli import Parser, documented_parser, program
-from fusion_lab.study import (
-    Part,
-    Sides,
-    ablation,
-    as_rows,
-    check_failed,
-    chosen,
-    fusion_sets,
-    measure_study,
-    new_fusions,
-)
+from fusion_lab.study import Part, as_rows, check_failed, chosen, measure_study
+from fusion_lab.sweep import Side, fusion_sets, fusion_teams, measured, new_fusions
 from fusion_lab.turns import all_measured, graph_of, in_turns
 
 TRUNKS = {  # sequences and residues of AlphaFold 2's training, and of its fine-tuning
     "128 x 256": sized("openfold", TRUNK),
     "512 x 384": sized("openfold", f"{TRUNK} --num-seqs 512 --seq-len 384"),
 }
+ABLATED = {  # sizes of the ablation of V4, and of those before
+    **SHAPES,
+    "tiny_openfold, medium": sized("openfold", ODD),
+    "tiny_openfold, 8 blocks": sized("openfold", TRUNK.replace("blocks 48", "blocks 8")),
+}
+DEFAULTS = {"tiny_openfold": sized("openfold"), "tiny_llama": sized("llama", "--seq-len 128")}
 LENGTHS = (160, 165, 168, 171, 173, 176, 179, 184, 187, 192)  # of the suite of this name
 LONG = {
     f"trunk, 128 x {length}": sized("openfold", f"{TRUNK} --seq-len {length}")
     for length in (255, 256)
 }
-MODELS = {"tiny_openfold": [], "tiny_llama": ["--seq-len", "128"]}  # of the ablation of V2 and V3
-ABLATED = {  # of that of V4
-    **SHAPES,
-    "tiny_openfold, medium": sized("openfold", ODD),
-    "tiny_openfold, 8 blocks": sized("openfold", TRUNK.replace("blocks 48", "blocks 8")),
-}
+GROUP = 8  # sets of fusions in memory together
 # Suites: parts of studies, which return rows
 
 
+def grid(
+    shapes: Mapping[str, Shape],
+    precisions: Iterable[str],
+    sides: Sequence[str],
+    rounds: int,
+    modes: Iterable[str] = ("",),
+) -> Iterator[Part]:
+    """These sides in turns, in each size, precision and mode; without modes as graphs on a GPU."""
+    for (shape, (model, sizes)), precision, mode in product(shapes.items(), precisions, modes):
+        asked = [*sizes, *PRECISIONS[precision], *MODES.get(mode, ())]
+        asked = asked if mode else graph_of(asked)
+        names = {"shape": shape, "precision": precision, **({"mode": mode} if mode else {})}
+        pairs = {}
+        for side in sides:
+            version, _, compiled = side.partition(" ")
+            pairs[side] = script_of(model, version), [*asked, *(COMPILE if compiled else ())]
+        yield names, partial(all_sides, pairs, rounds)
+
+
+def all_sides(sides: Mapping[str, tuple[str, list[str]]], rounds: int) -> list[dict]:
+    """A row for each side; all of them have to finish."""
+    return as_rows(all_measured(sides, rounds))
+
+
 def overview(args: argparse.Namespace) -> Iterator[Part]:
-    """All versions as graphs in every size, in bf16."""
-    for names, model, argv in in_sizes():
-        yield names, partial(all_sides, beside_compiled(model, argv, ALL_VERSIONS), args.rounds)
+    return grid(SHAPES, ["bf16"], ALL_VERSIONS, args.rounds)
 
 
 def headline(args: argparse.Namespace) -> Iterator[Part]:
-    """V1 to V3 in every size, precision and mode."""
-    for shape, precision, mode in product(SHAPES, PRECISIONS, MODES):
-        model, sizes = SHAPES[shape]
-        sides = beside_compiled(model, [*sizes, *PRECISIONS[precision], *MODES[mode]], VERSIONS)
-        names = {"shape": shape, "precision": precision, "mode": mode}
-        yield names, partial(all_sides, sides, args.rounds)
+    return grid(SHAPES, PRECISIONS, VERSIONS, args.rounds, MODES)
 
 
 def fastest(model: str, args: argparse.Namespace) -> Iterator[Part]:
-    """V4, V3 and V1, and V1 to V3 compiled, all as whole-step graphs."""
-    for names, _, argv in in_sizes(PRECISIONS, model):
-        sides = beside_compiled(model, argv, ("V4", "V3", "V1"), ("V3", "V2", "V1"))
-        yield names, partial(all_sides, sides, args.rounds)
-
-
-def beside_compiled(
-    model: str, argv: list[str], versions: Iterable[str], compiled: Iterable[str] = ()
-) -> Sides:
-    """Sides: versions as they are, then others under torch.compile."""
-    sides = {version: (script_of(model, version), argv) for version in versions}
-    for version in compiled:
-        sides[f"{version} compiled"] = (script_of(model, version), [*argv, *COMPILE])
-    return sides
-
-
-def all_sides(sides: Sides, rounds: int, **more: Callable) -> list[dict]:
-    """A row for each side; all of them have to finish."""
-    return as_rows(all_measured(sides, rounds, **more))
-
-
-def padding(args: argparse.Namespace) -> Iterator[Part]:
-    """TinyOpenFold's versions as graphs in bf16, with proteins of one size, and padded."""
-    for names, model, argv in in_sizes(model="tiny_openfold"):
-        sides = {
-            name: (script_of(model, version), argv)
-            for version in reversed(ALL_VERSIONS)
-            for name in (version, f"{version}{PADDED}")
-        }
-        yield names, partial(all_sides, sides, args.rounds, building=with_its_proteins)
-
-
-@contextlib.contextmanager
-def with_its_proteins(side: str) -> Iterator[None]:
-    """If a side is padded, every second synthetic protein has three quarters of the sequences and
-    residues inside; so each batch has masks."""
-    module = importlib.import_module(script_of("tiny_openfold", side[:2]))
-    whole = module.synthetic_proteins
-
-    def some_shorter(*sizes: int) -> list:
-        proteins = whole(*sizes)
-        for number, protein in enumerate(proteins[::2]):
-            depth, length = (3 * size // 4 for size in protein.tokens.shape)
-            known = {name: getattr(protein, name)[:length] for name in ("coords", "observed")}
-            proteins[2 * number] = replace(protein, tokens=protein.tokens[:depth, :length], **known)
-        return proteins
-
-    made_by = some_shorter if side.endswith(PADDED) else whole
-    with mock.patch.object(module, "synthetic_proteins", made_by):
-        yield
+    shapes = {name: shape for name, shape in SHAPES.items() if shape.model == model}
+    compiled = [f"{version} compiled" for version in reversed(VERSIONS)]
+    return grid(shapes, PRECISIONS, ["V4", "V3", "V1", *compiled], args.rounds)
 
 
 def lengths(args: argparse.Namespace) -> Iterator[Part]:
-    """TinyOpenFold's versions as graphs over lengths in bf16; V2 compiled, the other precisions and
-    V4's trunk of 48 blocks at one that is odd and the next multiple of 8."""
-    for precision, length in product(PRECISIONS, LENGTHS):
-        both = length in (173, 176)
-        if both or precision == "bf16":
-            argv = [*ODD.split(), "--seq-len", str(length), *PRECISIONS[precision]]
-            compiled = ("V2",) if both and precision == "bf16" else ()
-            sides = beside_compiled("tiny_openfold", graph_of(argv), ("V4", "V3", "V2"), compiled)
-            names = {"shape": f"37 x {length}", "precision": precision}
-            yield names, partial(all_sides, sides, args.rounds)
+    """TinyOpenFold's versions over lengths in bf16, V2 compiled at one that is odd and the next
+    multiple of 8, where also the other precisions are; and V4's trunk of 48 blocks."""
+    shapes = {f"37 x {n}": sized("openfold", f"{ODD} --seq-len {n}") for n in LENGTHS}
+    both = {name: shapes.pop(name) for name in ("37 x 173", "37 x 176")}
+    sides = ["V4", "V3", "V2"]
+    yield from grid(shapes, ["bf16"], sides, args.rounds)
+    yield from grid(both, ["bf16"], [*sides, "V2 compiled"], args.rounds)
+    yield from grid(both, ["fp32", "TF32"], sides, args.rounds)
     for names, model, argv in in_sizes(shapes=LONG):
         side = script_of(model, "V4"), [*argv, "--warmup-steps", "2"]
         yield {**names, "side": "V4"}, partial(trunk_of, "V4", False, side, args.rounds)
@@ -165,8 +123,9 @@ def lengths(args: argparse.Namespace) -> Iterator[Part]:
 def trunk(args: argparse.Namespace) -> Iterator[Part]:
     """48 blocks in bf16, each side alone, with and without checkpoints: versions, and V2 compiled,
     of which one block is compiled and serves all, as 48 would take too long."""
-    sides, checkpoints = [*reversed(ALL_VERSIONS), "V2 compiled"], ([], ["--checkpoint-blocks"])
-    for (names, model, argv), kind, more in product(in_sizes(shapes=TRUNKS), sides, checkpoints):
+    kinds = [*reversed(ALL_VERSIONS), "V2 compiled"]
+    checkpoints = [], ["--checkpoint-blocks"]
+    for (names, model, argv), kind, more in product(in_sizes(shapes=TRUNKS), kinds, checkpoints):
         version, _, compiled = kind.partition(" ")
         side = script_of(model, version), [*argv, "--warmup-steps", "2", *more]
         names = {**names, "side": kind, "checkpointed": bool(more)}
@@ -192,22 +151,18 @@ def trunk_of(name: str, compiled: bool, side: tuple[str, list[str]], rounds: int
         return in_turns({name: side}, rounds)[name]
 
 
-def single_fusions(script: str, args: argparse.Namespace) -> list[Part]:
+def single_fusions(script: str, args: argparse.Namespace) -> Iterator[Part]:
     """What a version adds, left out one by one and, before V4, alone; V4 in bf16 at several
     sizes."""
     model, _, version = script.rpartition("_")
+    newest = version == "v4"
     fusions = new_fusions(importlib.import_module(script))
-    if version != "v4":
-        arguments = {
-            precision: graph_of([*MODELS[model], *PRECISIONS[precision]])
-            for precision in ("fp32", "bf16")
-        }
-        return ablation(script, arguments, fusions, fusion_sets(fusions), args.rounds)
-    sets, parts = [on for on in fusion_sets(fusions) if len(on) != 1], []
-    for names, _, argv in in_sizes(model=model, shapes=ABLATED):
-        of_size = ablation(script, {"bf16": argv}, fusions, sets, args.rounds, counted=False)
-        parts += [(names | of_group, measure) for of_group, measure in of_size]
-    return parts
+    sets = [on for on in fusion_sets(fusions) if len(on) != 1 or not newest]
+    precisions = ["bf16"] if newest else ["fp32", "bf16"]
+    shapes = ABLATED if newest else {model: DEFAULTS[model]}
+    for names, _, argv in in_sizes(precisions, model, shapes):
+        for group, sides in fusion_teams(Side(script, argv), fusions, sets, GROUP):
+            yield names | group, partial(measured, sides, args.rounds, counted=not newest)
 
 
 # The command line
@@ -218,7 +173,6 @@ SUITES: dict[str, Callable[[argparse.Namespace], Iterable[Part]]] = {
     **{file: partial(fastest, model) for model, file in FASTEST.items()},
     "trunk": trunk,
     **{f"ablation_{script}": partial(single_fusions, script) for script in ABLATIONS},
-    "padding": padding,
     "lengths": lengths,
     "scaling": scaling,
 }

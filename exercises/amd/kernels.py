@@ -3,7 +3,7 @@
 product and a transposition. Run by itself, each is compared with PyTorch, in Triton's interpreter.
 
 Example:
-  python -m fusion_lab.amd.step exercises/amd/kernels.py add_relu_kernel
+  python -m fusion_lab.amd step exercises/amd/kernels.py add_relu_kernel
 """
 
 import os

@@ -27,6 +27,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from typing_extensions import TypedDict
+
 from fusion_lab.cli import ToolError, documented_parser, note, run_tool
 from fusion_lab.files import write_text
 from fusion_lab.profile.kernels import (
@@ -37,17 +39,8 @@ from fusion_lab.profile.kernels import (
     write_statistics,
 )
 from fusion_lab.profile.tables import analyse
-from fusion_lab.records import (
-    NUMBER,
-    TEXT,
-    Gradients,
-    Run,
-    Stages,
-    differences,
-    load_run,
-    read,
-    report_failed,
-)
+from fusion_lab.records import Gradients, Number, Stages, read
+from fusion_lab.runs import Run, differences, load_run, report_failed
 from fusion_lab.show import NOT_FINISHED, Column, render
 from fusion_lab.turns import WIDE, spread
 
@@ -60,7 +53,18 @@ QUANTITIES = (  # words, group and key in a result, format
     ("peak MB", "memory", "peak_mb", ".2f"),
     ("per step", "kernels", "per_step", ".10g"),
 )
-Turns = {"rows": [{"stage": TEXT, "turns_ms": [NUMBER], "claimed_ms": NUMBER}]}  # stage_turns.py
+
+
+class StageTurns(TypedDict):
+    stage: str
+    turns_ms: list[Number]
+    claimed_ms: Number
+
+
+class Turns(TypedDict):
+    """turns.json of stage_turns.py."""
+
+    rows: list[StageTurns]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -76,7 +77,7 @@ class Stage:
         self.claimed.append(self.answer())
         return 1e3 * (time.perf_counter() - before) / self.steps
 
-    def end(self, times: Sequence[float]) -> dict:
+    def finish(self, times: Sequence[float]) -> dict:
         """The row of this stage."""
         self.pipe.send(False)
         self.process.join()
@@ -91,14 +92,8 @@ def measured(paths: dict[str, Path], argv: Sequence[str], rounds: int = ROUNDS) 
         print(f"{PROG}: {name}: {error}", file=sys.stderr)
         return {}
 
-    rows = scheduled(
-        paths,
-        rounds,
-        start=lambda name: Stage(paths[name], argv),
-        take=Stage.take,
-        finish=lambda _, stage, times: stage.end(times),
-        failed=failed,
-    )
+    starts = {name: partial(Stage, path, argv) for name, path in paths.items()}
+    rows = scheduled(starts, rounds, failed)
     return [{"stage": name, **row} for name, row in rows.items() if row]
 
 

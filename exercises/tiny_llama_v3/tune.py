@@ -27,9 +27,9 @@ import torch
 import triton
 
 import tiny_llama_v3 as v3
-from dev import compile_for_amd
 from exercises.tiny_llama_v3 import measure
 from exercises.tiny_llama_v3.row_operators import row_operators
+from fusion_lab.amd.compile import TARGETS, compile_all, launches_of_step
 from fusion_lab.cli import ToolError, documented_parser, note, run_tool
 from fusion_lab.show import Column, render
 
@@ -37,7 +37,7 @@ PROG = Path(__file__).name
 
 
 def target_here() -> str:
-    """The GPU at hand as compile_for_amd.py names it; MI300 without one."""
+    """The GPU at hand by its name in TARGETS; MI300 without one."""
     if not measure.GPU:
         return "gfx942"
     major, minor = torch.cuda.get_device_capability()
@@ -47,21 +47,19 @@ def target_here() -> str:
         else ""
     )
     name = name or f"sm_{major}{minor}"
-    if name not in compile_for_amd.TARGETS:
-        raise ToolError(
-            f"no table for {name}: give one of {', '.join(compile_for_amd.TARGETS)} with --target"
-        )
+    if name not in TARGETS:
+        raise ToolError(f"no table for {name}: give one of {', '.join(TARGETS)} with --target")
     return name
 
 
 def needs(kernel: str, name: str, value: int, target: str) -> dict[str, str]:
     """Columns: what the kernel takes of a compute unit of this target."""
-    backend = compile_for_amd.TARGETS[target][0].backend
-    with mock.patch.multiple(v3, BACKEND=backend, wrap_triton=None):
-        blocks = ["--blocks", f"{kernel}:{name}={value}"]
-        launches = compile_for_amd.record(v3, backend, ["bfloat16"], ["default"], blocks)
+    backend = TARGETS[target][0].backend
+    with mock.patch.multiple(v3, BACKEND=backend, INTERPRETED=False, wrap_triton=None):
+        argv = f"--num-layers 1 --use-amp --blocks {kernel}:{name}={value}".split()
+        launches = launches_of_step(v3, argv, backend)
         launches = [launch for launch in launches if launch.kernel.__name__ == f"{kernel}_kernel"]
-        found = [result for (result,) in compile_for_amd.compile_all(launches, [target])]
+        found = compile_all(launches, target)
     if failed := [text for text in found if isinstance(text, str)]:
         return {"registers": failed[0], "LDS": "", "spills": "", "waves per SIMD": ""}
     most = max(found, key=lambda need: need.vgprs + need.agprs)
@@ -104,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     add("kernel", help="as for --blocks of tiny_llama_v3.py")
     add("name", help="block size, num_warps or num_stages")
     add("values", nargs="+", type=measure.power_of_two(2**20), metavar="N")
-    add("--target", choices=compile_for_amd.TARGETS, help="compile for this GPU, and time nothing")
+    add("--target", choices=TARGETS, help="compile for this GPU, and time nothing")
     measure.add_output(parser)
     args = parser.parse_args(argv)
     values: dict[int, dict[str, str]] = {}

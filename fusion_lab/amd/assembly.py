@@ -38,7 +38,6 @@ class Operand:
     count: int = 1
     negative: bool = False
     absolute: bool = False
-    extended: bool = False  # sext(...) of SDWA
 
     def bits(self, kind: str, size: int) -> int:
         """A constant as an operand of this kind (f, u, i) and size in bits.
@@ -94,8 +93,6 @@ class Program:
 def operand(text: str) -> Operand:
     """An operand by its text, such as -|v3|, s[2:3], vcc, 0x20 or off."""
     inner, signs = text, {}
-    if found := re.fullmatch(r"sext\((.*)\)", inner):
-        inner, signs["extended"] = found[1], True
     if found := re.fullmatch(r"-([vsa|].*)|neg\((.*)\)", inner):
         inner, signs["negative"] = found[1] or found[2], True
     if found := re.fullmatch(r"\|(.*)\|", inner):

@@ -13,7 +13,7 @@ from fusion_lab.amd.assembly import Instruction, Program
 from fusion_lab.amd.waves import Waves
 
 LANES = np.arange(64)
-BANKS = {"gfx90a": 32, "gfx942": 32, "gfx950": 64}  # of LDS, 4 bytes wide
+BANKS = 32  # of LDS, 4 bytes wide
 # the lanes that LDS serves together, by the bytes of each: as many as 32 banks can, in their order
 # but for reads of 16 bytes ("Avoiding LDS Bank Conflicts on AMD GPUs", AMD's ROCm blogs)
 TOGETHER = {1: 32, 2: 32, 4: 32, 8: 16, 12: 8, 16: 8}
@@ -26,25 +26,22 @@ READS_OF_16 = np.concatenate(
 READS = {
     "gfx90a": (64, "TCC_EA", ""),
     "gfx942": (128, "TCC_EA0", "TCC_BUBBLE_sum"),
-    "gfx950": (128, "TCC_EA0", "TCC_EA0_RDREQ_128B_sum"),
 }
 # of an MI300X (AMD's data sheet and CDNA 3 white paper): how many bytes may lie nearer than L2, its
-# Infinity Cache and memory, and the bytes per second of each; floating-point operations of its
-# matrix and vector units
+# Infinity Cache and memory, and the bytes per second of each
 LEVELS = ((0, 34.4e12), (32 << 20, 17.2e12), (288 << 20, 5.3e12))
-PEAK = {"BF16": 1307.4e12, "F16": 1307.4e12, "XF32": 653.7e12, "F32": 163.4e12, "F64": 163.4e12,
-        "F8": 2614.9e12, "I8": 2614.9e12}  # fmt: skip
+TYPES = ("BF16", "F16", "XF32", "F32", "F64", "F8", "I8")  # of matrix products that are counted
 FLOAT = re.compile(
     r"v_(?:pk_)?(?:(add|sub|subrev|mul|fma|fmac|fmamk|fmaak|mac|mad)"
     r"|(rcp|rsq|sqrt|exp|log|sin|cos)(?:_iflag)?)_f(16|32|64)$"
 )
 KINDS = ("MFMA", "SALU", "SMEM", "VMEM", "LDS", "branch")  # that have a counter of their own
 OPERATION = {"add": "ADD", "sub": "ADD", "subrev": "ADD", "mul": "MUL"}
-MFMA = re.compile(r"v_mfma_[fi]\d\d_(\d+)x(\d+)x(\d+)_?(x?f32|b?f16|f64|i8|[bf][fp]8)")
+MFMA = re.compile(r"v_mfma_f32_(\d+)x(\d+)x(\d+)_?(x?f32|b?f16)")
 VALU = "SQ_INSTS_VALU_"  # floating-point operations of what is counted by these names
 FLOP = {f"{VALU}{name}_F{bits}": 64 * each for bits in (16, 32, 64)
         for name, each in {"ADD": 1, "MUL": 1, "FMA": 2, "TRANS": 1}.items()}  # fmt: skip
-FLOP |= {f"{VALU}MFMA_MOPS_{kind}": 512 for kind in PEAK}
+FLOP |= {f"{VALU}MFMA_MOPS_{kind}": 512 for kind in TYPES}
 
 
 def operations(instruction: Instruction) -> dict[str, int]:
@@ -52,7 +49,7 @@ def operations(instruction: Instruction) -> dict[str, int]:
     two."""
     if found := MFMA.match(instruction.mnemonic):
         *sizes, kind = found.groups()
-        kind = kind.upper().replace("FP8", "F8").replace("BF8", "F8")
+        kind = kind.upper()
         flop = 2 * math.prod(map(int, sizes))
         return {f"{VALU}MFMA_{kind}": 1, f"{VALU}MFMA_MOPS_{kind}": flop // 512}
     if found := FLOAT.match(instruction.mnemonic):
@@ -61,16 +58,10 @@ def operations(instruction: Instruction) -> dict[str, int]:
     return {}
 
 
-def least_us(moved: float, matrix: dict[str, float], vector: float) -> dict[str, float]:
-    """Microseconds that an MI300X takes at least to move so many different bytes, and for these
-    floating-point operations of its matrix units, by type, and its vector units. What was there
-    before may be in caches: such a bound by its memory alone is wrong for small tensors."""
-    seconds = {
-        "memory": max((moved - nearer) / rate for nearer, rate in LEVELS),
-        "matrix units": sum(flop / PEAK[kind] for kind, flop in matrix.items()),
-        "vector units": vector / PEAK["F32"],
-    }
-    return {name: 1e6 * value for name, value in seconds.items()}
+def memory_us(moved: float) -> float:
+    """Microseconds that an MI300X's memory takes at least to move so many different bytes: a bound,
+    no prediction. What was there before may be in caches."""
+    return 1e6 * max((moved - nearer) / rate for nearer, rate in LEVELS)
 
 
 def lines_of(address: np.ndarray, active: np.ndarray, size: int, line: int) -> int:
@@ -82,22 +73,20 @@ def lines_of(address: np.ndarray, active: np.ndarray, size: int, line: int) -> i
     return int((new & (numbers >= 0)).sum())
 
 
-def conflict_cycles(
-    address: np.ndarray, active: np.ndarray, size: int, write: bool, banks: int = 32
-) -> int:
+def conflict_cycles(address: np.ndarray, active: np.ndarray, size: int, write: bool) -> int:
     """Cycles beyond one that LDS takes for lanes that it could serve together: as many as the most
-    words that they want of one bank. The same word is one. 64 banks serve twice as many lanes."""
+    words that they want of one bank. The same word is one."""
     order = READS_OF_16 if size == 16 and not write else LANES
-    together, words = TOGETHER[size] * banks // 32, max(1, size // 4)
+    together, words = TOGETHER[size], max(1, size // 4)
     shape = (len(address), 64 // together, together)
     first = (address // 4)[:, order].reshape(shape)
     on = np.repeat(active[:, order].reshape(shape), words, axis=2)
     word = (first[..., None] + np.arange(words)).reshape(*shape[:2], -1)
     word = np.sort(np.where(on, word, -1), axis=2)
     new = (np.diff(word, axis=2, prepend=-1) != 0) & (word >= 0)
-    wanted = np.zeros((*shape[:2], banks), np.int64)
+    wanted = np.zeros((*shape[:2], BANKS), np.int64)
     groups = np.indices(word.shape)
-    np.add.at(wanted, (groups[0][new], groups[1][new], word[new] % banks), 1)
+    np.add.at(wanted, (groups[0][new], groups[1][new], word[new] % BANKS), 1)
     return int(np.maximum(wanted.max(2) - 1, 0).sum())
 
 
@@ -125,10 +114,9 @@ class Watch:
 
     def lds(self, address: np.ndarray, size: int, offsets: list[int], write: bool) -> None:
         note, active = self.note(), self.waves.lanes
-        banks = BANKS[self.waves.program.target]
         for offset in offsets:
             note["LDS bytes"] += size * int(active.sum())
-            cycles = conflict_cycles(address + offset, active, size, write, banks)
+            cycles = conflict_cycles(address + offset, active, size, write)
             note["LDS conflict cycles"] += cycles
 
 
@@ -181,7 +169,7 @@ class Counts:
         """By the names of AMD's counters. An instruction of the vector unit counts as 64 lanes,
         whether they are at work or not; MFMA_MOPS are units of 512 operations."""
         kinds = self.by_kind()
-        names = [*FLOP, *(f"{VALU}MFMA_{kind}" for kind in PEAK)]
+        names = [*FLOP, *(f"{VALU}MFMA_{kind}" for kind in TYPES)]
         found = Counter(dict.fromkeys([*names, "SQ_INSTS_VMEM_RD", "SQ_INSTS_VMEM_WR"], 0))
         for instruction, times in zip(self.program.code, self.executed.tolist(), strict=True):
             for name, each in operations(instruction).items():
@@ -207,14 +195,10 @@ class Counts:
             **requests,
         }
 
-    def bounds(self) -> dict[str, float]:
-        """Microseconds that an MI300X takes at least, by what would take them: a bound from below
-        by published rates, no prediction."""
+    def memory_us(self) -> float:
+        """What an MI300X's memory takes at least."""
         moved = READS[self.program.target][0] * self.different("read")
-        moved += 64 * self.different("written")
-        counted = self.hardware()
-        matrix = {kind: 512 * counted[f"{VALU}MFMA_MOPS_{kind}"] for kind in PEAK}
-        return least_us(moved, matrix, self.flop() - sum(matrix.values()))
+        return memory_us(moved + 64 * self.different("written"))
 
     def flop(self) -> int:
         """Floating-point operations, those of lanes that are not at work included."""

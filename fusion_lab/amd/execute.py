@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 
 import numpy as np
-import torch
 
 from fusion_lab.amd import manual, transfers
 from fusion_lab.amd.assembly import Instruction, Operand, Program, Unknown
@@ -16,9 +15,7 @@ from fusion_lab.amd.waves import EXEC, VCC, Waves, word
 Read = Callable[[Waves], np.ndarray]
 Run = Callable[[Waves], None]
 LANES = np.arange(64)
-# 16 bits of results that leave the other half of the register as it is; others make it 0
-KEEP_HALF = ("v_fma_f16", "v_mad_u16", "v_div_fixup_f16", "v_fma_mixlo_f16", "v_fma_mixhi_f16")
-KNOWN_MODIFIERS = {"op_sel", "op_sel_hi", "dst_sel", "dst_unused", "src0_sel", "src1_sel", "clamp",
+KNOWN_MODIFIERS = {"clamp", "op_sel", "op_sel_hi", "dst_sel", "dst_unused", "src0_sel", "src1_sel",
                    "row_mask", "bank_mask", "bound_ctrl"}  # fmt: skip
 
 
@@ -46,10 +43,10 @@ def reader(op: Operand, kind: str, place: int = 0, part: str = "DWORD") -> Read:
         value = np.array([[bits]], f"u{dtype.itemsize}").view(dtype)
         read = lambda waves: value  # noqa: E731
     elif dtype.itemsize == 2:
-        low = selected(word(op, place // 2), part, op.extended)
+        low = selected(word(op, place // 2), part)
         read = lambda waves: (low(waves) >> 16 * half).astype(np.uint16).view(dtype)  # noqa: E731
     elif dtype.itemsize == 4:
-        low = selected(word(op, place), part, op.extended)
+        low = selected(word(op, place), part)
         read = lambda waves: low(waves).view(dtype)  # noqa: E731
     else:
         low, high = word(op, place), word(op, place + 1, high=True)
@@ -68,21 +65,13 @@ def signed(read: Read, op: Operand, dtype: np.dtype) -> Read:
     return lambda waves: (read(waves).view(unsigned) & kept ^ changed).view(dtype)
 
 
-def selected(read: Read, part: str, extended: bool) -> Read:
-    """A part of a register for SDWA: DWORD, WORD_1, BYTE_3 ..., with its sign or without."""
+def selected(read: Read, part: str) -> Read:
+    """A part of a register for SDWA: DWORD, WORD_1, BYTE_3 ..."""
     if part == "DWORD":
         return read
-    shift, bits = field_of(part)
-    if not extended:
-        return lambda waves: read(waves) >> shift & (1 << bits) - 1
-    up, down = 32 - bits - shift, 32 - bits
-    return lambda waves: ((read(waves) << up).view(np.int32) >> down).view(np.uint32)
-
-
-def field_of(part: str) -> tuple[int, int]:
-    """Where a part of a register begins, and how many bits it has."""
     bits = 8 if part.startswith("BYTE") else 16
-    return bits * int(part[-1]), bits
+    shift = bits * int(part[-1])
+    return lambda waves: read(waves) >> shift & (1 << bits) - 1
 
 
 # --- DPP: operands from other lanes
@@ -96,7 +85,6 @@ DPP: dict[str, Callable] = {  # for each lane the one whose value it gets, -1 wh
     "row_ror": lambda n: ROW + (LANE - n) % 16,
     "row_mirror": lambda: LANES ^ 15,
     "row_half_mirror": lambda: LANES ^ 7,
-    "row_newbcast": lambda n: ROW + n,
     # the last lane of a row to all of the next, of the first two rows to both others
     "row_bcast": lambda n: ROW - 1 if n == 15 else np.where(LANES >= 32, n, -1),
 }
@@ -153,49 +141,33 @@ def writer(instruction: Instruction, op: Operand, kind: str, written: Read | Non
     if op.kind == "s":
         join = lambda value: np.concatenate(words_of(value, kind), axis=1)  # noqa: E731
         return lambda waves, value: waves.put_scalar(op.index, join(value))
-    field = target_field(instruction, kind)
+    # half of a register, whose other half stays as it is
+    half = {"v_fma_mixlo_f16": 0, "v_fma_mixhi_f16": 16}.get(instruction.mnemonic)
 
     def write(waves: Waves, value: np.ndarray) -> None:
         for i, words in enumerate(words_of(value, kind)):
             if i:
                 waves.take_high()
-            waves.put(op.index + i, words, written and written(waves), field)
+            if half is not None:
+                words = words << half | waves.vectors[op.index] & np.uint32(0xFFFF0000 >> half)
+            waves.put(op.index + i, words, written and written(waves))
 
     return write
-
-
-def target_field(instruction: Instruction, kind: str) -> tuple[int, int, bool] | None:
-    """Where a result goes that has not all of a register: the first bit, how many, and whether the
-    others stay as they are."""
-    part = instruction.modifiers.get("dst_sel", "DWORD")
-    if part != "DWORD":
-        unused = instruction.modifiers["dst_unused"]
-        if unused == "UNUSED_SEXT":
-            raise Unknown(unused)
-        return *field_of(part), unused == "UNUSED_PRESERVE"
-    high = instruction.mnemonic == "v_fma_mixhi_f16" or instruction.numbers("op_sel", [])[3:] == [1]
-    if kind.endswith("16") and (high or instruction.mnemonic in KEEP_HALF):
-        return 16 * high, 16, True
-    return None
 
 
 # --- instructions of the manual's tables
 
 
-def clamped(instruction: Instruction, function: Callable, kind: str) -> Callable:
-    """With the modifier clamp: a float between 0 and 1, a sum of integers within their type."""
+def clamped(instruction: Instruction, function: Callable) -> Callable:
+    """With the modifier clamp, by which a sum of unsigned numbers ends at the largest or at 0."""
     if "clamp" not in instruction.modifiers:
         return function
-    if kind[0] == "f":
-        return lambda *sources: (np.clip(np.nan_to_num(function(*sources)[0], nan=0), 0, 1),)
-    if not re.match(r"v_(pk_)?(add|sub|subrev)_[ui]", instruction.mnemonic):
+    if not re.match(r"v_(add|sub|subrev)_u32", instruction.mnemonic):
         raise Unknown("modifier clamp")
-    dtype = dtype_of(kind)
-    limits = np.iinfo(dtype)
 
     def within(*sources: np.ndarray) -> tuple:
         exact = function(*(source.astype(np.int64) for source in sources))[0]
-        return (np.clip(exact, limits.min, limits.max).astype(dtype),)
+        return (np.clip(exact, 0, 0xFFFFFFFF).astype(np.uint32),)
 
     return within
 
@@ -222,6 +194,8 @@ def of_table(instruction: Instruction, row: manual.Row) -> Run:
     known = KNOWN_MODIFIERS | DPP.keys() | ({"offset"} if "OFFSET" in row.reads else set())
     if unknown := modifiers.keys() - known:
         raise Unknown(f"modifier {unknown.pop()}")
+    if modifiers.get("dst_sel", "DWORD") != "DWORD":
+        raise Unknown("modifier dst_sel")
     targets = {name: operands.pop(0) for name in "DM" if name in row.results}
     if len(operands) != len([name for name in row.sources if name != "D"]):
         raise Unknown(f"{len(operands)} sources")
@@ -245,7 +219,7 @@ def of_table(instruction: Instruction, row: manual.Row) -> Run:
         WRITE[name] if name in WRITE else writer(instruction, targets[name], kind, written)
         for name, kind in row.results.items()
     ]
-    function = clamped(instruction, row.function, row.results.get("D", ""))
+    function = clamped(instruction, row.function)
     sources_of = selected_sources if instruction.mnemonic == "v_cndmask_b32" else all_sources
     # of these it is not known which lane or which bits are used
     mixes = instruction.mnemonic in ("ds_bpermute_b32", "v_bfi_b32", "v_perm_b32")
@@ -285,7 +259,7 @@ def in_pairs(instruction: Instruction, row: manual.Row) -> Run:
         instruction.numbers("op_sel_hi", [1] * 3),
     ]
     signs = [instruction.numbers(name, [0] * 3) for name in ("neg_lo", "neg_hi")]
-    known = {"op_sel", "op_sel_hi", "neg_lo", "neg_hi", "clamp"}
+    known = {"op_sel", "op_sel_hi", "neg_lo", "neg_hi"}
     if unknown := instruction.modifiers.keys() - known:
         raise Unknown(f"modifier {unknown.pop()}")
 
@@ -299,7 +273,6 @@ def in_pairs(instruction: Instruction, row: manual.Row) -> Run:
         return (lambda waves: np.negative(read(waves))) if signs[result][number] else read
 
     readers = [[half_of(number, result) for number in range(len(operands))] for result in (0, 1)]
-    function = clamped(instruction, row.function, kind)
     if "D" in row.sources:  # v_pk_fmac
         for result in (0, 1):
             readers[result].append(reader(target, kind, result))
@@ -308,7 +281,7 @@ def in_pairs(instruction: Instruction, row: manual.Row) -> Run:
         results, undefined = [], []
         for half in readers:
             waves.undefined[0] = None
-            results.append(function(*[read(waves) for read in half])[0])
+            results.append(row.function(*[read(waves) for read in half])[0])
             undefined.append(waves.undefined[0])
         words = [words_of(result, kind)[0] for result in results]
         if kind.endswith("16"):
@@ -339,86 +312,33 @@ def pk_mov(instruction: Instruction) -> Run:
     return run
 
 
-def writelane(instruction: Instruction) -> Run:
-    target, value, lane = instruction.operands
-    read, which = reader(value, "u32"), reader(lane, "u32")
+def move_scalars(instruction: Instruction) -> Run:
+    """s_mov_b64. What nobody has written may be moved, as LLVM does with half of a number, and the
+    copy counts as unwritten, too; lanes may not be switched by it."""
+    target, source = instruction.operands
+    if source.kind != "s" or target.index == EXEC:
+        return of_table(instruction, ROWS["s_mov_b64"])
 
     def run(waves: Waves) -> None:
-        waves.put_lanes(target.index, read(waves), waves.here & (which(waves) % 64 == LANES))
+        unwritten = [waves.unwritten_scalars.get(source.index + place) for place in (0, 1)]
+        waves.put_scalar(target.index, waves.scalars[:, source.index : source.index + 2].copy())
+        for place, of_waves in enumerate(unwritten):
+            if of_waves is not None and (of_waves & waves.here).any():
+                kept = waves.unwritten_scalars.get(target.index + place, False)
+                waves.unwritten_scalars[target.index + place] = kept | of_waves & waves.here
 
     return run
 
 
-def swap_rows(instruction: Instruction) -> Run:
-    """v_permlane32_swap_b32, v_permlane16_swap_b32: the odd rows of 32 or 16 lanes of the first
-    register and the even ones of the second change places."""
-    first, second = (op.index for op in instruction.operands)
-    rows = 32 if "32_swap" in instruction.mnemonic else 16
-    even = LANES // rows % 2 == 0
-
-    def run(waves: Waves) -> None:
-        a, b = waves.vectors[first].copy(), waves.vectors[second].copy()
-        waves.put(first, np.where(even, a, np.roll(b, rows, 1)))
-        waves.put(second, np.where(even, np.roll(a, -rows, 1), b))
-
-    return run
-
-
-def bitop3(instruction: Instruction) -> Run:
-    """v_bitop3_b32, _b16: any function of three bits, as a table of eight."""
-    target, *operands = instruction.operands
-    kind = "u32" if instruction.mnemonic.endswith("32") else "u16"
-    table = int(instruction.modifiers["bitop3"], 0)
-    readers = [reader(op, kind) for op in operands]
-
-    def run(waves: Waves) -> None:
-        bits = [read(waves) for read in readers]
-        result = np.zeros((1, 1), dtype_of(kind))
-        for case in range(8):
-            if table >> case & 1:
-                a, b, c = (x if case & 4 >> i else ~x for i, x in enumerate(bits))
-                result = result | a & b & c
-        waves.put(target.index, words_of(result, kind)[0])
-
-    return run
-
-
-MFMA = re.compile(r"v_mfma_(f32|i32|f64)_(\d+)x\2x(\d+)_?(f32|f16|bf16|xf32|f64|i8|[bf][pf]8)"
-                  r"(?:_([bf][pf]8))?(_1k)?$")  # fmt: skip
-EIGHT_BITS = {  # what the 256 numbers of a type are
-    "gfx942": {"fp8": torch.float8_e4m3fnuz, "bf8": torch.float8_e5m2fnuz, "i8": torch.int8},
-    "gfx950": {"fp8": torch.float8_e4m3fn, "bf8": torch.float8_e5m2, "i8": torch.int8},
-    "gfx90a": {"i8": torch.int8},
+MFMA = re.compile(r"v_mfma_f32_(\d+)x\1x(\d+)_?(x?f32|f16|bf16)(_1k)?$")
+STORED = {"f32": "f32", "xf32": "u32", "f16": "f16", "bf16": "u16"}
+WIDEN = {
+    "f32": lambda values: values,
+    "xf32": lambda words: (words & 0xFFFFE000).view(np.float32),  # 10 bits of the fraction
+    "f16": np.float32,
+    "bf16": manual.bf16,
 }
-
-
-def factor(op: Operand, kind: str, target: str) -> Callable[[int], Read]:
-    """A function that gives a reader of element i of a lane's, as a number of the product."""
-    if kind.endswith("8"):
-        numbers = torch.arange(256, dtype=torch.uint8).view(EIGHT_BITS[target][kind])
-        numbers = numbers.double().numpy()
-
-        def of_byte(i: int) -> Read:
-            read = word(op, i // 4)
-            return lambda waves: numbers[read(waves) >> 8 * (i % 4) & 255]
-
-        return of_byte
-    stored = {"bf16": "u16", "xf32": "u32"}.get(kind, kind)
-    widen = {
-        "bf16": manual.bf16,
-        "f16": np.float32,
-        "xf32": lambda words: (words & 0xFFFFE000).view(np.float32),  # 10 bits of the fraction
-    }.get(kind, lambda numbers: numbers)
-    if target == "gfx90a" and kind in ("bf16", "f16"):
-        least = 2.0 ** (-126 if kind == "bf16" else -14)
-        exact = widen
-        widen = lambda words: no_denormals(exact(words), least)  # noqa: E731
-
-    def of_register(i: int) -> Read:
-        read = reader(op, stored, i)
-        return lambda waves: widen(read(waves))
-
-    return of_register
+LEAST = {"f16": 2.0**-14, "bf16": 2.0**-126}  # normal numbers
 
 
 def no_denormals(values: np.ndarray, least: float = 2.0**-126) -> np.ndarray:
@@ -431,36 +351,33 @@ def mfma(instruction: Instruction, target: str, found: re.Match) -> Run:
 
     Lane l has row (of A; of B column) l % rows, and of it as many neighbours of the K dimension as
     its registers hold, from l // rows times their number on. Register r of the result is row
-    4 (64 / rows) (r // 4) + 4 (l // rows) + r % 4 of column l % rows; of float64, two registers
-    each, row 4 r + l // rows.
+    4 (64 / rows) (r // 4) + 4 (l // rows) + r % 4 of column l % rows.
     """
     if unknown := instruction.modifiers:
         raise Unknown(f"modifier {next(iter(unknown))}")
-    kind, rows, depth, kinds = found[1], int(found[2]), int(found[3]), (found[4], found[5])
-    flushes = target == "gfx90a" and found[4] in ("bf16", "f16")
+    rows, depth, kind = int(found[1]), int(found[2]), found[3]
+    flushes = target == "gfx90a" and kind in LEAST
     into, *operands, added = instruction.operands
-    each, size = rows * depth // 64, 2 if kind == "f64" else 1
+    each = rows * depth // 64
     column, group = LANES % rows, LANES // rows
     registers = range(rows * rows // 64)
     row_of = [4 * (64 // rows) * (r // 4) + 4 * group + r % 4 for r in registers]
-    if kind == "f64":
-        row_of = [4 * r + group for r in registers]
-    start = [reader(added, kind, size * r if added.kind == "v" else 0) for r in registers]
-    factors = []
-    for op, own in zip(operands, (kinds[0], kinds[1] or kinds[0]), strict=True):
-        element = factor(op, own, target)
-        factors.append([element(i) for i in range(each)])
-    precise = np.float32 if found[4].endswith(("f32", "f16")) else np.float64
+    start = [reader(added, "f32", r if added.kind == "v" else 0) for r in registers]
+    factors = [[reader(op, STORED[kind], i) for i in range(each)] for op in operands]
+    precise = np.float64 if kind == "bf16" else np.float32
 
     def tile(waves: Waves, reads: list[Read]) -> np.ndarray:
         values = np.empty((waves.count, rows, depth), precise)
         for i, read in enumerate(reads):
-            values[:, column, each * group + i] = read(waves)
+            numbers = WIDEN[kind](read(waves))
+            if flushes:
+                numbers = no_denormals(numbers, LEAST[kind])
+            values[:, column, each * group + i] = numbers
         return values
 
     def run(waves: Waves) -> None:
         a, b = (tile(waves, reads) for reads in factors)
-        product = (a @ b.transpose(0, 2, 1)).astype(dtype_of(kind))
+        product = (a @ b.transpose(0, 2, 1)).astype(np.float32)
         results = []
         for r in registers:
             before = start[r](waves)
@@ -469,8 +386,7 @@ def mfma(instruction: Instruction, target: str, found: re.Match) -> Run:
             result = before + product[:, row_of[r], column]
             results.append(no_denormals(result) if flushes else result)
         for r, result in enumerate(results):
-            for place, words in enumerate(words_of(result, kind)):
-                waves.put_lanes(into.index + size * r + place, words, waves.here)
+            waves.put_lanes(into.index + r, words_of(result, "f32")[0], waves.here)
 
     return run
 
@@ -498,11 +414,7 @@ BRANCHES = {
 }
 OTHERS: dict[str, Callable[[Instruction], Run]] = {
     "v_pk_mov_b32": pk_mov,
-    "v_writelane_b32": writelane,
-    "v_permlane16_swap_b32": swap_rows,
-    "v_permlane32_swap_b32": swap_rows,
-    "v_bitop3_b32": bitop3,
-    "v_bitop3_b16": bitop3,
+    "s_mov_b64": move_scalars,
     "s_barrier": lambda instruction: Waves.barrier,
     "s_endpgm": lambda instruction: Waves.end,
 }

@@ -1,47 +1,32 @@
-"""Compiles a Triton kernel for an AMD GPU, without one, and executes what comes out on tensors.
-
-    from fusion_lab.amd.launch import launch
-    counts = launch(add_relu, (4,), X=x, Y=y, OUT=out, n=1000, BLOCK=256)
+"""Executes a launch of a Triton kernel, compiled for an AMD GPU, on tensors.
 
 Kernels must be compilable: TRITON_INTERPRET=0 before anything imports Triton.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import io
 import struct
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
-from unittest import mock
 
 import numpy as np
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime.autotuner import Autotuner
 
-from fusion_lab.amd import compiling, execute
+from fusion_lab.amd import execute
 from fusion_lab.amd.assembly import Program, Unknown, parse
 from fusion_lab.amd.counters import Counts
 from fusion_lab.amd.memory import Fault, Memory, Part
-from fusion_lab.amd.record import Recorded, bytes_of
+from fusion_lab.amd.record import bytes_of
 from fusion_lab.amd.waves import Waves
 from fusion_lab.cli import say
 
 if not hasattr(triton, "knobs"):
     say(f"error: executing AMD's code needs Triton 3.4 or newer, this is {triton.__version__}")
     sys.exit(4)
-triton.knobs.runtime.interpret = False  # also for files that ask for the interpreter
-TARGETS = ("gfx942", "gfx90a", "gfx950")
+EXECUTED = ("gfx942", "gfx90a")  # GPUs whose code is executed
 AT_ONCE = 256  # waves that execute together: more cost no less
 PACKED = {"fp32": "<f", "fp64": "<d", "i1": "<?", "i8": "<b", "i16": "<h", "i32": "<i",
           "i64": "<q", "u8": "<B", "u16": "<H", "u32": "<I", "u64": "<Q"}  # fmt: skip
-# what a start can have in scalar registers before the address of the arguments, and how many; here
-# they are not set
-BEFORE = {"private_segment_buffer": 4, "dispatch_ptr": 2, "queue_ptr": 2}
 
 
 class Kernel:
@@ -65,52 +50,6 @@ class Kernel:
             raise Unknown(f"{self.program.name}: gfx90a finds spilled registers by a descriptor")
         if start["float_denorm_mode_32"] != 3:
             raise Unknown(f"{self.program.name}: denormal numbers that become 0")
-
-
-def compile_for(kernel: triton.JITFunction, target: str, arguments: Mapping) -> object:
-    """What Triton compiles for a launch on this GPU of AMD's, such as "gfx942"."""
-    return compiling.compile_for(GPUTarget("hip", target, 64), kernel, arguments)
-
-
-def imported(path: Path, wanted: str) -> ModuleType:
-    """The module of a file, even if it ends with an error behind what is wanted: its own checks
-    fail where launches compute nothing."""
-    if (folder := str(path.parent)) not in sys.path:
-        sys.path.insert(0, folder)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit):
-        if not hasattr(module, wanted):
-            del sys.modules[path.stem]
-            raise
-    return module
-
-
-def kernel_of(launch: Recorded) -> triton.JITFunction:
-    """The kernel of a recorded launch, from its file."""
-    path = Path(launch.file)
-    module = sys.modules.get(path.stem)
-    if getattr(module, "__file__", None) != launch.file:
-        # what the file itself launches has been recorded
-        with contextlib.ExitStack() as stack:
-            for kind in (triton.JITFunction, Autotuner):
-                skipped = mock.patch.object(kind, "run", lambda *given, **named: None)
-                stack.enter_context(skipped)
-            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            module = imported(path, launch.kernel)
-    kernel = getattr(module, launch.kernel, None)
-    while kernel is not None and not isinstance(kernel, triton.JITFunction):
-        kernel = getattr(kernel, "fn", None)  # of an autotuner or heuristics
-    if kernel is None:
-        raise Unknown(f"{path.name} has no kernel of the name {launch.kernel}, made when imported")
-    return kernel
-
-
-def compiled_launch(launch: Recorded, target: str) -> object:
-    """What Triton compiles for a recorded launch."""
-    return compile_for(kernel_of(launch), target, launch.with_tensors(launch.before))
 
 
 class Loaded:
@@ -153,7 +92,8 @@ class Loaded:
         wave = np.arange(waves.count)[:, None]
         # the work-item's number; in higher bits those of other dimensions, which are 0
         waves.put(0, (wave % kernel.waves * 64 + np.arange(64)).astype(np.uint32))
-        place = sum(n * described.get(f"user_sgpr_{name}", 0) for name, n in BEFORE.items())
+        # gfx90a has four registers for spilled ones before the address of the arguments
+        place = 4 * described.get("user_sgpr_private_segment_buffer", 0)
         waves.put_scalar(place, np.array([[self.address]], np.uint64).view(np.uint32))
         place = described["user_sgpr_count"]
         for axis in range(3):
@@ -166,7 +106,7 @@ class Loaded:
     def give_back(self) -> set[str]:
         """Write what the kernel has done to its tensors into them; returns which it has read."""
         for part, content in self.tensors:
-            content[:] = part.content()
+            content[:] = part.bytes
         return {part.name for part, _ in self.tensors if part.was_read}
 
 
@@ -201,11 +141,3 @@ def run_grid(
         counts.add(waves)
     counts.read = loaded.give_back()
     return counts
-
-
-def launch(
-    kernel: triton.JITFunction, grid: Sequence[int], *, target: str = "gfx942", **arguments
-) -> Counts:
-    """Compile a kernel for a GPU and execute a launch; returns what was counted."""
-    compiled = Kernel(compile_for(kernel, target, arguments))
-    return run_grid(compiled, grid, arguments, watch=True)

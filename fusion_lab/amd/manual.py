@@ -22,10 +22,6 @@ def wide(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float64)
 
 
-def ones(count: np.ndarray) -> np.ndarray:
-    return (np.uint32(1) << count) - np.uint32(1)
-
-
 def field(x: np.ndarray, offset: np.ndarray, width: np.ndarray) -> np.ndarray:
     """`width` bits from `offset` on, with the sign of the type; none are 0."""
     bits = 8 * x.dtype.itemsize
@@ -110,21 +106,9 @@ def choice(choose: Callable, of_equals: Callable) -> Callable:
 least, most = choice(np.fmin, np.bitwise_or), choice(np.fmax, np.bitwise_and)
 
 
-def of_bytes(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The sum of four products of bytes, which have a sign."""
-    a, b = ([(x << up).view(np.int32) >> 24 for up in (24, 16, 8, 0)] for x in (a, b))
-    return sum(x * y for x, y in zip(a, b, strict=True))
-
-
 def of_lane(values: np.ndarray, lane: np.ndarray) -> np.ndarray:
     """For each lane, or for the wave, the value of another."""
     return np.take_along_axis(values, (lane & 63).astype(np.int64), 1)
-
-
-def median(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """The smallest number where one is NaN."""
-    middle = most(least(a, b), least(most(a, b), c))
-    return np.where((a != a) | (b != b) | (c != c), least(least(a, b), c), middle)
 
 
 def whole(x: np.ndarray, kind: type) -> np.ndarray:
@@ -137,38 +121,18 @@ def bf16(x: np.ndarray) -> np.ndarray:
     return (x.astype(np.uint32) << 16).view(np.float32)
 
 
-def to_bf16(x: np.ndarray) -> np.ndarray:
-    """To the nearest, of two as near to the even one; NaN stays one."""
-    bits = np.ascontiguousarray(x).view(np.uint32)
-    rounded = bits + 0x7FFF + (bits >> 16 & 1)
-    return np.where(np.isnan(x), bits >> 16 | 64, rounded >> 16)
-
-
-def to_f16(x: np.ndarray) -> np.ndarray:
-    return x.astype(np.float16).view(np.uint16).astype(np.uint32)
-
-
-def toward_zero(x: np.ndarray) -> np.ndarray:
-    """The bits of float16; what is too large for it is its largest number."""
-    near = x.astype(np.float16)
-    far = (np.abs(near.astype(np.float32)) > np.abs(x)) & np.isfinite(x)
-    return (near.view(np.uint16) - far).astype(np.uint32)
-
-
 def exponent(x: np.ndarray) -> np.ndarray:
     """As it is stored."""
-    bits, width = (23, 255) if x.dtype == np.float32 else (52, 2047)
-    return (x.view(f"i{x.itemsize}") >> bits & width).astype(np.int32)
+    return (x.view(np.int32) >> 23 & 255).astype(np.int32)
 
 
 def div_scale(x: np.ndarray, below: np.ndarray, above: np.ndarray) -> tuple:
     """The first of three steps of above / below: x is one of the two, times a power of 2 where the
     quotient or 1 / below would be denormal; and whether div_fmas has to scale its result."""
     x, below, above = np.broadcast_arrays(x, below, above)
-    bits, limit, tiny = (64, 96, 23) if x.dtype == np.float32 else (128, 768, 53)
-    up, down = x.dtype.type(2.0**bits), x.dtype.type(2.0**-bits)
-    normal = np.finfo(x.dtype).tiny
-    far = exponent(above) - exponent(below) >= limit
+    up, down = np.float32(2.0**64), np.float32(2.0**-64)
+    normal = np.finfo(np.float32).tiny
+    far = exponent(above) - exponent(below) >= 96
     small_inverse, small_quotient = np.abs(1 / below) < normal, np.abs(above / below) < normal
     cases = [
         (far, np.where(x == below, x * up, x)),
@@ -177,20 +141,19 @@ def div_scale(x: np.ndarray, below: np.ndarray, above: np.ndarray) -> tuple:
         (small_inverse & small_quotient, np.where(x == below, x * down, x)),
         (small_inverse, x * down),
         (small_quotient, np.where(x == above, x * up, x)),
-        (exponent(above) <= tiny, x * up),
+        (exponent(above) <= 23, x * up),
     ]
     scaled = np.select(*zip(*cases, strict=True), x)
     never = (above == 0) | (below == 0)
     flag = far | small_quotient & ~(np.abs(below) < normal)
-    return np.where(never, np.nan, scaled).astype(x.dtype), flag & ~never
+    return np.where(never, np.nan, scaled).astype(np.float32), flag & ~never
 
 
 def div_fmas(a: np.ndarray, b: np.ndarray, c: np.ndarray, flag: np.ndarray) -> np.ndarray:
     """The second: a b + c, and back by the power of 2 that div_scale took; which of the two it was
     shows in the quotient's size."""
-    bits, middle = (64, 127) if a.dtype == np.float32 else (128, 1023)
     c = np.ascontiguousarray(np.broadcast_to(c, np.broadcast_shapes(a.shape, b.shape, c.shape)))
-    back = np.where(exponent(c) > middle, 2.0**bits, 2.0**-bits).astype(a.dtype)
+    back = np.where(exponent(c) > 127, 2.0**64, 2.0**-64).astype(np.float32)
     exact = fma(a, b, c)
     return np.where(flag, exact * back, exact)
 
@@ -219,15 +182,12 @@ FUNCTIONS = {
                     np.float16, np.float32, np.float64)},
     **{f.__name__: f for f in (
         np.where, np.sqrt, np.exp2, np.log2, np.sin, np.cos, np.trunc, np.floor, np.ceil, np.rint,
-        np.ldexp, np.frexp, np.abs, np.copy,
-        wide, ones, field, reversed_bits, leading_zeros, chosen_bytes, fma, flushed, of_bytes,
-        of_lane, median, whole, bf16, to_bf16, to_f16, toward_zero, div_scale, div_fmas, div_fixup,
-        of_class)},
+        np.ldexp, np.copy,
+        wide, field, reversed_bits, leading_zeros, chosen_bytes, fma, flushed, of_lane, whole,
+        div_scale, div_fmas, div_fixup, of_class)},
     "abs": np.abs,
     "least": least,  # a number before a quiet NaN
     "most": most,
-    "maximum": choice(np.maximum, np.bitwise_and),
-    "minimum": choice(np.minimum, np.bitwise_or),
     "popcount": np.bitwise_count,
     "TURN": 2 * np.pi,
     "LANES_BELOW": np.array([[below & 0xFFFFFFFF for below in BELOW]], np.uint32),

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import numpy as np
 
 SHIFT = 40  # tensor number k begins at address k << SHIFT
-SIZES = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
 class Fault(Exception):
@@ -24,14 +23,7 @@ class Part:
     """The bytes behind a tensor."""
 
     def __init__(self, name: str, content: np.ndarray):
-        self.name, self.size, self.was_read = name, content.size, False
-        # longer than the tensor, so that lanes that are off may read its first elements
-        self.bytes = np.zeros(-(-content.size // 64) * 64 + 64, np.uint8)
-        self.bytes[: content.size] = content
-        self.as_size = {size: self.bytes.view(kind) for size, kind in SIZES.items()}
-
-    def content(self) -> np.ndarray:
-        return self.bytes[: self.size]
+        self.name, self.bytes, self.was_read = name, content.copy(), False
 
 
 class Memory:
@@ -56,9 +48,9 @@ class Memory:
             if not 0 < first <= len(self.parts):
                 raise Fault(f"{verb} at address {int(address[here][0]):#x}, where nothing is", here)
             part = self.parts[first - 1]
-            if (outside := here & (offset + size > part.size)).any():
+            if (outside := here & (offset + size > part.bytes.size)).any():
                 at = int(offset[outside][0])
-                bounds = f"byte {at} of {part.name}, which has {part.size}"
+                bounds = f"byte {at} of {part.name}, which has {part.bytes.size}"
                 raise Fault(f"{verb} {size} bytes from {bounds}", outside)
             yield part, here, offset
             left = left & ~here
@@ -66,167 +58,130 @@ class Memory:
     def load(self, address: np.ndarray, active: np.ndarray, size: int, count: int) -> np.ndarray:
         """`count` elements of `size` bytes from each active lane's address on, [count, *lanes]; of
         lanes that are not active 0."""
-        found = np.zeros((count, *address.shape), np.uint32)
+        found = np.zeros((*address.shape, size * count), np.uint8)
         for part, here, offset in self.places(address, active, size * count, "reads"):
             part.was_read = True
-            if (offset[here] % size).any():
-                for byte in range(size * count):
-                    value = part.bytes[np.where(here, offset + byte, 0)].astype(np.uint32)
-                    found[byte // size] |= np.where(here, value << 8 * (byte % size), 0)
-                continue
-            index = np.where(here, offset // size, 0)
-            for i in range(count):
-                np.copyto(found[i], part.as_size[size][index + i], where=here)
-        return found
+            found[here] = part.bytes[offset[here][:, None] + np.arange(size * count)]
+        return words_of_bytes(found, size)
 
     def store(
         self, address: np.ndarray, active: np.ndarray, size: int, values: list[np.ndarray]
     ) -> None:
         """The reverse of load."""
+        content = bytes_of_words(values, active, size)
         for part, here, offset in self.places(address, active, size * len(values), "writes"):
-            first = offset[here]
-            aligned = not (first % size).any()
-            for i, value in enumerate(values):
-                value = np.broadcast_to(value, here.shape)[here]
-                if aligned:
-                    part.as_size[size][first // size + i] = value
-                    continue
-                for byte in range(size):
-                    part.bytes[first + size * i + byte] = value >> 8 * byte & 255
+            at = offset[here][:, None] + np.arange(size * len(values))
+            part.bytes[at] = content[here[active]]
 
     def atomic(
-        self, address: np.ndarray, active: np.ndarray, kind: np.dtype, change, operands: list
+        self, address: np.ndarray, active: np.ndarray, kind: type, change, operands: list
     ) -> np.ndarray:
         """Change a value in memory for each active lane, one after the other; returns what was
         there before."""
         before = np.zeros(address.shape, kind)
-        for part, here, offset in self.places(address, active, kind.itemsize, "changes"):
+        for part, here, offset in self.places(address, active, 4, "changes"):
             part.was_read = True
-            values = part.bytes.view(kind)
             for wave, lane in np.argwhere(here):
-                at = offset[wave, lane] // kind.itemsize
-                before[wave, lane] = values[at]
-                values[at] = change(values[at], *(operand[wave, lane] for operand in operands))
+                at = offset[wave, lane]
+                value = part.bytes[at : at + 4].view(kind)
+                before[wave, lane] = value[0]
+                value[0] = change(value[0], *(operand[wave, lane] for operand in operands))
         return before
+
+
+def words_of_bytes(content: np.ndarray, size: int) -> np.ndarray:
+    """Bytes [*lanes, count * size] as numbers [count, *lanes]."""
+    return np.moveaxis(content.view(f"u{size}"), -1, 0).astype(np.uint32)
+
+
+def bytes_of_words(values: list[np.ndarray], active: np.ndarray, size: int) -> np.ndarray:
+    """Of each value the lowest `size` bytes, [active lanes, count * size]."""
+    columns = [np.broadcast_to(value, active.shape)[active] for value in values]
+    return np.stack(columns, axis=1).astype(f"u{size}").view(np.uint8)
 
 
 class Lds:
     """The LDS of `groups` workgroups of `waves` each, one behind the other.
 
-    Beside each byte stand 16 bits, one for each wave, of those that wrote what it holds and of
-    those that read it since the last barrier, and whether it was ever written.
+    Beside each byte stand the waves, as bits, that wrote what it holds and that read it since the
+    last barrier, and whether it was ever written.
     """
 
     def __init__(self, groups: int, waves: int, size: int):
         self.groups, self.waves, self.size = groups, waves, size
-        self.stride = -(-size // 16) * 16
-        total = groups * self.stride
-        self.bytes, self.known = np.zeros(total, np.uint8), np.zeros(total, np.uint8)
+        total = groups * size
+        self.bytes, self.known = np.zeros(total, np.uint8), np.zeros(total, bool)
         self.writers, self.readers = np.zeros(total, np.uint16), np.zeros(total, np.uint16)
+        self.last = np.zeros(total, np.uint16)  # the wave, as a bit, whose write was the last
         wave = np.arange(groups * waves)[:, None]
-        self.base = wave // waves * self.stride
-        self.bit = (1 << wave % waves).astype(np.uint64)
+        self.base = wave // waves * size
+        self.bit = (1 << wave % waves).astype(np.uint16)
 
     def forget(self, groups: np.ndarray) -> None:
         """All waves of these workgroups have passed a barrier."""
         for touched in (self.writers, self.readers):
-            touched.reshape(self.groups, self.stride)[groups] = 0
+            touched.reshape(self.groups, self.size)[groups] = 0
 
-    def views(self, size: int) -> Iterator[np.ndarray]:
-        """Content, `known`, writers and readers, an element for `size` bytes."""
-        yield self.bytes.view(f"u{size}")
-        yield self.known.view(f"u{size}")
-        yield self.writers.view(f"u{2 * size}")
-        yield self.readers.view(f"u{2 * size}")
-
-    def elements(
+    def places(
         self, address: np.ndarray, active: np.ndarray, size: int, count: int, verb: str
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Of the active lanes the numbers of the elements [count, lanes], and the bits of their
-        waves, repeated for each byte."""
-        if (outside := active & (address + size * count > self.size)).any():
+        """Of the active lanes the numbers of the bytes [lanes, size * count], and the bits of their
+        waves [lanes, 1]."""
+        length = size * count
+        if (outside := active & (address + length > self.size)).any():
             at = int(address[outside][0])
-            raise Fault(
-                f"{verb} {size * count} bytes from byte {at} of {self.size} in LDS", outside
-            )
+            raise Fault(f"{verb} {length} bytes from byte {at} of {self.size} in LDS", outside)
         if (odd := active & (address % size != 0)).any():
             raise Fault(f"{verb} {size} bytes of LDS at {int(address[odd][0])}, misaligned", odd)
-        first = (self.base + address)[active] // size
-        repeated = sum(1 << 16 * byte for byte in range(size))
-        bits = np.broadcast_to(self.bit * np.uint64(repeated), active.shape)[active]
-        return first + np.arange(count)[:, None], bits.astype(f"u{2 * size}")
+        index = (self.base + address)[active][:, None] + np.arange(length)
+        return index, np.broadcast_to(self.bit, active.shape)[active][:, None]
 
     def load(self, address: np.ndarray, active: np.ndarray, size: int, count: int) -> np.ndarray:
-        index, bits = self.elements(address, active, size, count, "reads")
-        content, known, writers, readers = self.views(size)
-        if (known[index] != np.iinfo(known.dtype).max).any():
-            bad = (known[index] != np.iinfo(known.dtype).max).any(0)
-            self.fault("reads LDS that nobody has written", address, active, bad)
+        index, bit = self.places(address, active, size, count, "reads")
+        self.check(~self.known[index], "reads LDS that nobody has written", address, active)
         if self.waves > 1:
-            self.check(writers[index], bits, "reads what another wave has written", address, active)
-            add_bits(readers, index, np.broadcast_to(bits, index.shape))
-        found = np.zeros((count, *address.shape), np.uint32)
-        found[:, active] = content[index]
-        return found
+            others = (self.writers[index] != 0) & (self.writers[index] & bit == 0)
+            what = "race: reads what another wave has written since the last barrier"
+            self.check(others, what, address, active)
+            np.bitwise_or.at(self.readers, index, bit)
+        found = np.zeros((*address.shape, size * count), np.uint8)
+        found[active] = self.bytes[index]
+        return words_of_bytes(found, size)
 
     def store(
         self, address: np.ndarray, active: np.ndarray, size: int, values: list[np.ndarray]
     ) -> None:
-        index, bits = self.elements(address, active, size, len(values), "writes")
-        content, known, writers, readers = self.views(size)
-        values = np.stack([np.broadcast_to(value, active.shape)[active] for value in values])
-        values, before = values.astype(content.dtype), content[index]
-        content[index] = values
-        known[index] = np.iinfo(known.dtype).max
+        index, bit = self.places(address, active, size, len(values), "writes")
+        content = bytes_of_words(values, active, size)
+        # what is there already any wave may write: whoever comes first, it is the same
+        new = self.bytes[index] != content
+        self.bytes[index], self.last[index], self.known[index] = content, bit, True
         if self.waves == 1:
             return
-        # what is there already any wave may write: whoever comes first, it is the same
-        new = before != values
-        if (content[index] != values).any():  # of a wave's lanes the last wins, of waves either
-            last = last_of_each_wave(index, bits)
+        if (lost := self.bytes[index] != content).any():
+            # of a wave's lanes the last wins, of waves either
+            last = last_of_each_wave(index, bit)
             new &= last
-            lost = np.where(last & (content[index] != values), np.iinfo(writers.dtype).max, 0)
-            others = lost.astype(writers.dtype) & ~bits
-            self.check(others, bits, "two waves write different values", address, active)
-        for touched, what in ((writers, "written"), (readers, "read")):
-            # by others: what the wave itself has done there comes before
-            here = np.where(new, touched[index] & ~bits, 0).astype(touched.dtype)
-            self.check(here, bits, f"writes what another wave has {what}", address, active)
-        writers[index] = np.where(new, 0, writers[index])
-        add_bits(writers, index, np.broadcast_to(bits, index.shape))
+            what = "race: two waves write different values since the last barrier"
+            self.check(lost & last & (self.last[index] != bit), what, address, active)
+        for touched, verb in ((self.writers, "written"), (self.readers, "read")):
+            others = new & (touched[index] & ~bit != 0)
+            what = f"race: writes what another wave has {verb} since the last barrier"
+            self.check(others, what, address, active)
+        self.writers[index[new]] = 0
+        np.bitwise_or.at(self.writers, index, bit)
 
-    def check(
-        self, touched: np.ndarray, bits: np.ndarray, what: str, address: np.ndarray,
-        active: np.ndarray,
-    ) -> None:  # fmt: skip
-        """No other wave may have touched a byte since the last barrier."""
-        if touched.any():
-            apart = touched.view(np.uint16).reshape(*touched.shape, -1)
-            mine = bits.view(np.uint16).reshape(*bits.shape, -1)
-            bad = ((apart != 0) & (apart & mine == 0)).any((0, 2))
-            if bad.any():
-                self.fault(f"race: {what} since the last barrier", address, active, bad)
-
-    def fault(self, text: str, address: np.ndarray, active: np.ndarray, bad: np.ndarray) -> None:
-        lanes = np.zeros_like(active)
-        lanes[active] = bad
+    def check(self, bad: np.ndarray, what: str, address: np.ndarray, active: np.ndarray) -> None:
+        """Raise a Fault if there is any such byte of the active lanes."""
         if bad.any():
-            raise Fault(f"{text} (byte {int(address[lanes][0])} of LDS)", lanes)
+            lanes = np.zeros_like(active)
+            lanes[active] = bad.any(1)
+            raise Fault(f"{what} (byte {int(address[lanes][0])} of LDS)", lanes)
 
 
-def last_of_each_wave(index: np.ndarray, bits: np.ndarray) -> np.ndarray:
-    """Whether no later lane of the wave has the same index."""
-    last = np.zeros(index.shape, bool)
-    for i, row in enumerate(index):
-        pairs = np.stack([row, bits.astype(np.int64)])[:, ::-1]
-        _, first = np.unique(pairs, axis=1, return_index=True)
-        last[i, len(row) - 1 - first] = True
-    return last
-
-
-def add_bits(array: np.ndarray, index: np.ndarray, bits: np.ndarray) -> None:
-    """array[index] |= bits, also where an index occurs more than once."""
-    while index.size:
-        array[index] |= bits
-        missing = (array[index] & bits) != bits
-        index, bits = index[missing], bits[missing]
+def last_of_each_wave(index: np.ndarray, bit: np.ndarray) -> np.ndarray:
+    """Whether no later lane of the wave has the same byte, [lanes, bytes]."""
+    last_first = (index.astype(np.int64) << 16 | bit).ravel()[::-1]
+    last = np.zeros(index.size, bool)
+    last[np.unique(last_first, return_index=True)[1]] = True
+    return last[::-1].reshape(index.shape)

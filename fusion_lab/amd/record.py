@@ -4,8 +4,10 @@ after. Another process, in which Triton compiles, executes the same and compares
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import inspect
+import itertools
 import os
 import pickle
 import runpy
@@ -15,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import numpy as np
@@ -23,6 +26,7 @@ from torch import Tensor
 
 from fusion_lab.cli import ToolError, note, say
 from fusion_lab.files import ROOT
+from fusion_lab.script import find_script, load_script
 
 
 @dataclass(frozen=True)
@@ -76,8 +80,8 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def bfloat16_mended() -> contextlib.ExitStack:
-    """While this is entered the interpreter multiplies bfloat16 as what it is, not as the integers
-    that it keeps it in, and rounds to it as a GPU does, not towards zero."""
+    """While this is entered the interpreter computes with bfloat16 as what it is, not as with the
+    integers that it keeps it in, and rounds to it as a GPU does, not towards zero."""
     from triton import language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -93,12 +97,18 @@ def bfloat16_mended() -> contextlib.ExitStack:
         rounded = numbers.bfloat16().view(torch.int16).numpy().view(np.uint16)
         return TensorHandle(rounded, tl.bfloat16)
 
+    def binary(builder, a, b, operator):
+        found = plain_binary(builder, wide(a), wide(b), operator)
+        is_number = a.dtype.scalar == tl.bfloat16 and found.data.dtype != bool
+        return cast(builder, found, tl.bfloat16) if is_number else found
+
     def dot(builder, a, b, *others):
         return plain_dot(builder, wide(a), wide(b), *others)
 
     plain_cast, plain_dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+    plain_binary = InterpreterBuilder.binary_op
     stack = contextlib.ExitStack()
-    for name, function in {"cast_impl": cast, "create_dot": dot}.items():
+    for name, function in {"cast_impl": cast, "create_dot": dot, "binary_op": binary}.items():
         stack.enter_context(mock.patch.object(InterpreterBuilder, name, function))
     return stack
 
@@ -155,48 +165,94 @@ def recording(seen: Callable[[Recorded], None]) -> Iterator[None]:
         yield
 
 
-def saver(folder: Path) -> Callable[[Recorded], None]:
-    """Writes each launch into the folder, in their order."""
-    numbers = iter(range(10**6))
+# --- programs, and training steps of version scripts
+
+
+def is_version(file: str | Path) -> bool:
+    """Whether a file has the functions of a version script."""
+    with contextlib.suppress(ToolError):
+        return find_script(str(file)).is_file()
+    return False
+
+
+def step_arguments(module: ModuleType, argv: Sequence[str], backend: str) -> argparse.Namespace:
+    """The arguments of a version script that from here on launches what it would on the GPUs of
+    this backend ("hip" or "cuda"): the same blocks and warps, and nothing left to PyTorch."""
+    # without a GPU the script would ask for the interpreter
+    with mock.patch("torch.cuda.is_available", lambda: True):
+        args = module.parse_args(argv)
+    args.device = "cpu"
+    module.BACKEND, module.INTERPRETED = backend, False
+    module.shared_memory = lambda: 2**31
+    torch.set_float32_matmul_precision(args.matmul_precision)
+    module.use_settings(args)
+    return args
+
+
+def take_step(module: ModuleType, args: argparse.Namespace, fake=None) -> None:
+    """A training step of a version script; in a FakeTensorMode `fake`, on tensors without
+    contents."""
+    cpu = torch.device("cpu")
+    batch = module.make_batches(args, cpu, args.seed).next_batch()
+    with fake or contextlib.nullcontext():
+        if fake:
+            batch = {name: fake.from_tensor(value) for name, value in batch.items()}
+        model = module.build_model(args, cpu)
+        optimizer = module.build_optimizer(args, model)
+        with torch.autocast("cpu", getattr(torch, args.amp_dtype), enabled=args.use_amp):
+            loss = model(**batch)
+        loss.backward()
+        if args.use_amp and args.amp_dtype == "float16":  # as a gradient scaler does
+            optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.zeros(())
+        optimizer.step()
+
+
+def main() -> None:
+    """Record what the program launches that the command line names, behind the folder."""
+    folder, file, *argv = sys.argv[1:]
+    numbers = itertools.count()
 
     def save(launch: Recorded) -> None:
-        (folder / f"{next(numbers):05}.pickle").write_bytes(pickle.dumps(launch))
+        Path(folder, f"{next(numbers):05}.pickle").write_bytes(pickle.dumps(launch))
 
-    return save
+    with recording(save):
+        if is_version(file):
+            module = load_script(file)
+            module.wrap_triton = lambda kernel: kernel  # its own way in the interpreter is another
+            take_step(module, step_arguments(module, argv, "hip"))
+        else:
+            sys.argv = [file, *argv]
+            sys.path.insert(0, str(Path(file).resolve().parent))
+            runpy.run_path(file, run_name="__main__")
 
 
-def launches_in(folder: Path) -> Iterator[Recorded]:
-    for path in sorted(folder.glob("*.pickle")):
-        yield pickle.loads(path.read_bytes())
-
-
-def interpreted(command: Sequence[str]) -> subprocess.CompletedProcess:
-    """Run a Python program in which Triton interprets."""
+@contextlib.contextmanager
+def recorded(
+    file: Path, argv: Sequence[str] = ()
+) -> Iterator[tuple[subprocess.CompletedProcess, Iterator[Recorded]]]:
+    """Run a program or a step in a process in which Triton interprets; how it ended, and what it
+    has launched."""
+    if not file.is_file():
+        raise ToolError(f"{file}: no such file")
+    if argv:
+        note(f"{file.name} gets {' '.join(argv)}")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
-    return subprocess.run([sys.executable, *command], env=environment, text=True,
-                          capture_output=True)  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        code = "from fusion_lab.amd.record import main; main()"
+        command = [sys.executable, "-c", code, folder, str(file), *argv]
+        done = subprocess.run(command, env=environment, text=True, capture_output=True)
+        files = sorted(Path(folder).glob("*.pickle"))
+        yield done, (pickle.loads(path.read_bytes()) for path in files)
 
 
 def launches_of(file: Path, argv: Sequence[str] = ()) -> list[Recorded]:
-    """What a Python program launches."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        command = ["-c", "from fusion_lab.amd.record import main; main()", name, str(file), *argv]
-        done = interpreted(command)
-        found = list(launches_in(folder))
+    """What a program launches; of one that fails what it prints is passed on."""
+    with recorded(file, argv) as (done, launches):
+        found = list(launches)
     if done.returncode:
         say(*(f"{file} prints: {line}" for line in (done.stdout + done.stderr).splitlines()))
         note(f"{file} ended with status {done.returncode}")
     if not found:
         raise ToolError(f"{file} launches no kernel")
     return found
-
-
-def main() -> None:
-    """Record what the program launches that the command line names, behind the folder."""
-    folder, file, *argv = sys.argv[1:]
-    sys.argv = [file, *argv]
-    sys.path.insert(0, str(Path(file).resolve().parent))
-    with recording(saver(Path(folder))):
-        runpy.run_path(file, run_name="__main__")

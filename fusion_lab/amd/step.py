@@ -1,18 +1,18 @@
 """Show a Triton kernel as AMD's GPUs get it: instruction by instruction, what a wave's registers
 hold before and after, and which of its 64 lanes are at work. No GPU is needed.
 
-The program FILE.py runs in Triton's interpreter; the first launch of the kernel there is compiled
-for the GPU, and one of its workgroups executed. --assembly executes changed machine code in its
-place, which --save writes; what is wrong with it (a race in LDS, an access outside of a tensor, a
-barrier that not all waves reach) is one line, and the status 1.
+The program runs in Triton's interpreter; the first launch of the kernel there is compiled for the
+GPU, and one of its workgroups executed. --assembly executes changed machine code in its place,
+which --save writes; what is wrong with it (a race in LDS, an access outside of a tensor, a barrier
+that not all waves reach) is one line, and the status 1.
 
 Examples:
-  python -m fusion_lab.amd.step my_kernels.py add_relu
-  python -m fusion_lab.amd.step my_kernels.py row_sum --lines 12-14 --lanes 0,15,16,63
-  python -m fusion_lab.amd.step my_kernels.py row_sum --listing
-  python -m fusion_lab.amd.step my_kernels.py product --counts
-  python -m fusion_lab.amd.step my_kernels.py row_sum --save row_sum.s
-  python -m fusion_lab.amd.step my_kernels.py row_sum --assembly row_sum.s
+  amd-run step my_kernels.py add_relu
+  amd-run step my_kernels.py row_sum --lines 12-14 --lanes 0,15,16,63
+  amd-run step my_kernels.py row_sum --listing
+  amd-run step my_kernels.py product --counts
+  amd-run step my_kernels.py row_sum --save row_sum.s
+  amd-run step my_kernels.py row_sum --assembly row_sum.s
 """
 
 from __future__ import annotations
@@ -20,30 +20,19 @@ from __future__ import annotations
 import argparse
 import itertools
 import linecache
-import os
-import sys
 from pathlib import Path
-
-os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton: the kernel is compiled
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # without it Triton 3.9 prints a warning
 
 import numpy as np
 
 from fusion_lab.amd.assembly import ACCUMULATORS, Instruction, Unknown
+from fusion_lab.amd.compile import compiled_launch
 from fusion_lab.amd.execute import ROWS
-from fusion_lab.amd.launch import (
-    TARGETS,
-    Fault,
-    Kernel,
-    Loaded,
-    compiled_launch,
-    explained,
-    run_grid,
-)
+from fusion_lab.amd.launch import EXECUTED, Kernel, Loaded, explained, run_grid
+from fusion_lab.amd.memory import Fault
 from fusion_lab.amd.record import Recorded, launches_of
 from fusion_lab.amd.waves import EXEC, UNSET, VCC, Waves, unpacked
 from fusion_lab.cli import Parser, ToolError, documented_parser, program, several
-from fusion_lab.files import reads, write_text
+from fusion_lab.files import write_text
 from fusion_lab.show import Column, render
 
 MOVES = {  # what the table does not have, by how its names begin
@@ -184,8 +173,8 @@ def counts_of(launch: Recorded, kernel: Kernel) -> None:
     kinds = [{"kind": kind, "number": number} for kind, number in counts.by_kind().items()]
     print(render([Column("instructions of all waves", "kind"), Column("", "number", "d")], kinds))
     print(f"\nwaves: {counts.waves}, floating-point operations: {counts.flop()}")
-    least = ", ".join(f"{us:.3g} us by its {what}" for what, us in counts.bounds().items())
-    print(f"An MI300X takes at least (a bound, no prediction): {least}\n")
+    bound = f"{counts.memory_us():.3g} us"
+    print(f"An MI300X's memory takes at least {bound} (a bound, no prediction)\n")
     noted = sorted({name for note in counts.noted.values() for name in note})
     lines = sorted({kernel.program.code[number].line for number in counts.noted})
     rows = [{"line": line} | {name: counts.by_line(name)[line] for name in noted} for line in lines]
@@ -208,10 +197,10 @@ def lane(text: str) -> int:
 
 
 def build_parser() -> Parser:
-    parser = documented_parser("fusion_lab.amd.step", __doc__)
-    parser.add_argument("file", type=Path, metavar="FILE.py", help="a program that launches it")
+    parser = documented_parser("amd-run step", __doc__)
+    parser.add_argument("file", type=Path, metavar="FILE.py")
     parser.add_argument("kernel", nargs="?", metavar="KERNEL", help="(default: the first launched)")
-    parser.add_argument("--target", choices=TARGETS, default=TARGETS[0], help="(default: gfx942)")
+    parser.add_argument("--target", choices=EXECUTED, default=EXECUTED[0], help="(default: gfx942)")
     parser.add_count("--workgroup", 0, "which is executed", least=0)
     parser.add_count("--wave", 0, "of it, which is shown", least=0)
     text = "whose values are shown (default: 0,1,16,63)"
@@ -229,15 +218,13 @@ def build_parser() -> Parser:
     return parser
 
 
-def run(args: argparse.Namespace) -> int:
-    if not args.file.is_file():
-        raise ToolError(f"{args.file}: no such file")
-    found = [x for x in launches_of(args.file) if args.kernel in (None, x.kernel)]
+def run(args: argparse.Namespace, argv: list[str]) -> int:
+    found = [x for x in launches_of(args.file, argv) if args.kernel in (None, x.kernel)]
     if not found:
         raise ToolError(f"{args.file} launches no kernel of the name {args.kernel}")
     launch = found[0]
     try:
-        text = reads(args.assembly).read_text() if args.assembly else None
+        text = args.assembly.read_text() if args.assembly else None
         compiled = compiled_launch(launch, args.target)
         kernel = Kernel(compiled, text)
     except Unknown as error:
@@ -258,7 +245,4 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-main = program(build_parser, run)
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = program(build_parser, run, of_scripts=True)

@@ -127,22 +127,10 @@ class Waves:
 
     # --- writing registers, where waves are here and lanes are at work
 
-    def put(
-        self,
-        index: int,
-        words: np.ndarray,
-        allowed: np.ndarray | None = None,
-        field: tuple[int, int, bool] | None = None,
-    ) -> None:
-        """Write a vector register: the lanes that are `allowed`, and of each all bits or those from
-        `field[0]` on, `field[1]` of them; the others become 0 or stay, if field[2]."""
-        register = self.vectors[index]
-        if field:
-            first, bits, stay = field
-            mask = np.uint32(((1 << bits) - 1) << first)
-            words = words << first & mask | (register & ~mask if stay else 0)
+    def put(self, index: int, words: np.ndarray, allowed: np.ndarray | None = None) -> None:
+        """Write a vector register, or of it the lanes that are `allowed`."""
         if self.all_lanes and allowed is None and self.undefined[0] is None:
-            register[:] = words
+            self.vectors[index][:] = words
             self.unwritten.pop(index, None)
             return
         self.put_lanes(index, words, self.lanes if allowed is None else self.lanes & allowed)

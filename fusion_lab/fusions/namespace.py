@@ -19,7 +19,7 @@ from fusion_lab.script import import_file
 OURS = (str(ROOT), str(ROOT / "analysis_tools")) if (ROOT / "pyproject.toml").exists() else ()
 
 
-def found_in(module: ModuleType) -> str:
+def find_runs(module: ModuleType) -> str:
     """The folder of the path in which a module was found; "" of one that lies in none."""
     places = [*getattr(module, "__path__", ()), getattr(module, "__file__", None) or ""]
     return os.path.dirname(os.path.realpath(places[0])) if places[0] else ""
@@ -35,7 +35,7 @@ class Namespace:
         self.path, self.argv = [str(self.file.parent), *others], [file, *argv]
         self.modules: dict[str, ModuleType] = {}  # those that have a name of ours, and its own main
         tops = {name for name in sys.modules if "." not in name} - {"__main__"}
-        self.taken = {name for name in tops if found_in(sys.modules[name]) in OURS}
+        self.taken = {name for name in tops if find_runs(sys.modules[name]) in OURS}
         self.kept: list = []
         with self:
             self.taken -= {name for name in self.taken if self.finds_ours(name)}

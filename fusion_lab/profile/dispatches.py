@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fusion_lab.cli import ToolError, note
-from fusion_lab.files import reads
 
 NAME, START, END = "Kernel_Name", "Start_Timestamp", "End_Timestamp"
 # What tells streams apart, where a tool writes it; with none of these all kernels are in one. The
@@ -169,7 +168,7 @@ class Row:
 
 def unzipped(path: Path) -> bytes:
     """What is in a file, also where it was compressed."""
-    content = reads(path).read_bytes()
+    content = path.read_bytes()
     try:
         return gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -220,7 +219,7 @@ def read_database(path: Path) -> list[Dispatch]:
 def read_view(path: Path, view: str) -> list[Row]:
     """The rows of a view of a rocpd database, with our names for some columns."""
     try:
-        address = f"{reads(path).resolve().as_uri()}?mode=ro"
+        address = f"{path.resolve().as_uri()}?mode=ro"
         with closing(sqlite3.connect(address, uri=True)) as database:
             cursor = database.execute(f"SELECT * FROM {view}")
             header = [VIEWS.get(column[0], column[0]) for column in cursor.description]

@@ -18,7 +18,15 @@ from fusion_lab.profile.kernels import (
     read_statistics,
     short_name,
 )
-from fusion_lab.records import check_family, collected, differences, load_run, only_file
+from fusion_lab.runs import (
+    Run,
+    check_family,
+    collected,
+    differences,
+    find_runs,
+    load_run,
+    only_file,
+)
 from fusion_lab.show import Column, render
 
 SIDES = ("baseline", "fused")
@@ -82,12 +90,38 @@ def total_of(rows: Sequence[KernelStatistics]) -> tuple[int, int]:
 
 
 def load_profile(directory: Path) -> Profile:
-    """The profile in a folder, of whichever tool, also below what run_all_profilers.sh wrote."""
+    """The profile in a folder, of whichever tool, also below what run_all_profilers.sh wrote; or
+    the count of a run there, which knows no names."""
     for files, load in FILES.items():
         if isinstance(folder := collected(directory, files), Path):
             return load(folder)
+    runs = [run for run in find_runs(directory) if not run.is_first]
+    counted = [run for run in runs if run.number("kernels", "per_step")]
+    if len(counted) == 1:
+        return of_run(directory, counted[0])
     lacking = "neither <script>_kernels.csv (run_pytorch_profiler.py) nor"
-    raise ToolError(f"{directory}: no profile: {lacking} stats.csv (run_rocprofv3.sh)")
+    raise ToolError(
+        f"{directory}: no profile: {lacking} stats.csv (run_rocprofv3.sh), nor one run that counted"
+    )
+
+
+def of_run(directory: Path, run: Run) -> Profile:
+    """What a script counted itself."""
+    unit = "operators" if run.result["kernels"].get("unit") == "operator calls" else "kernels"
+    return Profile(directory, "the script itself", unit, 1, [], run.result)
+
+
+def counts_report(sides: Sequence[Profile]) -> str:
+    """The counts of the scripts themselves, where a side has no kernels by name."""
+    lines = ["# Kernels, baseline and fused", ""]
+    for label, side in zip(SIDES, sides, strict=True):
+        lines.append(f"- {label}: `{side.directory}` ({side.settings['script']}, {side.source})")
+    before, after = (side.settings["kernels"]["per_step"] for side in sides)
+    unit = sides[0].settings["kernels"].get("unit") or "kernels"
+    lines += ["", f"- {unit.capitalize()} per step: {before:.10g} -> {after:.10g}"]
+    lines.append(f"- Kernel reduction: {100 * (1 - after / before):.1f} %")
+    lines.append("- Names and times are in profiles (run_pytorch_profiler.py).")
+    return "\n".join(lines) + "\n"
 
 
 def is_copy(name: str) -> bool:
@@ -241,6 +275,10 @@ def compare(sides: Sequence[Profile], top: int) -> tuple[list[dict], list[str], 
     if sides[0].unit != sides[1].unit:
         units = f"one side has {sides[0].unit}, the other {sides[1].unit}"
         raise ToolError(f"{units}: profile both on the same device")
+    if not all(side.statistics for side in sides):
+        if not all((side.settings or {}).get("kernels", {}).get("per_step") for side in sides):
+            raise ToolError("one side has only its count, of which the other has none")
+        return [], notes, counts_report(sides)
     kernels = match(sides, [side.steps if per_step else 1 for side in sides])
     for label, side in of.items():
         if not any(kernel[f"{label} launches"] for kernel in without_copies(kernels)):

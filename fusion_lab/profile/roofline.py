@@ -32,7 +32,8 @@ from fusion_lab.profile.kernels import (
     self_times,
     short_name,
 )
-from fusion_lab.records import ForwardFlops, Run, only_file, read
+from fusion_lab.records import ForwardFlops, read
+from fusion_lab.runs import Run, only_file
 from fusion_lab.script import interpret_without_gpu, measured_with
 from fusion_lab.show import Column, drawing, render, save_figure, side_columns
 

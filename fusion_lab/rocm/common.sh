@@ -1,24 +1,25 @@
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2034  # the wrappers use what is set here
 # What run_rocprofv3.sh, run_rocprof_sys.sh, run_rocprof_compute.sh and run_all_profilers.sh share. Each defines
-#   usage           prints its help
-#   wrapper_option  looks at "$1"; if it is an option of its own, keeps it and sets `consumed` to its number of words
-# and gets from parse_arguments: script, output_dir, dry_run, script_args (all that no wrapper knows, in order).
+#   usage   prints its help
+#   flags   its own options without a value; --some-flag sets some_flag=yes
+#   values  its own options with a value; --some-option X sets some_option=X
+# and gets from parse_arguments: these, script, and script_args (all that no wrapper knows, in order).
 
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)
 program=${0##*/}
 python=${PYTHON:-python3}
-script=tiny_openfold_v2.py
-script_given=no
+default_script=tiny_openfold_v2.py
+flags=
+values=
+script=
 output_dir=.
 result_dir=
-dry_run=no
+dry_run=
 script_args=()
 results=
-group= # of the tool that runs
 
-# shellcheck disable=SC2034  # for the usage text of each wrapper
-common_options="  --script FILE       version script to profile (default: $script)
+common_options="  --script FILE       version script to profile (default: $default_script)
   --output-dir DIR    where the result folder is made (default: the current directory)
   --result-dir DIR    the result folder itself, a new one, instead of one named after the fusions
   --dry-run           print the command and run nothing
@@ -31,76 +32,51 @@ fail() { # STATUS MESSAGE
     exit "$1"
 }
 
-need_value() { # OPTION [VALUE...]
-    (($# > 1)) || fail 2 "$1 needs a value"
-}
-
-need_python() {
-    command -v -- "$python" >/dev/null || fail 4 "there is no program $python: PYTHON names the interpreter"
-}
-
 ours() { # PROGRAM ARGUMENT...: a program of this repository, whether it is installed or not
     PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} "$python" "$@"
 }
 
+is_one_of() { # WORD WORD...: is the first an option, and one of the others?
+    [[ $1 == --* && " ${*:2} " == *" $1 "* ]]
+}
+
 parse_arguments() { # "$@" of the wrapper
+    local option name
     while (($#)); do
-        case $1 in
-        --help | -h)
+        option=${1%%=*}
+        name=${option#--}
+        name=${name//-/_}
+        if is_one_of "$option" --dry-run "$flags"; then
+            [[ $1 == "$option" ]] || fail 2 "$option takes no value"
+            declare -g "$name=yes"
+        elif is_one_of "$option" --script --output-dir --result-dir "$values"; then
+            if [[ $1 == "$option" ]]; then set -- "$1=${2-}" "${@:3}"; fi
+            [[ $1 != "$option=" ]] || fail 2 "$option needs a value"
+            declare -g "$name=${1#*=}"
+        elif [[ $1 == --help || $1 == -h ]]; then
             usage
             exit 0
-            ;;
-        --dry-run)
-            dry_run=yes
-            shift
-            ;;
-        --script)
-            need_value "$@"
-            script=$2
-            script_given=yes
-            shift 2
-            ;;
-        --output-dir)
-            need_value "$@"
-            output_dir=$2
-            shift 2
-            ;;
-        --result-dir)
-            need_value "$@"
-            result_dir=${2%/}
-            [[ -n $result_dir ]] || fail 2 "--result-dir needs a directory"
-            shift 2
-            ;;
-        --)
+        elif [[ $1 == -- ]]; then
             script_args+=("${@:2}")
-            shift $#
-            ;;
-        --script=* | --output-dir=* | --result-dir=*)
-            set -- "${1%%=*}" "${1#*=}" "${@:2}"
-            ;;
-        *)
-            consumed=0
-            if [[ $1 == --*=* ]]; then
-                wrapper_option "${1%%=*}" "${1#*=}"
-                ((consumed != 1)) || fail 2 "${1%%=*} takes no value"
-                consumed=$((consumed / 2))
-            else
-                wrapper_option "$@"
-            fi
-            if ((consumed == 0)); then
-                script_args+=("$1")
-                consumed=1
-            fi
-            shift "$consumed"
-            ;;
-        esac
+            break
+        else
+            script_args+=("$1")
+        fi
+        shift
     done
-    [[ -n $output_dir ]] || fail 2 "--output-dir needs a directory"
-    output_dir=${output_dir/#-/./-} result_dir=${result_dir/#-/./-} script=${script/#-/./-} # no options of any tool
-    need_python
-    if [[ ! -f $script ]]; then
+    script=${script/#-/./-} output_dir=${output_dir/#-/./-} result_dir=${result_dir/#-/./-} # no options of any tool
+    result_dir=${result_dir%/}
+    command -v -- "$python" >/dev/null || fail 4 "there is no program $python: PYTHON names the interpreter"
+    if [[ $script && ! -f $script ]]; then
         [[ -f $root/$script ]] || fail 2 "--script $script: no such file"
         script=$root/$script
+    fi
+}
+
+name_default() { # where no --script is given
+    if [[ -z $script ]]; then
+        echo "$program: note: no --script is given, $default_script is taken" >&2
+        script=$root/$default_script
     fi
 }
 
@@ -134,30 +110,16 @@ side() { # baseline: all fusions off, and V1; fused: all on; partial: some
     fi
 }
 
-name_default() { # once, where no --script is given
-    [[ $script_given == yes ]] || echo "$program: note: no --script is given, $(basename "$script") is taken" >&2
-    script_given=yes
-}
-
 application() { # RESULT_DIR [ARGUMENT...]: sets `app` to the command that runs the script under a profiler
-    name_default
     app=("$python" "$script" --under-profiler --enable-rocm-profiling)
     if ! given --profile-dir; then app+=(--profile-dir "$1"); fi
     app+=("${@:2}" ${script_args[@]+"${script_args[@]}"})
 }
 
-find_tool() { # PACKAGE NAME...: sets `tool` to the first of the names that is installed
-    local package=$1 name
-    shift
-    for name in "$@"; do
-        if command -v "$name" >/dev/null; then
-            tool=$name
-            return
-        fi
-    done
-    tool=$1
-    if [[ $dry_run == yes ]]; then return; fi
-    fail 4 "$1 not found: it comes with ROCm (package $package) and needs an AMD GPU; here \
+find_tool() { # PACKAGE NAME: sets `tool`
+    tool=$2
+    if [[ $dry_run ]] || command -v "$tool" >/dev/null; then return; fi
+    fail 4 "$tool not found: it comes with ROCm (package $1) and needs an AMD GPU; here \
 'python run_pytorch_profiler.py --script $(basename "$script") --generate-report' answers the same question"
 }
 
@@ -205,43 +167,18 @@ keep_results() {
     trap - EXIT INT TERM HUP
 }
 
-end_at_signals() { # WORDS: where to find what is left
+end_at_signals() { # WORDS: where to find what is left. Signals reach the whole group, and the tool ends first
     left=$1
-    exec {stderr}>&2 # where a signal comes, it may lead to the log of a tool
-    trap 'end_tool INT; fail 130 "interrupted; $left" 2>&"$stderr"' INT
-    trap 'end_tool TERM; fail 143 "terminated; $left" 2>&"$stderr"' TERM
-    trap 'end_tool TERM; fail 129 "the terminal is gone; $left" 2>&"$stderr"' HUP
-}
-
-# A tool runs in a group of its own, with all that it starts. So a signal reaches them all, and the wrapper, which waits
-# in the background, can answer at once.
-in_group() { # COMMAND...: returns its status
-    local status=0
-    set -m
-    "$@" </dev/null &
-    group=$!
-    set +m
-    wait "$group" || status=$?
-    group=
-    return "$status"
-}
-
-end_tool() { # SIGNAL: end the group, by force if it takes more than ten seconds
-    local tenth
-    trap '' INT TERM HUP
-    if [[ -z $group ]]; then return; fi
-    kill -"$1" -- "-$group" 2>/dev/null || true
-    for ((tenth = 0; tenth < 100; tenth++)); do
-        kill -0 -- "-$group" 2>/dev/null || return 0
-        sleep 0.1
-    done
-    kill -KILL -- "-$group" 2>/dev/null || true
+    trap 'fail 130 "interrupted; $left"' INT
+    trap 'fail 143 "terminated; $left"' TERM
+    trap 'fail 129 "the terminal is gone; $left"' HUP
 }
 
 run_tool() { # COMMAND...
     local status=0
+    read_files libraries "$(command -v "$tool")"
     show "$@"
-    in_group "$@" || status=$?
+    "$@" </dev/null || status=$?
     if ((status > 128)); then
         fail "$status" "$tool was ended by signal $((status - 128)); what it left is in $results.failed"
     elif ((status)); then

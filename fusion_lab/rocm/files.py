@@ -3,20 +3,19 @@
 
 Usage:
   files.py statistics DIR OUT.csv    merge *_kernel_stats.csv, or databases, of all processes in DIR
-  files.py convert FILE.db OUT.csv   kernel statistics of a ROCm 7 database, by rocpd or from SQLite
+  files.py convert FILE.db OUT.csv   kernel statistics of a database of rocpd (ROCm 7 and newer)
   files.py show DIR                  top kernels of DIR/stats.csv
   files.py dispatches DIR OUT.csv    kernels and their times of a profile of rocprof-compute
   files.py newest DIR                print the folder of the newest profile of rocprof-compute
   files.py counters DIR PATTERN      print the counter files below DIR, after a look at each row
   files.py require DIR PATTERN       print the files below DIR that match; none is an error
+  files.py libraries TOOL            a note where TOOL and PyTorch bring two rocprofiler-sdk
 
 A file that is missing, cut off or of another format is one line on stderr and status 1.
 """
 
-import shutil
-import subprocess
+import importlib.util
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from fusion_lab.profile.dispatches import (
     Dispatch,
     read_counters,
     read_database,
-    read_kernel_trace,
     read_table,
 )
 from fusion_lab.profile.kernels import (
@@ -67,7 +65,7 @@ def matching(directory: Path, pattern: str, writer: str) -> list[Path]:
 
 def statistics(directory: Path, out: Path) -> None:
     if databases := sorted(directory.rglob("*_results.db")):
-        dispatches = [each for path in databases for each in of_database(path)]
+        dispatches = [each for path in databases for each in read_database(path)]
         write_statistics(out, of_dispatches(dispatches, directory))
         return
     paths = matching(directory, "*_kernel_stats.csv", "rocprofv3")
@@ -85,26 +83,8 @@ def of_dispatches(dispatches: Sequence[Dispatch], source: Path) -> list[KernelSt
     return statistics_of_dispatches(dispatches)
 
 
-def of_database(database: Path) -> list[Dispatch]:
-    """The dispatches in a rocpd database, through rocpd where it is installed."""
-    if not shutil.which("rocpd"):
-        return read_database(database)
-    with tempfile.TemporaryDirectory() as folder:
-        command = ["rocpd", "convert", "-i", str(database)]
-        command += ["-f", "csv", "-d", folder, "-o", "converted"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise ToolError(f"rocpd convert {database}: status {done.returncode}: {reason}")
-        try:
-            return read_kernel_trace(matching(Path(folder), "*kernel_trace.csv", "rocpd")[0])
-        except ToolError as error:
-            reason = str(error).replace(f"{folder}/", "")
-            raise ToolError(f"rocpd convert {database}: {reason}") from error
-
-
 def convert(database: Path, out: Path) -> None:
-    write_statistics(out, of_dispatches(of_database(database), database))
+    write_statistics(out, of_dispatches(read_database(database), database))
 
 
 def show(directory: Path) -> None:
@@ -176,8 +156,32 @@ def counters(directory: Path, pattern: Path) -> None:
         print(path)
 
 
+def libraries(tool: Path) -> None:
+    """A note on stderr where a profiler would bring a second rocprofiler-sdk into the process of
+    PyTorch, which hangs or crashes (ROCm/TheRock 6695, ROCm/rocm-aic 149).
+
+    Wheels of pytorch.org have it in torch/lib. TheRock's have it in a package of its own, which
+    those before August 2026 load by name, whatever is loaded; later ones take what is there.
+    """
+    torch = importlib.util.find_spec("torch")
+    if not torch or not torch.submodule_search_locations:
+        return
+    home = Path(torch.submodule_search_locations[0])
+    mend = "take PyTorch and ROCm of one release, as in AMD's containers rocm/pytorch"
+    core = importlib.util.find_spec("_rocm_sdk_core")
+    if core and "rocprofiler-sdk" in (home / "_rocm_init.py").read_text():
+        home = Path(core.submodule_search_locations[0])
+        mend = f"export PATH={home}/bin:$PATH"
+    pattern = "lib*/librocprofiler-sdk.so*"
+    bundled = sorted(home.glob(pattern))
+    system = [path for folder in tool.resolve().parents for path in sorted(folder.glob(pattern))]
+    if bundled and system and not bundled[0].samefile(system[0]):
+        both = f"{bundled[0]} and {system[0]}"
+        print(f"note: {both} in one process hang or crash: {mend}", file=sys.stderr)
+
+
 def main(argv: list[str]) -> int:
-    alone = {f.__name__: f for f in (show, newest)}
+    alone = {f.__name__: f for f in (show, newest, libraries)}
     pairs = {f.__name__: f for f in (statistics, convert, dispatches, counters, require)}
     commands = alone | pairs
     if not argv or argv[0] not in commands or len(argv) != (2 if argv[0] in alone else 3):

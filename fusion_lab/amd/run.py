@@ -1,0 +1,214 @@
+"""Execute the machine code of a program's Triton kernels for an AMD GPU, on a CPU, and compare what
+comes out.
+
+The program runs in Triton's interpreter. Every launch is compiled for the GPU, and its assembly is
+executed on the same tensors. Of a version script it is one training step, with the blocks that the
+script chooses for AMD. Prints a table, and how many launches
+
+  agree         each tensor is what the interpreter computed, by the rule of amd/agreement.py
+  disagree      one is not, or there is an access outside of a tensor, a race in LDS, a barrier that
+                not all waves reach, a register that nobody wrote, a loop without end
+  not executed  the compiler refuses it, or its code has an instruction that is not known here
+
+and whether the program failed itself. The exit status is 0 if all agree.
+
+What the program prints is passed on to stderr. An error is a root mean square, as a share of a
+tensor's values, or of their change where it is updated in place. Of a program's launches that
+differ in the tensors' values only the first is executed, of a step all.
+
+--counters writes what hardware would have counted in the forms of rocprofv3 and rocprof-compute:
+executed, not measured. There are no times among it.
+
+Examples:
+  amd-run run my_kernels.py
+  amd-run run my_training.py --rows 30 --counters counted
+  amd-run run tiny_llama_v4.py --use-amp --num-layers 1 --seq-len 64 --batch-size 1
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from fusion_lab.amd.agreement import difference
+from fusion_lab.amd.assembly import Unknown
+from fusion_lab.amd.compile import compiled_launch
+from fusion_lab.amd.counters import Counts
+from fusion_lab.amd.launch import EXECUTED, Kernel, run_grid
+from fusion_lab.amd.memory import Fault
+from fusion_lab.amd.record import Recorded, is_version, recorded
+from fusion_lab.cli import Parser, documented_parser, note, program, say
+from fusion_lab.profile import dispatches
+from fusion_lab.show import Column, render, write_csv
+
+AGREE, DISAGREE, NOT_EXECUTED, FAILED = "agree", "disagree", "not executed", "program failed"
+MIX = ("VALU", "VMEM", "LDS", "MFMA", "SALU", "SMEM", "BRANCH")
+
+
+@dataclass
+class Outcome:
+    """Of a launch, with its largest error; or that the program failed."""
+
+    file: str = ""
+    kernel: str = ""
+    error: float = 0.0
+    outcome: str = AGREE
+    remark: str = ""  # why it is another
+    dispatch: dict = field(default_factory=dict)  # with its counters
+
+
+def outcome_of(launch: Recorded, target: str, watch: bool = False) -> Outcome:
+    """Compile and execute a recorded launch, and compare all storages."""
+    storages = [storage.clone() for storage in launch.before]
+    done = Outcome(launch.file, launch.kernel)
+    try:
+        kernel = Kernel(compiled_launch(launch, target))
+        counts = run_grid(kernel, launch.grid, launch.with_tensors(storages), watch)
+    except Fault as fault:
+        done.outcome, done.remark = DISAGREE, str(fault)
+    except Unknown as error:
+        done.outcome, done.remark = NOT_EXECUTED, str(error)
+    except Exception as error:  # of many kinds, down to a failed pass of the compiler
+        reason = (str(error) or repr(error)).splitlines()[-1]
+        done.outcome, done.remark = NOT_EXECUTED, f"{launch.kernel}: {reason}"
+    else:
+        done.error, wrong = difference(launch, storages, counts.read, kernel.multiplies_in_xf32)
+        if wrong:
+            done.outcome, done.remark = DISAGREE, f"{launch.kernel}: {wrong}"
+        if watch:
+            done.dispatch = dispatch(kernel, counts)
+    return done
+
+
+def outcomes_of(
+    file: Path, argv: Sequence[str], target: str, watch: bool = False, once: bool = False
+) -> list[Outcome]:
+    """Record a program's launches and execute them; with `once`, of those that differ in values
+    only the first."""
+    torch.set_num_threads(1)
+    found, seen = [], set()
+    with recorded(file, argv) as (done, launches):
+        for launch in launches:
+            if once and launch.key() in seen:
+                continue
+            seen.add(launch.key())
+            found.append(outcome_of(launch, target, watch))
+    printed = (*done.stdout.splitlines(), *done.stderr.splitlines())
+    say(*(f"{file.name} prints: {line}" for line in printed))
+    if done.returncode or not found:
+        failed = f"it ended with status {done.returncode}"
+        remark = failed if done.returncode else "it launches no kernel"
+        found.append(Outcome(outcome=FAILED, remark=remark))
+    lines = (f"{x.outcome}: {x.remark}" for x in found if x.outcome != AGREE)
+    say(*(f"{file.name}: {line}" for line in dict.fromkeys(lines)))
+    return found
+
+
+def summary(found: Sequence[Outcome]) -> str:
+    """How many launches agree, disagree or were not executed, and how many programs failed."""
+    number = Counter(launch.outcome for launch in found)
+    of_each = ", ".join(f"{number[name]} {name}" for name in (AGREE, DISAGREE, NOT_EXECUTED))
+    failed = f"; {number[FAILED]} programs failed" if number[FAILED] else ""
+    return f"{len(found) - number[FAILED]} launches: {of_each}{failed}"
+
+
+# --- counters
+
+
+def dispatch(kernel: Kernel, counts: Counts) -> dict:
+    """A launch as both tools describe it, and its counters."""
+    start = kernel.program.descriptor
+    described = {
+        "Grid_Size": 64 * counts.waves,
+        "Kernel_Name": kernel.program.name,
+        "Workgroup_Size": 64 * kernel.waves,
+        "LDS_Block_Size": kernel.lds,
+        "Scratch_Size": start["private_segment_fixed_size"],
+        "VGPR_Count": start["accum_offset"],
+        "SGPR_Count": start["next_free_sgpr"],
+        "Start_Timestamp": None,
+        "End_Timestamp": None,
+    }
+    return described | counts.hardware()
+
+
+def write_counters(folder: Path, target: str, rows: Sequence[dict]) -> None:
+    """Write rocprofv3's counter_collection.csv, a row for each counter of a dispatch, and
+    rocprof-compute's pmc_perf.csv, a row for each dispatch."""
+    agent = {"Agent_Id": dispatches.EXECUTED}
+    rocprofv3, rocprof_compute = [], []
+    for number, row in enumerate(rows, 1):
+        counters = {name: row[name] for name in row if name.startswith(("SQ_", "TCP_", "TCC_"))}
+        described = {name: row[name] for name in row if name not in counters}
+        first = {"Correlation_Id": number, "Dispatch_Id": number} | agent | described
+        rocprofv3 += [
+            first | {"Counter_Name": name, "Counter_Value": value}
+            for name, value in counters.items()
+        ]
+        rocprof_compute.append({"Dispatch_ID": number, "GPU_ID": 0} | agent | row)
+    write_csv(folder / "executed_counter_collection.csv", rocprofv3)
+    write_csv(folder / f"workloads/executed/{target}/pmc_perf.csv", rocprof_compute)
+
+
+def instruction_mix(rows: Sequence[dict]) -> str:
+    """A table in the form of rocprof-compute's 10.1: the mean, least and most of the dispatches.
+    There a matrix instruction is none of the vector unit."""
+
+    def per_wave(name: str) -> dict[str, object]:
+        matrix = "SQ_INSTS_MFMA" if name == "VALU" else None
+        counts = [(r[f"SQ_INSTS_{name}"] - r.get(matrix, 0)) / r["SQ_WAVES"] for r in rows]
+        mean = sum(counts) / len(counts)
+        return {"Metric": name, "Avg": mean, "Min": min(counts), "Max": max(counts)}
+
+    columns = [Column("Metric", "Metric"), *(Column(n, n, ".2f") for n in ("Avg", "Min", "Max"))]
+    return render(columns, [per_wave(name) for name in MIX])
+
+
+# --- the command
+
+
+def table(found: Sequence[Outcome]) -> str:
+    """A row for each kernel."""
+    groups: dict[tuple, list[Outcome]] = {}
+    for launch in found:
+        if launch.outcome != FAILED:
+            groups.setdefault((launch.file, launch.kernel), []).append(launch)
+    columns = [
+        Column("kernel", lambda rows: rows[0].kernel),
+        Column("launches", len, "d"),
+        Column("agree", lambda rows: sum(row.outcome == AGREE for row in rows), "d"),
+        Column("largest error", lambda rows: max(row.error for row in rows), ".1e"),
+    ]
+    return render(columns, list(groups.values()))
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> int:
+    once = not is_version(args.file)
+    note(f"{args.file.name} runs in Triton's interpreter first, which is slow: give small sizes")
+    found = outcomes_of(args.file, argv, args.target, bool(args.counters), once)
+    if any(launch.kernel for launch in found):
+        print(table(found))
+    if rows := [launch.dispatch for launch in found if launch.dispatch]:
+        write_counters(args.counters, args.target, rows)
+        print(f"\n{args.target}, instructions per wave of a launch, executed, not measured:")
+        print(f"\n{instruction_mix(rows)}")
+    compared = "the compiler's code with Triton's interpreter: a kernel whose idea is wrong agrees"
+    print(f"\n{summary(found)} (compared: {compared})")
+    return int(any(launch.outcome != AGREE for launch in found))
+
+
+def build_parser() -> Parser:
+    parser = documented_parser("amd-run run", __doc__)
+    parser.add_argument("file", type=Path, metavar="FILE.py")
+    text = "(default: gfx942, an MI300X)"
+    parser.add_argument("--target", choices=EXECUTED, default=EXECUTED[0], help=text)
+    parser.add_path("--counters", "DIR", "write counters there")
+    return parser
+
+
+main = program(build_parser, run, of_scripts=True)
