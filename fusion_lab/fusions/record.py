@@ -67,7 +67,8 @@ STREAMS = re.compile(  # element by element, or a loss of elements
     r"|polar|complex|arange|linspace|eye|scalar_tensor|diagonal_backward|lift_fresh_copy"
     r"|pixel_(un)?shuffle|floor_divide"
 )
-OWN = tuple(f"{ROOT / folder}{os.sep}" for folder in ("fusion_lab", "analysis_tools"))
+OURS = (ROOT / "fusion_lab", ROOT / "analysis_tools", Path(sysconfig.get_path("scripts")))
+OWN = tuple(f"{folder}{os.sep}" for folder in OURS)  # the last has the command find-fusions
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 SECTOR = 32  # bytes that a GPU reads at least
 # Of these PyTorch runs other operators backward as soon as a mode, such as a recorder, looks on.
