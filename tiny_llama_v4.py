@@ -1494,6 +1494,10 @@ class Options(dict):
     def __setitem__(self, name: str, value: object) -> None:
         super().__setitem__(name, self["lr"].fill_(value) if name == "lr" else value)
 
+    def update(self, *others: dict, **more: object) -> None:
+        for name, value in dict(*others, **more).items():
+            self[name] = value
+
 
 class FusedAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019): one launch for each of `groups`, which lie side by side.
@@ -1543,8 +1547,7 @@ class FusedAdamW(torch.optim.Optimizer):
             wrong = "the state is of other parameters, or in another order"
             raise ValueError(f"{wrong}, such as that of PyTorch's AdamW")
         options = {**state_dict["param_groups"][0], "params": self.parameters}
-        for name, value in options.items():
-            self.param_groups[0][name] = value
+        self.param_groups[0].update(options)
         for i, p in enumerate(self.parameters):
             self.counts[p] = int(loaded[i]["step"])
             for name, value in self.state[p].items():
@@ -2167,7 +2170,8 @@ def comparison(before: dict, after: dict) -> str:
     verdict = "all turns agree" if high <= 1.25 * low else "all turns agree on which is faster"
     if low <= 1 <= high:
         verdict = "no difference seen"
-    if len(ratios) < 5:
+    far = low > 0 and max(low, 1 / high) > (high / low) ** 3
+    if len(ratios) < (3 if far else 5):
         verdict = "too few turns to tell"
     spread = f"from {low:.2f}x to {high:.2f}x ({verdict})"
     lines.append(f"Batch time ratio in {len(ratios)} turns: {median:.2f}x, {spread}")

@@ -3056,7 +3056,8 @@ def comparison(before: dict, after: dict) -> str:
     verdict = "all turns agree" if high <= 1.25 * low else "all turns agree on which is faster"
     if low <= 1 <= high:
         verdict = "no difference seen"
-    if len(ratios) < 5:
+    far = low > 0 and max(low, 1 / high) > (high / low) ** 3
+    if len(ratios) < (3 if far else 5):
         verdict = "too few turns to tell"
     spread = f"from {low:.2f}x to {high:.2f}x ({verdict})"
     lines.append(f"Batch time ratio in {len(ratios)} turns: {median:.2f}x, {spread}")

@@ -299,7 +299,7 @@ def save_executed(row: dict) -> None:
     rows = saved_executed(EXECUTED) if EXECUTED.exists() else []
     rows = sorted([*(old for old in rows if key(old) != key(row)), row], key=key)
     lines = ",\n".join(map(json.dumps, rows))
-    write_text(EXECUTED, f'{{"schema_version": 4, "rows": [\n{lines}\n]}}\n', replace=True)
+    write_text(EXECUTED, f'{{"schema_version": 4, "rows": [\n{lines}\n]}}\n')
 
 
 def table_of_executed(rows: Sequence[dict]) -> str:

@@ -18,6 +18,7 @@ import statistics
 import sys
 from collections.abc import Callable
 
+from dev.bench.counters import moved
 from dev.house import PROGRAMS, ROOMS, arrows
 from dev.sheet import (
     BLUE,
@@ -42,6 +43,7 @@ from fusion_lab.study import by_side
 
 FIGURES = ROOT / "docs/figures"
 H100 = ROOT / "results/h100"
+COUNTERS = ROOT / "results/h200/counters.json"
 FIGURE: dict[str, Callable[[], Sheet | str]] = {}  # by name
 
 SHAPES = {  # the sizes of the studies: names in results, and here
@@ -174,6 +176,30 @@ def traffic() -> Sheet:
     groups = by_version("gb", "traffic", *shapes, precision="bf16")
     note = "bf16; every operator reads its tensors and writes its results, once each"
     return of_versions("GB read and written in one training step", note, groups)
+
+
+@figure
+def counted() -> Sheet:
+    """Bytes of operations before and after their fusion: predicted, and counted by an H200."""
+    shown = ("residual and RMS norm", "SwiGLU", "SwiGLU, backward", "cross-entropy", "layer norm")
+    sheet = Sheet("Bytes: predicted, and counted by the GPU", 84 + 92 * len(shown) + 84)
+    rows = [row for row in read_json(COUNTERS)["rows"] if row["what"] == "operation"]
+    by_name = {(row["operation"], row["side"]): row for row in rows}
+    scale = 430 / max(moved(by_name[name, "before"]) for name in shown)
+    for number, name in enumerate(shown):
+        top = 70 + 92 * number
+        sheet.text(20, top + 40, name.replace(" and ", "\nand ").replace(", ", ",\n"), SMALL)
+        for y, side, color in ((top, "before", GREY), (top + 42, "after", BLUE)):
+            row = by_name[name, side]
+            width = scale * moved(row)
+            sheet.bar(190, y, [(width, color)], f"{moved(row):.0f} MB", height=36)
+            predicted = 190 + scale * row["predicted_mb"]
+            sheet.line(predicted, y - 3, predicted, y + 39, color=ORANGE, width=4)
+    below = 84 + 92 * len(shown)
+    colors = {"PyTorch's operators": GREY, "one kernel": BLUE, "predicted": ORANGE}
+    sheet.legend(below, (20, 270, 430), colors)
+    sheet.note(below + 54, "read from DRAM, caches emptied, and written to L2; one H200, ncu")
+    return sheet
 
 
 @figure

@@ -16,7 +16,11 @@ A comment directly before a block says when it does not run:
 The commands run in a scratch copy of the repository, which is removed at the end, or in --directory
 as it is. The output of each block stays in a folder that the last line names.
 
+With --ask you do a sheet: it takes your predictions before a block runs, and opens an answer behind
+yours. It works in the repository, keeps your answers in my_answers/, and goes on where you stopped.
+
 Examples:
+  python exercises/run_sheet.py exercises/tiny_llama_v1/exercise_1_baseline_analysis.md --ask
   python exercises/run_sheet.py exercises/tiny_llama_v2/exercise_2_flash_attention.md
   python exercises/run_sheet.py exercises/tiny_llama_v2/exercise_2_flash_attention.md --show
   python exercises/run_sheet.py docs/START.md --directory . --log logs --long --keep-going
@@ -39,10 +43,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from exercises import small_runs
+from exercises.ask import Conversation
 from fusion_lab.cli import Parser, ToolError, documented_parser, program
 from fusion_lab.files import ROOT, write_text
 
 TAIL = 20  # lines shown of what a failed block printed
+SILENCE = 10  # seconds without output, then a shown block says that it runs
 PATIENCE = 15  # seconds after Ctrl-C, for the scripts to leave their records
 OK, FAILED, SKIPPED, INTERRUPTED = "ok", "failed", "skipped", "interrupted"
 NOT_IN_CI, NEEDS_GPU, LONG = MARKERS = "not run in CI", "needs a GPU", "long"
@@ -199,6 +205,7 @@ class Session:
 
 def show_output(process: subprocess.Popen, log: Path) -> None:
     """Copy to the screen what a process writes into its log, until it ends."""
+    start = last = time.monotonic()
     with log.open("rb") as output:
         ended = False
         while not ended:
@@ -206,6 +213,12 @@ def show_output(process: subprocess.Popen, log: Path) -> None:
             text = output.read()
             sys.stdout.buffer.write(text)
             sys.stdout.flush()
+            now = time.monotonic()
+            if text:
+                last = now
+            elif now - last > SILENCE:
+                print(f"  (runs for {now - start:.0f} s)", flush=True)
+                last = now
             if not (text or ended):
                 time.sleep(0.1)
 
@@ -225,7 +238,7 @@ def make_environment(files: Path, args: argparse.Namespace) -> dict[str, str]:
     """That of the blocks: this interpreter is `python`; its programs and the stand-ins are on
     PATH."""
     shims = files / "bin"
-    shims.mkdir(parents=True)
+    shims.mkdir(parents=True, exist_ok=True)
     scripts, program = "|".join(small_runs.SCRIPTS), shlex.quote(small_runs.__file__)
     small = f'case ${{1##*/}} in\n{scripts}) set -- {program} "$@" ;;\nesac\n'
     small = small if args.shrink else ""
@@ -251,13 +264,19 @@ def report(block: Block, logs: Path) -> None:
     sys.stdout.flush()
 
 
-def run_blocks(args: argparse.Namespace, blocks: list[Block], session: Session) -> None:
+def markers_left_out(args: argparse.Namespace, blocks: list[Block]) -> set[str]:
+    """Blocks with one of these markers do not run."""
     left_out = {NOT_IN_CI} if args.ci else set()
     left_out |= set() if args.long else {LONG}
     if any(NEEDS_GPU in block.marks for block in blocks):
         count = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
         gpus = subprocess.run(count, capture_output=True, text=True).stdout.strip()
         left_out |= {NEEDS_GPU} if gpus in ("", "0") else set()  # "": there is no PyTorch
+    return left_out
+
+
+def run_blocks(args: argparse.Namespace, blocks: list[Block], session: Session) -> None:
+    left_out = markers_left_out(args, blocks)
     exercise = skipped = None
     for block in blocks:
         if block.exercise != exercise:
@@ -285,6 +304,54 @@ def run_blocks(args: argparse.Namespace, blocks: list[Block], session: Session) 
             sys.stdin.readline()
 
 
+def page_of(sheet: Path) -> Path:
+    """Where the answers to a sheet are kept: its name begins with that of its folder."""
+    sheet = sheet.resolve()
+    return Path("my_answers", f"{sheet.parent.name}-{sheet.name}")
+
+
+def converse(args: argparse.Namespace, blocks: list[Block], text: str) -> int:
+    """Do a sheet with a reader. What a shell remembers from block to block is kept beside the
+    page."""
+    directory = (args.directory or ROOT).resolve()
+    page = directory / page_of(args.sheet)
+    files = page.with_name(f".{page.stem}")
+    if not page.exists():
+        shutil.rmtree(files, ignore_errors=True)
+    logs = Path(args.log or files / "logs").resolve()
+    logs.mkdir(parents=True, exist_ok=True)
+    session = Session(directory, make_environment(files, args), files, logs, show=True)
+    left_out = markers_left_out(args, blocks)
+    at = {block.line: block for block in blocks}
+
+    def run(line: int) -> str:
+        block = at[line]
+        if why := [mark for mark in MARKERS if mark in left_out and mark in block.marks]:
+            print(f"Left out, {why[0]}: {block.marks[why[0]]}")
+            return ""
+        session.run(block)
+        if block.remark:
+            print(f"({block.status}: {block.remark})")
+        return (logs / block.log).read_text(errors="replace")
+
+    def ask(prompt: str) -> str:
+        print(prompt, end="", flush=True)
+        if not (line := sys.stdin.readline()):
+            raise KeyboardInterrupt
+        return line
+
+    if not page.exists():
+        page.parent.mkdir(exist_ok=True)
+        page.write_text(f"# My answers: {args.sheet}\n\n")
+    try:
+        Conversation(run, ask, page).hold(text)
+    except KeyboardInterrupt:
+        print(f"\nThe same command goes on behind the last task in {page}.", flush=True)
+        raise
+    print(f"Your answers: {page}")
+    return int(any(block.status == FAILED for block in blocks))
+
+
 def copy_repository(directory: Path) -> None:
     """What git tracks, and what it would: new files that it does not ignore."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -304,13 +371,16 @@ def run_sheet(args: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     try:
-        blocks = parse_sheet(args.sheet.read_text(encoding="utf-8"))
+        text = args.sheet.read_text(encoding="utf-8")
+        blocks = parse_sheet(text)
     except (UnicodeDecodeError, ToolError) as error:
         raise ToolError(f"{args.sheet}: {error}") from error
     if args.directory and not args.directory.is_dir():
         raise ToolError(f"--directory {args.directory}: no such directory")
     if args.log and args.log.exists() and not args.log.is_dir():
         raise ToolError(f"--log {args.log}: not a directory")
+    if args.ask:
+        return converse(args, blocks, text)
     with tempfile.TemporaryDirectory(prefix="run_sheet_") as name:
         files, copy = Path(name) / "files", Path(name) / "copy"
         environment = make_environment(files, args)
@@ -339,6 +409,9 @@ def build_parser() -> Parser:
     add("--log", type=Path, metavar="DIR", help=f"{text}(default: a new temporary folder)")
     text = "print each block and what it prints; on a terminal, wait for Enter before the next"
     parser.add_flag("--show", text)
+    text = "do the sheet: predict at the prompt, see the output beside it, give your reason, then "
+    text += "read the sheet's; your answers stay in my_answers/"
+    parser.add_flag("--ask", text)
     parser.add_flag("--long", "run blocks behind <!-- long: TIME -->, too")
     parser.add_flag("--keep-going", "run the blocks behind a failed one")
     text = "for tests only: other sizes than the sheet's (exercises/small_runs.py), so that its "

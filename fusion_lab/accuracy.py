@@ -112,12 +112,30 @@ def pattern(found: Tensor, right: Tensor, wrong: Tensor) -> str:
     rows = wrong.reshape(len(wrong), -1).any(1) if wrong.dim() else wrong.reshape(1)
     if len(rows) > 1 and not rows[0] and rows[1:].all():
         return "the first row is right and no other: does row r begin at r times its length?"
-    return ""
+    if right.dim() == 2 and torch.allclose(
+        found, right.T.reshape(right.shape), 1e-3, equal_nan=True
+    ):
+        return "rows and columns are exchanged"
+    return common_part(found, right) if right.dim() > 1 else ""
 
 
 def equal(values: Tensor) -> bool:
     """Are they all the same number, but for rounding?"""
     return bool(values.isfinite().all() and values.max() - values.min() < 3e-3 * values[0].abs())
+
+
+def common_part(found: Tensor, right: Tensor) -> str:
+    """What the elements of each row, or of each column, are off by; or nothing."""
+    found, right = (x.reshape(-1, x.shape[-1]) for x in (found, right))
+    half = right.shape[1] // 2
+    if half and torch.allclose(found, right.roll(half, 1), 1e-3, 0) and 2 * half == right.shape[1]:
+        return "the first and the second half of each row are exchanged"
+    for what, axis in (("row", 0), ("column", 1)):
+        for how, off in (("factor", found / right), ("summand", found - right)):
+            lines = off.unbind(axis)
+            if len(lines[0]) > 2 and all(map(equal, lines)):
+                return f"each {what} has a {how} of its own: is one forgotten, or there twice?"
+    return ""
 
 
 def check_close(found: Tensor, right: Tensor, what: str, limit: float | None = None) -> float:
@@ -345,7 +363,7 @@ def scale_of(norm: float, total: float, least: float) -> float:
     A gradient of zero in theory, as that of a bias which softmax takes out, is the noise of sums in
     another order: it counts for 1e-3 of all, or for `least` / 10.
     """
-    if norm > 1e-12 * total:
+    if norm > 1e-12 * total or not math.isfinite(total):
         return max(norm, 1e-5 * total)
     return max(1e-3, least / 10) * total
 

@@ -55,14 +55,6 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(name, type=Path, default=default, metavar=metavar, help=help, **more)
 
 
-def say_what_is_missing(kind: type, error: BaseException, trace: object) -> None:
-    """As sys.excepthook of a program: a package that an import lacks is one line, with status 4."""
-    if not isinstance(error, ModuleNotFoundError):
-        return sys.__excepthook__(kind, error, trace)
-    say(f"error: {missing(error)}")
-    sys.exit(4)
-
-
 def missing(error: ModuleNotFoundError) -> str:
     """What to say of a module that an import lacks. A package is advised for those that programs
     here import: one on PyPI that has the name of anybody's module is a stranger's."""

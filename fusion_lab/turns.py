@@ -28,7 +28,6 @@ from fusion_lab.script import named_run, script_named
 T = TypeVar("T")
 GRAPH = "--enable-cuda-graph"
 TURN_MS = 300  # about how long a turn is
-FAR = 3  # ranges between a range and 1: from here on few turns are enough
 WIDE = 1.25  # the highest ratio over the lowest: beyond this the turns do not agree on the size
 # the last two have own graphs
 DECIDED = {GRAPH, "--disable-cuda-graph", "reduce-overhead", "max-autotune"}
@@ -254,9 +253,8 @@ def verdict(ratios: Sequence[float]) -> str:
     fit three times in between.
     """
     low, high = (round(limit, 2) for limit in (min(ratios), max(ratios)))  # as they are printed
-    distance = max(math.log(low), -math.log(high)) if low > 0 else 0.0
-    far = len(ratios) >= 3 and distance > FAR * math.log(high / low) if low > 0 else False
-    if len(ratios) < 5 and not far:
+    far = low > 0 and max(low, 1 / high) > (high / low) ** 3
+    if len(ratios) < (3 if far else 5):
         return "too few turns to tell"
     if low <= 1 <= high:
         return "no difference seen"

@@ -15,7 +15,7 @@ from conftest import MODELS, ROOT, SCRIPT, SCRIPTS, TRITON, command_line, load, 
 ALL_SCRIPTS = sorted(ROOT.glob("tiny_*_v*.py"))
 CORE = (ROOT / "dev/parts/core.py").read_text()
 END = "# --- end of core\n"
-MOST_LINES, MOST_IMPORTS = 703, 14
+MOST_LINES, MOST_IMPORTS = 704, 14
 
 
 # One file

@@ -7,6 +7,7 @@ Sheets run with small models and with stand-ins for ROCm's tools. The programs o
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -23,7 +24,7 @@ import pytest
 from conftest import ROOT, assert_refused, call, words
 
 from dev import tables
-from exercises import run_sheet
+from exercises import ask, pick, run_sheet
 from exercises.run_sheet import parse_sheet
 
 
@@ -38,7 +39,6 @@ def files_with(mark: str, *patterns: str) -> list[str]:
 PAGES = ("README.md", *(f"docs/{name}.md" for name in ("START", "ROCM", "MANY_GPUS", "INSTRUCTOR")))
 PAGES += ("exercises/*/*.md",)
 SHEETS = files_with("^```(bash|python)", *PAGES)
-SHEETS = [name for name in SHEETS if not name.endswith("solutions.md")]
 # All sheets run by hand, `python exercises/run_sheet.py SHEET`; this one here, those that are slow
 # by .ci/run, among them one that runs a file in which readers write.
 SAMPLE = ("docs/ROCM.md",)
@@ -332,6 +332,79 @@ def test_blocks_that_ci_or_a_machine_without_gpus_cannot_run(run, tmp_path: Path
     assert run(text).statuses == ["long", "ok"]
 
 
+ASKED = """### Task 1: count
+
+Three words.
+
+**Predict**: `echo a b c` prints ____ letters, in ____ lines.
+
+```bash
+echo "asked" >> ran
+echo "letters: 3 in all"
+echo "lines: 2 / 4"
+```
+
+<!-- answer 1: letters: -->
+<!-- answer 2: lines: #2 -->
+
+<details>
+<summary>Why</summary>
+
+Because.
+
+</details>
+
+### Task 2: go on
+
+**Predict** the next: ____.
+
+```bash
+echo "next: $NEXT"
+```
+
+<!-- answer 1: next: -->
+"""
+
+
+def test_ask_compares_predictions_with_the_output_opens_the_fold_and_goes_on(tmp_path: Path):
+    """The first run ends in Task 2, the second begins with it and has the shell's variables."""
+    sheet = tmp_path / "sheet.md"
+    sheet.write_text(sheet_of("NEXT=7", ASKED))
+
+    def typed(text: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, ROOT / "exercises/run_sheet.py", sheet, "--ask"]
+        command += ["--directory", tmp_path]
+        return subprocess.run(command, input=text, capture_output=True, text=True)
+
+    first = typed("\n4\n|two\n\nmy reason\n")
+    assert first.returncode == 130
+    before, _, after = first.stdout.partition("Why?")
+    assert ("Because." in before, "Because." in after) == (False, True)
+    page = tmp_path / "my_answers" / f"{tmp_path.name}-sheet.md"
+    assert "prints **4** letters, in **|two** lines" in page.read_text()
+    assert "| [1] | 4 | 3 |\n| [2] | /two | 4 |\n\nReason: my reason\n" in page.read_text()
+    assert typed("8\n\nno idea\n").returncode == 0
+    assert (tmp_path / "ran").read_text() == "asked\n"
+    assert "| [1] | 8 | 7 |\n\nReason: no idea\n" in page.read_text()
+
+
+@pytest.mark.parametrize("sheet", SHEETS)
+def test_each_answer_that_a_sheet_names_is_of_a_blank(sheet: str):
+    numbers: list[int] = []
+    blanks = 0
+    for piece in ask.pieces((ROOT / sheet).read_text() + "\n\n## end\n"):
+        if piece.text.startswith(("## ", "### ")):
+            assert max(numbers, default=0) <= blanks, piece.text
+            numbers, blanks = [], 0
+        elif piece.language not in ("bash", "python") and not piece.is_fold:
+            numbers += [int(number) for number, _ in ask.ANSWER.findall(piece.text)]
+            lines = piece.text.splitlines()
+            if piece.language is None:
+                blanks += len(ask.BLANK.findall(piece.text))
+            else:
+                blanks += sum(bool(ask.BLANK.search(line)) for line in lines)
+
+
 def test_without_rocm_a_section_is_skipped(run, monkeypatch):
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     wrapper = f"{ROOT}/run_rocprofv3.sh --output-dir ."
@@ -392,6 +465,22 @@ def test_an_interrupt_ends_all_that_was_started(tmp_path: Path, number: int, arg
     assert all(" Z " in state for state in states), "some still run"
     assert "Traceback" not in done.log(1)
     assert len(file.read_text().splitlines()) == 2, "the loop went on"
+
+
+# --- exercises/pick.py
+
+
+def test_pick_takes_rows_by_words_and_columns_by_the_end_of_their_headings(monkeypatch):
+    text = "| ms | fp32 V1 | V2 |\n| - | -: | -: |\n| a, 16 | 1 | 2 |\n| b | 3 | 4 |\n"
+    for argv, printed in (
+        (["a", "--columns", "V1"], ["ms     fp32 V1", "a, 16        1"]),
+        (["--table", "ms", "--columns", "V2"], ["ms     V2", "a, 16   2", "b       4"]),
+    ):
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        status, out, _ = call(pick, *argv)
+        assert (status, out.splitlines()) == (0, printed)
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert_refused(call(pick, "c"), "no table")
 
 
 # --- dev/tables.py

@@ -15,7 +15,7 @@ from torch import nn
 from dev.bench import others_traces
 from fusion_lab.cli import ToolError
 from fusion_lab.fusions import command as find_fusions
-from fusion_lab.fusions import record, trace
+from fusion_lab.fusions import fitted, record, trace
 from fusion_lab.fusions.groups import Finding
 from fusion_lab.profile.kernels import check_events, complete
 from fusion_lab.profile.spans import alone
@@ -151,27 +151,91 @@ def test_in_a_backward_pass_the_tensors_of_the_forward_pass_are_read(tmp_path: P
     assert last.writes[0] in before.reads and first.writes[0] in before.reads
 
 
-def test_errors_are_those_of_kernels_that_told_nothing(tmp_path: Path, capsys):
-    """A kernel that takes twice as long as its bytes say is off by half, and changes no other."""
+def multiply(writer: Writer, m: int, n: int, k: int, slower: float = 1.0) -> None:
+    """A product begins as other kernels, and its blocks of 256 x 256 take 2 us each time that they
+    fill the 304 units of this GPU; it computes 500 TFLOP/s beside its bytes."""
+    waves = -(-(-(-m // 256) * -(-n // 256)) // 304)
+    size = 2 * (m * k + k * n + m * n)
+    took = us(size) + 2 * waves + 2 * m * n * k / 500e6
+    halves = {"Input type": ["c10::BFloat16"] * 2}
+    writer.call("aten::mm", slower * took, [m, k], [k, n], **halves)
+
+
+@pytest.fixture
+def others(tmp_path: Path) -> list[str]:
+    """Traces of three models, in the last of which a product is thrice as slow."""
     paths = []
-    for name in ("one", "two"):
+    for name, slower in (("one", 1.0), ("two", 1.0), ("three", 3.0)):
         writer = Writer()
         for rows in ROWS:
             chain(writer, [rows, 2048])
-        writer.call("aten::neg", 2 * us(2 * SIZE), SHAPE)
+        for m, n, k in ((64, 64, 64), (4096, 4096, 512), (8192, 8192, 64), (512, 512, 8192)):
+            multiply(writer, m, n, k)
+        multiply(writer, 2048, 2048, 2048, slower)
         paths.append(str(written(tmp_path / f"{name}__1.json.gz", writer)))
-    result = tmp_path / "result.json"
-    assert others_traces.main([str(result), *paths]) == 0
+    return paths
+
+
+def test_each_model_is_predicted_from_the_others(others: list[str], tmp_path: Path, capsys):
+    result = tmp_path / "find_fusions.json"
+    assert others_traces.main([str(result), *others]) == 0
     printed = capsys.readouterr().out
-    rows = json.loads(result.read_text())["rows"]
-    assert [(row["model"], row["kernels"]) for row in rows] == [
-        ("one", 10),
-        ("two", 10),
-        ("all", 20),
-    ]
-    assert all(row["error_percent"] < 2 for row in rows)
+    content = json.loads(result.read_text())
+    one, two, three = content["rows"]
+    assert abs(one["off_percent"]) < 3
+    assert abs(two["off_percent"]) < 3
+    assert three["off_percent"] < -10
+    assert [*three["missed"]] == ["mm 2048x2048 2048x2048"]
+    least, per_gb, per_tflop, per_wave = content["rates"]["laws"]["product"]
+    assert (least, per_gb) == (pytest.approx(3, rel=0.1), pytest.approx(500, rel=0.2))
+    assert (per_tflop, per_wave) == (pytest.approx(2000, rel=0.1), pytest.approx(2, rel=0.2))
     assert others_traces.main([str(result), "--table"]) == 0
     assert capsys.readouterr().out == printed
+
+
+LAWS = {kind: [3.0, 500.0, 0.0, 0.0] for kind in fitted.KINDS} | {
+    "strided": [3.0, 1000.0, 0.0, 0.0],
+    "product": [3.0, 500.0, 2000.0, 2.0],
+}
+FITTED = fitted.FittedRates(
+    "a GPU of others", 2000.0, 2.0, 0.0, {"bf16": 500.0, "fp32": 50.0}, LAWS,
+    {"one": 0.8, "two": 1.1, "three": 0.95}, {"narrow products": 30.0, "other products": 7.0},
+    {"a step": 0.5, "another": 1.25},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dtype", "slower"), [(torch.bfloat16, 1), (torch.float32, 10)], ids=["bf16", "fp32"]
+)
+def test_operators_take_what_the_law_of_their_kind_says(dtype: torch.dtype, slower: int):
+    """A type of a tenth of the peak computes ten times as long."""
+    a, b = torch.ones(2, 1024, 1024, dtype=dtype)
+    with record.Recorder() as recorder:
+        (a @ b).t() + b
+    matrix, add = Finding(recorder.recorded, FITTED).operators
+    size = a.nbytes
+    assert matrix.us == pytest.approx(3 + 3 * size / 2e6 + 2 + slower * 2 * 1024**3 / 500e6)
+    assert add.us == pytest.approx(3 + 3 * size / 1e6)
+
+
+def test_a_prediction_from_others_traces_says_so_with_its_error(tmp_path: Path, capsys):
+    model = tmp_path / "model.py"
+    model.write_text(
+        "import torch\n"
+        "def build():\n"
+        "    net = torch.nn.Linear(64, 8)\n"
+        "    return (lambda: net(torch.ones(32, 64)).tanh().sum().backward())\n"
+    )
+    rates = tmp_path / "rates.json"
+    rates.write_text(json.dumps({"rates": vars(FITTED)}))
+    assert find_fusions.main(["--model", f"{model}:build", "--rates", str(rates)]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "GPU busy" in line)
+    assert "predicted from others' traces, not measured" in line
+    assert "-20 to +10 %, 2 of them by at most 15 %; 2 training steps" in line
+    assert "by -50 to +25 %" in line
+    rates.write_text(json.dumps({"rates": vars(FITTED) | {"laws": {"straight": [1, 2, 3, 4]}}}))
+    assert find_fusions.main(["--model", f"{model}:build", "--rates", str(rates)]) == 2
+    assert "no rates" in capsys.readouterr().err
 
 
 def test_what_is_no_trace_of_a_gpu_with_shapes_is_one_line(tmp_path: Path):

@@ -185,10 +185,7 @@ analysis_tools/optimize_batch_size.py
 analysis_tools/roofline_analysis.py
 analysis_tools/validate_numerical_accuracy.py --baseline tiny_llama_v1.py --optimized x.py
 dev/bench/versions.py overview .
-exercises/performance_debugging/check_step.py {ROOT}/tiny_llama_v1.py
-exercises/tiny_llama_v3/add_relu.py
-slides/build.py
-dev/amd_results.py registers""".splitlines()
+exercises/performance_debugging/check_step.py {ROOT}/tiny_llama_v1.py""".splitlines()
 # Runs command lines, one after the other, where there is nothing but the standard library.
 RUNS = """
 import contextlib, io, json, runpy, sys

@@ -25,7 +25,7 @@ BASE_PYTHON = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}
 VARIABLES = ("VIRTUAL_ENV", "PYTHONPATH", "ROCM_PATH", "HIP_VISIBLE_DEVICES")
 ROCTX = "librocprofiler-sdk-roctx.so"
 ROCM_TOOLS = ("rocprofv3", "rocprof-sys-run", "rocprof-compute", "rocpd")
-REST = ["numpy", "matplotlib>=3.8"]
+REST = ["numpy", "matplotlib>=3.8", "msgspec>=0.19"]
 HIP = ("2.9.1+rocm6.4", "6.4.43484", None)
 CPU = ("2.9.1", None, None)
 BAD_TORCH = [  # a build, or the code of one that cannot be imported; the track; what is said of it

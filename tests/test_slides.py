@@ -81,7 +81,10 @@ def test_commands_on_slides_and_in_notes_are_accepted(path):
         words = shlex.split(line)
         program = words[words[0] in ("python", "bash")]
         if program == "-m":
-            program = f"{words[2].replace('.', '/')}.py"
+            package = words[2].replace(".", "/")
+            program = next(
+                f for f in (f"{package}/__main__.py", f"{package}.py") if (ROOT / f).is_file()
+            )
         assert words[0] in ("source", "diff") or (ROOT / program).is_file()
         if program.startswith("tiny_") and "--help" not in words:
             load(Path(program).stem).build_parser().parse_args(words[2:])

@@ -20,7 +20,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -97,39 +97,93 @@ def parts(limit: int) -> Iterator[Part]:
                 yield names, partial(counted, sides, emptied, limit)
 
 
-def table(rows: list[dict]) -> str:
-    """Return GB of each step, predicted and counted; MB of operations before and after."""
-    steps = [row for row in rows if row["what"] == "step"]
+def moved(row: dict) -> float:
+    """Return MB that DRAM gave and that went to L2, what `predicted_mb` predicts."""
+    return row["dram_read_mb"] + row["l2_written_mb"]
+
+
+def off(row: dict) -> float:
+    """Return how far more was counted than predicted, in percent."""
+    return 100 * (moved(row) / row["predicted_mb"] - 1)
+
+
+def table_of_steps(rows: list[dict]) -> str:
+    """Return GB of each step, predicted and counted."""
+
+    def gb(key: str) -> Callable[[dict], float]:
+        return lambda row: row[key] / 1e3
+
     columns = [
-        Column("step", lambda row: f"{row['script']}, {row['shape'].partition(', ')[2]}"),
-        Column("precision", "precision", text=True),
+        Column("step, bf16", lambda row: f"{row['script']}, {row['shape'].partition(', ')[2]}"),
         Column("caches", "caches", text=True),
         Column("kernels", "launches"),
-        Column("predicted GB", lambda row: row["predicted_mb"] / 1e3, ".2f"),
-        Column("DRAM read", lambda row: row["dram_read_mb"] / 1e3, ".2f"),
-        Column("DRAM written", lambda row: row["dram_written_mb"] / 1e3, ".2f"),
-        Column("L2 read", lambda row: row["l2_read_mb"] / 1e3, ".2f"),
-        Column("L2 written", lambda row: row["l2_written_mb"] / 1e3, ".2f"),
+        Column("GB predicted", gb("predicted_mb"), ".2f"),
+        Column("counted", lambda row: moved(row) / 1e3, ".2f"),
+        Column("DRAM read", gb("dram_read_mb"), ".2f"),
+        Column("DRAM written", gb("dram_written_mb"), ".2f"),
+        Column("SMs read", gb("l2_read_mb"), ".2f"),
+        Column("SMs wrote", gb("l2_written_mb"), ".2f"),
     ]
-    operations = [row for row in rows if row["what"] == "operation" and row["caches"] == "emptied"]
-    of_operations = [
-        Column("operation", lambda row: f"{row['operation']}, {row['side']}"),
-        Column("kernels", "launches"),
-        Column("predicted MB", "predicted_mb", ".1f"),
-        Column("DRAM read + L2 written", lambda r: r["dram_read_mb"] + r["l2_written_mb"], ".1f"),
-        Column("us", "us", ".1f"),
+    return render(columns, [row for row in rows if row["what"] == "step"])
+
+
+def table_of_operations(rows: list[dict]) -> str:
+    """Return MB of each operation before and after its fusion, predicted and counted."""
+    pairs: dict[str, dict[str, dict]] = {}
+    for row in rows:
+        if row["what"] == "operation":
+            pairs.setdefault(row["operation"], {})[row["side"]] = row
+
+    def of(side: str, value: Callable[[dict], float]) -> Callable[[tuple], float | None]:
+        return lambda pair: value(pair[1][side]) if side in pair[1] else None
+
+    columns = [Column("operation", lambda pair: pair[0])]
+    for side in ("before", "after"):
+        columns += [
+            Column(f"kernels {side}", of(side, lambda row: row["launches"])),
+            Column("MB predicted", of(side, lambda row: row["predicted_mb"]), ".1f"),
+            Column("counted", of(side, moved), ".1f"),
+        ]
+    return render(columns, [*pairs.items()])
+
+
+def table_of_kernels(rows: list[dict]) -> str:
+    """Return the kernels of V3 and V4 by how far their bytes are from the predicted ones."""
+    found = [
+        {"script": row["script"], **kernel, "off": off(kernel)}
+        for row in rows
+        if row["what"] == "step" and row["caches"] == "emptied" and row["script"][-1] in "34"
+        for kernel in row["kernels"]
+        if kernel["predicted_mb"]
     ]
-    return "\n\n".join([render(columns, steps), render(of_operations, operations)])
+    near = sum(abs(kernel["off"]) <= 10 for kernel in found)
+    columns = [
+        Column("kernel", "name"),
+        Column("of", "script", text=True),
+        Column("MB predicted", "predicted_mb", ".1f"),
+        Column("counted", moved, ".1f"),
+        Column("off", "off", "+.0f", " %"),
+    ]
+    far = sorted((k for k in found if abs(k["off"]) > 10), key=lambda kernel: -abs(kernel["off"]))
+    return f"{near} of {len(found)} kernels are within 10 %.\n\n{render(columns, far)}"
+
+
+TABLES = {
+    "steps": table_of_steps,
+    "operations": table_of_operations,
+    "kernels": table_of_kernels,
+}
 
 
 def run(args: argparse.Namespace) -> int:
     if args.table:
-        print(table(read_json(args.table)["rows"]))
+        rows = read_json(args.table)["rows"]
+        print("\n\n".join(TABLES[name](rows) for name in args.tables))
         return 0
     if args.output is None:
         raise ToolError("name a FILE.json for the study, or --table one")
     wanted = chosen(list(parts(args.limit)), args.only)
-    print(table(measure_study(args.output, wanted, keep=True)))
+    print(table_of_steps(measure_study(args.output, wanted, keep=True)))
     return 0
 
 
@@ -140,6 +194,7 @@ def build_parser() -> Parser:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help=only)
     parser.add_count("--limit", 240, "seconds of a group")
     parser.add_path("--table", "FILE.json", "measure nothing, print the tables of this study")
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=[*TABLES])
     return parser
 
 

@@ -46,6 +46,10 @@ class Options(dict):
     def __setitem__(self, name: str, value: object) -> None:
         super().__setitem__(name, self["lr"].fill_(value) if name == "lr" else value)
 
+    def update(self, *others: dict, **more: object) -> None:
+        for name, value in dict(*others, **more).items():
+            self[name] = value
+
 
 class FusedAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019): one launch for each of `groups`, which lie side by side.
@@ -95,8 +99,7 @@ class FusedAdamW(torch.optim.Optimizer):
             wrong = "the state is of other parameters, or in another order"
             raise ValueError(f"{wrong}, such as that of PyTorch's AdamW")
         options = {**state_dict["param_groups"][0], "params": self.parameters}
-        for name, value in options.items():
-            self.param_groups[0][name] = value
+        self.param_groups[0].update(options)
         for i, p in enumerate(self.parameters):
             self.counts[p] = int(loaded[i]["step"])
             for name, value in self.state[p].items():

@@ -53,7 +53,7 @@ while (($#)); do
         exit
         ;;
     --result-dir)
-        need_value "$@"
+        (($# > 1)) || fail 2 "$1 needs a value"
         results=${2%/}
         [[ -n $results ]] || fail 2 "--result-dir needs a directory"
         results=${results/#-/./-}
@@ -95,11 +95,11 @@ run_stage() { # NAME SCRIPT: train, check, profile; sets `log` to what has the o
     local folder=$new/$1 profiler=(--enable-pytorch-profiler)
     if command -v rocprofv3 >/dev/null; then profiler=(); fi
     log=$new/$1_output.log
-    in_group "$python" "$here/check_step.py" --train "$2" "${arguments[@]}" ${profiler[@]+"${profiler[@]}"} \
-        --profile-dir "$folder" >"$log" 2>&1 || return
+    "$python" "$here/check_step.py" --train "$2" "${arguments[@]}" ${profiler[@]+"${profiler[@]}"} \
+        --profile-dir "$folder" </dev/null >"$log" 2>&1 || return
     if ((${#profiler[@]} == 0)); then
         log=$new/$1_rocprofv3.log
-        in_group "$root/run_rocprofv3.sh" --script "$2" --result-dir "$folder/rocprofv3" -- "${arguments[@]}" >"$log" 2>&1
+        "$root/run_rocprofv3.sh" --script "$2" --result-dir "$folder/rocprofv3" -- "${arguments[@]}" </dev/null >"$log" 2>&1
     fi
 }
 
@@ -109,7 +109,7 @@ alive() { # NAME: a line every 8 s, until it is killed or this program has ended
     while ! read -rt 8 -u "$never" && kill -0 $$ 2>/dev/null; do echo "$1: still running" >&2; done
 }
 
-need_python
+command -v -- "$python" >/dev/null || fail 4 "there is no program $python: PYTHON names the interpreter"
 message=$(check_arguments 2>&1) || fail $? "${message##*$'\n'}"
 read -ra arguments <<<"${message##*$'\n'}"
 if [[ ${arguments[*]} == "$cpu_sizes" ]]; then
@@ -137,7 +137,7 @@ for ((i = 0; i < ${#stages[@]}; i += 2)); do
 done
 if [[ ${arguments[*]} != "$cpu_sizes"* ]]; then # an interpreter's times are no kernel's
     echo "all stages in turns"
-    in_group "$python" "$here/stage_turns.py" --result-dir "$new" "${arguments[@]}" || failed+=(turns)
+    "$python" "$here/stage_turns.py" --result-dir "$new" "${arguments[@]}" </dev/null || failed+=(turns)
 fi
 echo
 "$python" "$here/compare_stages.py" "$new" | tee "$new/comparison.md" || ((${#failed[@]})) || failed+=(comparison)

@@ -60,6 +60,7 @@ def measure(n: int, turns: int) -> int:
     print(f"predicted by bytes: {5 / 3:.2f}x", flush=True)
     from torch._inductor import metrics
 
+    print("compiling the one kernel", file=sys.stderr, flush=True)
     two_kernels(x, y, t, z)
     before = metrics.generated_kernel_count
     try:

@@ -46,9 +46,12 @@ def describe(trace: Path) -> None:
     for k in kernels:
         times[short_name(k["name"])] += k["dur"]
     us, (gap, name) = running(kernels), longest_gap(kernels)
-    print(f"{trace.name}: {len(kernels)} kernels, added up {times.total():.0f} us")
-    print(f"{us.total():5.0f} us  the step: {us[0]:.0f} without a kernel,", end=" ")
-    print(f"{us[1]:.0f} with one, {us[SEVERAL]:.0f} with several")
+    step = us.total()
+    added_up = times.total()
+    print(f"{trace.name}: {len(kernels)} kernels", end=", ")
+    print(f"added up {added_up:.0f} us, {added_up / step:.0%} of the step")
+    print(f"{step:5.0f} us  the step: {us[0] / step:.0%} without a kernel", end=", ")
+    print(f"{us[1] / step:.0%} with one, {us[SEVERAL] / step:.0%} with several")
     print(f"{gap:5.0f} us  the longest time without one, before {short_name(name)}")
     for name, time in times.most_common(3):
         print(f"{time:5.0f} us  {name}")

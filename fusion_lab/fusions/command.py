@@ -22,7 +22,8 @@ Without a GPU nothing is computed, unless the step asks for values: which operat
 two steps are taken on the CPU. Operators, bytes and FLOPs are those of a CPU's operators, each
 counted as a kernel; a GPU can have other ones for attention, norms and dropout. Autocast and
 optimizers choose as on a GPU, and a DataLoader loads here, without workers. Times need --rates DIR,
-such as results/h100, and are estimates for that GPU.
+such as results/h100, and are estimates for that GPU. Those of results/mi300x come from traces that
+others recorded, and are printed with their error.
 
 --trace FILE[.gz] predicts from a trace of torch.profiler.profile(record_shapes=True), of NVIDIA or
 AMD: times are its own.
@@ -120,8 +121,9 @@ def of_step(args: argparse.Namespace, argv: Sequence[str]) -> dict:
     import torch
 
     from fusion_lab.fusions import step as steps
+    from fusion_lab.fusions.fitted import read_rates
     from fusion_lab.fusions.groups import Finding
-    from fusion_lab.fusions.rates import measure_rates, read_rates
+    from fusion_lab.fusions.rates import measure_rates
 
     argv, own = behind(argv) if args.model else (argv, [])
     script, rest = script_of(argv)
@@ -180,7 +182,7 @@ def described(name: str, recorded: Recorded, rates: Rates | None) -> dict:
         "chains": found.rows(),
         "not_understood": found.unknown(),
         "unwritten": recorded.unwritten,
-        "remarks": found.remarks(),
+        "remarks": found.remarks() + (rates.remarks(found.operators) if rates else []),
     }
 
 
@@ -282,8 +284,27 @@ def totals(result: dict) -> list[str]:
         what = "convolutions turn no pictures and add no bias, and odd rows are padded"
         lines += [f"Compiled, {what}: {less / 1e3:.3f} ms less."]
     rates = result["rates"]
+    if "laws" in rates:
+        return [*lines, from_others(result["levels"], rates)]
     copy = f"A large copy reaches {rates['gb_per_s']:.0f} GB/s"
     return [*lines, f"{copy}, the least kernel takes {rates['least_us']:.2f} us."]
+
+
+def from_others(levels: dict, rates: dict) -> str:
+    """The busy time of a GPU that was not at hand, with how far off such predictions were."""
+    off = [100 * (share - 1) for share in rates["left_out"].values()]
+    near = sum(abs(percent) <= 15 for percent in off)
+    now, fused = levels["now"]["us"] / 1e3, levels["chains"]["us"] / 1e3
+    line = (
+        f"GPU busy for {now:.3f} ms now, {fused:.3f} ms fused (a): predicted from others' traces,"
+        f" not measured. {len(off)} models, each predicted from the others, were off by"
+        f" {min(off):+.0f} to {max(off):+.0f} %, {near} of them by at most 15 %"
+    )
+    if steps := [100 * (share - 1) for share in rates["checked"].values()]:
+        line += (
+            f"; {len(steps)} training steps of an H100 by {min(steps):+.0f} to {max(steps):+.0f} %"
+        )
+    return f"{line}. No trace has fused kernels, an optimizer or attention's backward pass."
 
 
 def not_understood(result: dict) -> list[str]:

@@ -218,7 +218,7 @@ class Finding:
         first: dict[tuple, Key] = {}
         for o in operators:
             if o.us is None:
-                o.us = self.us(o.moved, o.flop, o.dtype) if o.kernels and rates else 0.0
+                o.us = self.rates.of(o, constants) if o.kernels and rates else 0.0
             else:
                 o.us += o.queued * self.rates.gap_us
             # a second cast of the same is none when fused

@@ -6,13 +6,13 @@ from __future__ import annotations
 import math
 import statistics
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fusion_lab.cli import ToolError
-from fusion_lab.files import read_json
+if TYPE_CHECKING:
+    from fusion_lab.fusions.record import Operator
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,14 @@ class Rates:
             products if math.isnan(products) else max(least + moved / self.gb_per_s / 1e3, products)
         )
 
+    def of(self, operator: Operator, constants: Constants = CONSTANTS) -> float:
+        """The time of an operator."""
+        return self.us(operator.moved, operator.flop, operator.dtype, constants)
+
+    def remarks(self, operators: Iterable[Operator]) -> list[str]:
+        """What is to be said of these times."""
+        return []
+
 
 PRODUCTS = {  # type, size, and precision of float32
     "bf16": ("bfloat16", 8192, "highest"),
@@ -70,23 +78,6 @@ PRODUCTS = {  # type, size, and precision of float32
     "fp64": ("float64", 4096, "highest"),
 }
 NO_RATES = Rates("", math.inf, 0.0, 0.0)  # nothing takes time
-
-
-def read_rates(folder: Path) -> Rates:
-    """The rates in the find_fusions.json of a folder of results; ToolError if there are none."""
-    path = folder / "find_fusions.json" if folder.is_dir() else folder
-    if not path.exists():
-        raise ToolError(f"{path}: no such file; a run on a GPU writes one by --json")
-    content = read_json(path)
-    try:
-        found = dict(content.get("rates") or content["rows"][0]["rates"])
-        rates = Rates(**found)
-        positive = rates.gb_per_s, rates.least_us, *rates.tflops.values()
-        if not all(0 < rate < math.inf for rate in positive) or not 0 <= rates.gap_us < math.inf:
-            raise ValueError("no rates")
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise ToolError(f"{path}: it has no rates as a run on a GPU writes them") from error
-    return rates
 
 
 def measure_rates() -> Rates:

@@ -39,6 +39,7 @@ from fusion_lab.files import ROOT
 from fusion_lab.fusions.call import Call
 from fusion_lab.fusions.flops import flop_of, type_of
 from fusion_lab.profile.kernels import category
+from fusion_lab.profile.laws import access_of
 from fusion_lab.profile.traffic import OVERWRITING, bytes_behind
 
 NO_WORK = ("empty", "new_empty", "lift_fresh")
@@ -110,6 +111,7 @@ class Operator:
     closed: bool = False  # its results are complete when its last block has ended
     source: set = field(default_factory=set)  # keys that must lie in memory before
     operands: list[tuple] = field(default_factory=list)  # both of a product: key, shape, strides
+    access: str = "straight"  # to memory: or strided, or sums
     groups: int = 1  # of a convolution
     random: bool = False  # a second time it would make other numbers
     alone: bool = False  # long sums of columns are a kernel of their own
@@ -350,6 +352,9 @@ class Recorder(TorchDispatchMode):
             self.operators.append(operator)
             return result
         found = self.describe(operator, call)
+        access = "sums" if any(each.sums for each in found) else access_of(dense + call.made)
+        for each in found:
+            each.access = access
         if found and (not lacks or name == COMPILED):
             found[0].moved = sum(u.bytes for u in (*operator.reads, *operator.writes))
         for each in found if within else ():
@@ -432,7 +437,7 @@ class Recorder(TorchDispatchMode):
         """A product of matrices, or a convolution."""
         name = call.name
         operator.kind = "matrix"
-        if name in ("mm", "addmm") or "conv" in name:
+        if name in ("mm", "addmm", "bmm", "baddbmm") or "conv" in name or "scaled_dot" in name:
             both = [t for t in call.args if isinstance(t, Tensor)]
             both = both[-2:] if "mm" in name else both[name.endswith("backward") :][:2]
             operator.operands = [(self.use(t).key, (*t.shape,), t.stride()) for t in both]

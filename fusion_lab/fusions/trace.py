@@ -27,7 +27,7 @@ from fusion_lab.cli import ToolError
 from fusion_lab.fusions.rates import CONSTANTS, Rates
 from fusion_lab.fusions.record import RANDOM, Operator, Recorded, Recorder, is_composite
 from fusion_lab.profile.kernels import CALLS, NO_KERNELS, ON_GPU, complete, read_trace
-from fusion_lab.profile.laws import LARGE, Streaming, access_of, law_of
+from fusion_lab.profile.laws import LARGE, Streaming, law_of
 from fusion_lab.profile.spans import Span, alone, spans_of
 from fusion_lab.profile.traffic import OVERWRITING
 
@@ -145,9 +145,8 @@ class Replay(Recorder):
             for operator in found:
                 operator.kind = "library"
         elif len(kernels) == 1 and found[0].kind == "stream":
-            access = "sums" if any(o.sums for o in found) else access_of(taken + made)
-            us = kernels[0]["dur"]
-            self.streaming.append(Streaming(access, found[0].name, found[0].moved, us))
+            first, us = found[0], kernels[0]["dur"]
+            self.streaming.append(Streaming(first.access, first.name, first.moved, us))
         self.launched(found, kernels)
         return ""
 

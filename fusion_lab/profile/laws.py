@@ -15,6 +15,7 @@ from fusion_lab.cli import ToolError
 
 LEAST = torch.arange(0.25, 12, 0.25, dtype=torch.float64)  # microseconds
 RATE = torch.logspace(1, 4.3, 100, dtype=torch.float64)  # GB/s
+SMALL = 8  # tensors of so many times fewer elements than the largest
 LARGE = 2**22  # bytes from which a kernel tells a rate
 FEW = 3  # kinds of kernels that tell none
 
@@ -29,8 +30,11 @@ class Streaming(NamedTuple):
 
 
 def access_of(tensors: Iterable[Tensor]) -> str:
-    """Do they all lie in memory densely and in one order?"""
-    forms = {((*tensor.shape,), tensor.stride()) for tensor in tensors if tensor.numel() > 1}
+    """Do they all lie in memory densely and in one order? Small ones beside large ones lie in
+    caches."""
+    tensors = [*tensors]
+    large = max((tensor.numel() for tensor in tensors), default=0) // SMALL
+    forms = {((*tensor.shape,), tensor.stride()) for tensor in tensors if tensor.numel() > large}
     for shape, strides in forms:
         steps = ((n - 1) * step for n, step in zip(shape, strides, strict=True))
         if len(forms) > 1 or math.prod(shape) != 1 + sum(steps):

@@ -1,14 +1,23 @@
 """What NVIDIA's Nsight Compute (ncu) counts of each kernel: the options that ask for it, and what
-it writes."""
+it writes.
+
+Examples:
+  python -m fusion_lab.profile.ncu show ncu.csv --stats stats.csv
+  python -m fusion_lab.profile.ncu command ncu.csv --caches none
+"""
 
 from __future__ import annotations
 
+import argparse
 import csv
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusion_lab.cli import ToolError
+from fusion_lab.cli import Parser, ToolError, documented_parser, program
+from fusion_lab.profile.kernels import short_name, statistics_of, write_statistics
+from fusion_lab.show import Column, render
 
 SECTOR = 32  # bytes, the unit in which the L2 cache moves data
 # What stands for what in ncu. `srcunit_tex` are the requests of the SMs: without it a write that
@@ -99,3 +108,54 @@ def by_kernel(launches: Iterable[Counted]) -> list[dict]:
         row["registers"] = max(launch.registers for launch in group)
         rows.append(row)
     return sorted(rows, key=lambda row: -row["us"])
+
+
+COLUMNS = (
+    Column("kernel", lambda row: short_name(row["name"], 40)),
+    Column("calls", "calls"),
+    Column("us", "us", ".1f"),
+    Column("DRAM read MB", "dram_read_mb", ".2f"),
+    Column("written", "dram_written_mb", ".2f"),
+    Column("SMs read MB", "l2_read_mb", ".2f"),
+    Column("wrote", "l2_written_mb", ".2f"),
+    Column("matrix units", "tensor_percent", ".0f", " %"),
+    Column("issue", "issue_percent", ".0f", " %"),
+    Column("warps", "occupancy_percent", ".0f", " %"),
+    Column("registers", "registers", ".0f"),
+)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the command, a word a line; or the kernels of a file, and write their statistics."""
+    if args.what == "command":
+        print("\n".join(ncu_command(args.file, (), args.caches == "all")))
+        return 0
+    launches = read_ncu(args.file)
+    rows = by_kernel(launches)
+    print(render(COLUMNS, rows[: args.top]))
+    sums = [sum(row[key] for row in rows) / 1e3 for key in ("dram_read_mb", "dram_written_mb")]
+    ms = sum(row["us"] for row in rows) / 1e3
+    moved = f"DRAM read {sums[0]:.3f} GB, written {sums[1]:.3f} GB"
+    print(f"\n{len(launches)} launches, {ms:.3f} ms of kernels; {moved}")
+    if args.stats:
+        durations: dict[str, list[int]] = {}
+        for launch in launches:
+            durations.setdefault(launch.name, []).append(round(launch.ns))
+        write_statistics(args.stats, statistics_of(durations))
+    return 0
+
+
+def build_parser() -> Parser:
+    parser = documented_parser("ncu", __doc__)
+    parser.add_argument("what", choices=("show", "command"))
+    parser.add_argument("file", type=Path, metavar="FILE.csv", help="of ncu --csv --page raw")
+    parser.add_argument("--caches", choices=("all", "none"), default="all", help="emptied or not")
+    parser.add_path("--stats", "FILE.csv", "also write the kernels in rocprofv3's form")
+    parser.add_count("--top", 12, "kernels to print")
+    return parser
+
+
+main = program(build_parser, run)
+
+if __name__ == "__main__":
+    sys.exit(main())
