@@ -53,7 +53,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     path = args.table or args.output or args.output_dir / "versions.json"
     report = args.output_dir / "version_comparison.md" if args.generate_report else None
     if folders:
-        alone = "Read from results of single runs, which were not measured in turns."
+        alone = "Read from results. Runs by themselves were not measured in turns."
         return sweep.show_runs(args, versions_in(folders, models), alone, report)
     if not args.table:
         wanted = args.versions or (VERSIONS if on_gpu(argv) else VERSIONS[:2])

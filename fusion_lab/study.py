@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from fusion_lab.cli import ToolError
+from fusion_lab.cli import ToolError, sign_of_life
 from fusion_lab.files import read_json, write_text
 from fusion_lab.host import environment
 from fusion_lab.provenance import watched
@@ -65,12 +65,14 @@ class Pace:
     @contextlib.contextmanager
     def measured(self, names: Mapping) -> object:
         self.number += 1
-        line = f"{self.number}{f' of {self.of}' if self.of else ''}: {in_words(names)}"
+        place = f"{self.number}{f' of {self.of}' if self.of else ''}"
+        line = f"{place}: {in_words(names)}"
         if self.of and self.spent:
             line += f"; {about(self.left * self.spent / self.expected)} left"
         print(line, file=sys.stderr)
         began = time.monotonic()
-        yield
+        with sign_of_life(place):
+            yield
         self.spent += time.monotonic() - began
         if self.of:
             expected = self.cost(names)
