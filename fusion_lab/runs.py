@@ -307,7 +307,8 @@ def find_runs(path: Path, everything: bool = False) -> list[Run]:
     for files in (*([] if everything else own), below(path, "*.json")):
         found = []
         for file in files:
-            slowed_down = re.search(r"(^|/)rocprof.*_summary\.json$", str(file.relative_to(path)))
+            place = f"{path.resolve().name}/{file.relative_to(path)}"
+            slowed_down = re.search(r"(^|/)rocprof.*_summary\.json$", place)
             if slowed_down or file.name.endswith(".partial.json"):
                 continue
             try:
@@ -386,8 +387,8 @@ def at_same_sizes(versions: Mapping[str, Sequence[Run]]) -> list[Run]:
             sizes = {key: settings(run.result).get(key) for key in (*SIZES, "precision")}
             other = [one for one in teams[str(sizes)] if one.name == name]
             if other:
-                both = f"{other[0].path} and {run.path}"
-                raise ToolError(f"two runs of {name} at the same sizes, name one of them: {both}")
+                places = " and ".join(dict.fromkeys((str(other[0].path), str(run.path))))
+                raise ToolError(f"{places}: two runs of {name} at the same sizes, name one of them")
             asked = run.asked or sizes
             teams[str(sizes)].append(replace(run, asked=asked))
     chosen = []

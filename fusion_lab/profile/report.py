@@ -21,6 +21,7 @@ from fusion_lab.runs import (
     collected,
     described,
     differences,
+    file_of_runs,
     find_runs,
     medians,
     runs_section,
@@ -164,10 +165,13 @@ SECTIONS = {
 def place_in(top: Path, patterns: Sequence[str], step: str | None) -> Path | str:
     """Where files of the first of these patterns are that are there, as `collected` finds them; for
     runs also a tree of them. Or why there are none."""
+    of_runs = patterns == SECTIONS["Runs"][1]
+    if top.is_file() or file_of_runs(top):
+        return top if of_runs else "nothing there"
     places = [collected(top, pattern, step) for pattern in patterns]
     found = next((place for place in places if isinstance(place, Path)), places[0])
     slowed_down = (top / "stats.csv").exists()  # a folder of run_rocprofv3.sh
-    if patterns == SECTIONS["Runs"][1] and isinstance(found, str) and not slowed_down:
+    if of_runs and isinstance(found, str) and not slowed_down:
         return top if any(below(top, "*_summary.json")) else found
     return found
 
