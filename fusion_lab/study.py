@@ -136,7 +136,8 @@ def measure_study(
     with watched() if device.type == "cuda" else contextlib.nullcontext() as session:
         sessions += [session] if session else []
         write(unfinished)  # a place where nothing can be written shows before anything is measured
-        pace = Pace(parts, rows, cost if is_first else None)
+        with sign_of_life("estimating the time"):
+            pace = Pace(parts, rows, cost if is_first else None)
         for names, measure in parts:
             if any(is_of(names, row) for row in rows):
                 continue
