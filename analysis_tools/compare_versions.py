@@ -8,8 +8,8 @@ with other versions or rounds is refused. Without a GPU these are V1 and V2, at 
 is given: the kernels of V3 and V4 run in Triton's interpreter there, which says nothing about their
 speed; --versions takes any. With --v1 DIR and so on nothing is measured: results are read from
 there (<script>_summary.json, also in pytorch_profiles_vN below, or a study), each of a run of its
-own, whose ratios a busy host can change. Of several sizes those are taken that both have, of repeats
-the median.
+own, whose ratios a busy host can change. Of several sizes those are taken that both have, of
+repeats the median.
 
 A version that went out of memory is a row; if one failed, the exit status is 1.
 
