@@ -3,6 +3,7 @@
 # shellcheck source=fusion_lab/rocm/common.sh
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/fusion_lab/rocm/common.sh" || exit 4
 
+default_script=tiny_llama_v2.py # as in the sheets that name this program
 flags="--enable-rocm-tools"
 values="--profile-dir"
 enable_rocm_tools=

@@ -45,7 +45,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
-from fusion_lab.cli import Parser, ToolError, note, program, say
+from fusion_lab.cli import Parser, ToolError, note, program, say, sign_of_life
 from fusion_lab.files import write_text
 from fusion_lab.profile.ceilings import measure_ceilings
 from fusion_lab.profile.roofline import (
@@ -199,7 +199,8 @@ def count_script(own: argparse.Namespace, rest: list[str]) -> int:
             reason = "there are no modules any more in what the device then runs"
             raise ToolError(f"{flag} does not fit here: {reason}")
     try:
-        return measure(module, args, own.computational_intensity or roofline, roofline)
+        with sign_of_life("counting"):
+            return measure(module, args, own.computational_intensity or roofline, roofline)
     except (RuntimeError, MemoryError) as error:
         if not module.is_out_of_memory(error):
             raise

@@ -4,14 +4,15 @@ by kernel name.
 
 A profile is a directory that run_pytorch_profiler.py wrote (<script>_kernels.csv,
 <script>_profile.json), one of run_rocprofv3.sh (rocprofv3_results_*, with stats.csv), or one of
-run_all_profilers.sh: from it the PyTorch profiler's is taken, else rocprofv3's. Of a plain run the
-count is compared that the script made itself, without names and times. Profiles of different models
-are refused; different sizes, precision or devices are named at the top. Launches are counted, per
-training step wherever the number of steps is known. Copies and memsets that the PyTorch profiler
-saw are no kernels; their time counts. On a CPU there are no kernels. There the reduction is that of
-the operator calls that the scripts themselves counted; the tables have all that the profiler saw:
-views, operators that only call others, nodes of the autograd graph, inner steps of a matrix
-product.
+run_all_profilers.sh: from it the PyTorch profiler's is taken, else rocprofv3's. The trace of a
+script with --enable-pytorch-profiler is one, too. Of a plain run, FILE.json/ROW of a study or
+repeats the count is compared that the script made itself, without names and times. Profiles of
+different models are refused; different sizes, precision or devices are named at the top. Launches
+are counted, per training step wherever the number of steps is known. Copies and memsets that the
+PyTorch profiler saw are no kernels; their time counts. On a CPU there are no kernels. There the
+reduction is that of the operator calls that the scripts themselves counted; the tables have all
+that the profiler saw: views, operators that only call others, nodes of the autograd graph, inner
+steps of a matrix product.
 
 The tables go to stdout as Markdown. With --output they are also written to kernel_reduction.md in
 that directory, beside kernel_reduction.csv with every kernel under its full name.

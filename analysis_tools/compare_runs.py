@@ -8,13 +8,13 @@ a run is named and passed over. NAME=PATH names the row; several runs of one NAM
 which the median is shown, with the range.
 
 Speed-up and memory change are over --baseline, else over the first run, which is said, or over a
-run's own baseline where both took turns (--compare-fusion, studies): then the speed-up is that of
-their turns, with its range. With --by seq_len, or another setting, each value has a table and a
-baseline of its own. Where the numbers of processes differ, the scaling efficiency is the speed-up
-over the ratio of these numbers. Notes on stderr, above the table, name what differs: sizes, steps,
-precision, torch.compile, graphs, the device; and below it runs that were disturbed, whose mean step
-is much longer than the median. A run that went out of memory is a row of its own; one that failed
-is too, and then the exit status is 1.
+run's own baseline where both took turns (--compare-fusion, whose folder alone shows both sides;
+studies): then the speed-up is that of their turns, with its range. With --by seq_len, or another
+setting, each value has a table and a baseline of its own. Where the numbers of processes differ,
+the scaling efficiency is the speed-up over the ratio of these numbers. Notes on stderr, above the
+table, name what differs: sizes, steps, precision, torch.compile, graphs, the device; and below it
+runs that were disturbed, whose mean step is much longer than the median. A run that went out of
+memory is a row of its own; one that failed is too, and then the exit status is 1.
 
 --csv has a row for each run with all that is known of it, whatever its outcome: sizes, each fusion
 as 0 or 1, precision, device, times, memory, kernels, launches and loss. A loop in the shell and
@@ -73,13 +73,16 @@ def grouped(
 def beside_baselines(runs: Sequence[records.Run], first: records.Run) -> list[dict]:
     """A row for each run of a group beside its own baseline, or the first."""
     others = [first, *(run for run in runs if run is not first)]
-    if first.status != "ok":
+    if not first.measured:
         note(f"the baseline {first.name} did not finish, so there are no ratios")
     return [records.beside(run, records.baseline_of(run, others)) for run in runs]
 
 
 def compare(args: argparse.Namespace) -> int:
-    runs = records.load_runs([*([args.baseline] if args.baseline else []), *args.runs])
+    paths = [*([args.baseline] if args.baseline else []), *args.runs]
+    runs = records.load_runs(paths)
+    if len(runs) == 1:
+        runs = records.with_baseline(*runs)
     wanted = records.load_runs([args.baseline]) if args.baseline else []
     groups = grouped(runs, args.by)
     rows = []

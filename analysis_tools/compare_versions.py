@@ -7,8 +7,9 @@ same command goes on there after an interruption, with more sizes it measures th
 with other versions or rounds is refused. Without a GPU these are V1 and V2, at small sizes if none
 is given: the kernels of V3 and V4 run in Triton's interpreter there, which says nothing about their
 speed; --versions takes any. With --v1 DIR and so on nothing is measured: results are read from
-there (<script>_summary.json, also in pytorch_profiles_vN below), each of a run of its own, whose
-ratios a busy host can change.
+there (<script>_summary.json, also in pytorch_profiles_vN below, or a study), each of a run of its
+own, whose ratios a busy host can change. Of several sizes those are taken that both have, of
+repeats the median.
 
 A version that went out of memory is a row; if one failed, the exit status is 1.
 
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     path = args.table or args.output or args.output_dir / "versions.json"
     report = args.output_dir / "version_comparison.md" if args.generate_report else None
     if folders:
-        alone = "Read from results of single runs, which were not measured in turns."
+        alone = "Read from results. Runs by themselves were not measured in turns."
         return sweep.show_runs(args, versions_in(folders, models), alone, report)
     if not args.table:
         wanted = args.versions or (VERSIONS if on_gpu(argv) else VERSIONS[:2])

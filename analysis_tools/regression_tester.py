@@ -3,8 +3,9 @@
 
 A result is a file or a folder with runs: <script>_summary.json, a file of several runs
 (compare_runs.py --save), a study of runs in turns (compare_versions.py, fusion_ablation_study.py,
-dev/bench/versions.py), or a tree of these. Of several, those of the same name are compared. Other
-devices, models, sizes or another precision are refused; notes name what else differs.
+dev/bench/versions.py), or a tree of these. Of several, those of the same name are compared, and
+where no name is in both, those of the same script, fusions and settings, repeats as their median.
+Other devices, models, sizes or another precision are refused; notes name what else differs.
 
 A time has the range of its turns, or, in a run of one turn, that of its steps up to the 95th
 percentile; where two ranges overlap there is no verdict. With --min-speedup the median decides. A
@@ -17,11 +18,12 @@ Examples:
 
 import argparse
 import sys
+from dataclasses import replace
 from operator import itemgetter
 
 from fusion_lab.cli import Parser, ToolError, documented_parser, note, positive, program
 from fusion_lab.files import write_text
-from fusion_lab.runs import Run, find_runs, settings
+from fusion_lab.runs import Run, find_runs, medians, point_of, settings
 from fusion_lab.script import model_and_version
 from fusion_lab.show import Column, cell, ended, render
 
@@ -41,12 +43,18 @@ def same_in(run: Run) -> dict:
 def pair(old: list[Run], new: list[Run]) -> dict[str, tuple[Run, Run]]:
     """What is compared; ToolError if nothing has the same name, or what does cannot be."""
     before, after = ({run.name: run for run in runs} for runs in (old, new))
+    if len(old) > 1 and len(new) > 1 and not before.keys() & after.keys():
+        before, after = by_settings(old, new)
     pairs = {name: (run, after[name]) for name, run in before.items() if name in after}
-    if len(old) == len(new) == 1 and not pairs and "arguments" not in old[0].result["config"]:
-        pairs = {new[0].name: (old[0], new[0])}  # whatever they are called
-    elif not pairs:
+    alone = sorted(before.keys() ^ after.keys())
+    if len(before) == len(after) == 1 and not pairs:
+        ((first, second),) = zip(before.values(), after.values(), strict=True)
+        if "arguments" not in first.result["config"]:
+            pairs = {second.name: (first, second)}  # whatever they are called
+            alone = []
+    if not pairs:
         raise ToolError("nothing has the same name in both files")
-    elif alone := sorted(before.keys() ^ after.keys()):
+    if alone:
         note(f"{len(alone)} are in one file only and left out, first {alone[0]}")
     notes: dict[str, None] = {}
     for name, both in pairs.items():
@@ -61,9 +69,26 @@ def pair(old: list[Run], new: list[Run]) -> dict[str, tuple[Run, Run]]:
     return pairs
 
 
+def by_settings(old: list[Run], new: list[Run]) -> list[dict[str, Run]]:
+    """The runs of each side, repeats as their median; what was asked to do the same has the name of
+    the new side. Where that is nothing, versions of one model are compared at the same settings."""
+    sides = []
+    for runs in (old, new):
+        names = {run.path: run.name for run in runs}
+        found = medians(replace(run, name=point_of(run)) for run in runs)
+        sides.append([replace(run, name=names[run.path]) for run in found])
+    points = [{point_of(run): run for run in runs} for runs in sides]
+    if not points[0].keys() & points[1].keys():
+        points = [{point_of(run, False): run for run in runs} for runs in sides]
+        if any(len(found) < len(runs) for found, runs in zip(points, sides, strict=True)):
+            raise ToolError("several versions or fusions of one size on a side: name one of them")
+    common = {point: run.name for point, run in points[1].items() if point in points[0]}
+    return [{common.get(point, run.name): run for point, run in s.items()} for s in points]
+
+
 def compare_times(old: Run, new: Run, least: float | None) -> tuple[list[str | None], bool]:
     """The verdict, both times with their ranges and the change; and whether the verdict is good."""
-    ends = [ended(run.result) for run in (old, new)]
+    ends = [None if run.measured else ended(run.result) for run in (old, new)]
     if any(ends):
         cells = [end or f"{run.times()[0]:.2f}" for end, run in zip(ends, (old, new), strict=True)]
         return ["no baseline" if ends[0] else "did not finish", *cells, None], bool(ends[0])
@@ -96,7 +121,7 @@ def lines_of(name: str, old: Run, new: Run, least: float | None) -> tuple[list[l
 def test(args: argparse.Namespace) -> int:
     pairs = pair(*map(find_runs, (args.baseline_results, args.current_results)))
     first, *others = (old for old, _ in pairs.values())
-    if all(old.status != "ok" for old in (first, *others)):
+    if not any(old.measured for old in (first, *others)):
         raise ToolError(f"{first.path}: the baseline did not finish ({first.result.get('error')})")
     least = args.min_speedup
     found = {name: lines_of(name, *both, least) for name, both in pairs.items()}
@@ -104,7 +129,7 @@ def test(args: argparse.Namespace) -> int:
     print(render(COLUMNS, rows))
     if args.csv:
         write_text(args.csv, render(COLUMNS, rows, "csv"))
-    every = [run for both in pairs.values() for run in both if run.status == "ok"]
+    every = [run for both in pairs.values() for run in both if run.measured]
     if any(len(run.number("timing", "turns_ms") or ()) < 5 for run in every):
         note("fewer than 5 turns, or one: ranges can part by chance")
     bad = [name for name, (_, good) in found.items() if not good]

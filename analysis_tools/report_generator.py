@@ -6,13 +6,15 @@ A folder is what run_all_profilers.sh wrote, or the results of a script, of run_
 run_rocprofv3.sh or run_deepspeed_flops.py. The report has a section for each of these that both
 folders have:
 
-  Runs         the result files, as compare_runs.py shows them
+  Runs         the result files, as compare_runs.py shows them; of a tree of several models, sizes
+               or repeats a table for each model and size that both have
   Kernels      by the PyTorch profiler and by rocprofv3, as analyze_kernel_reduction.py has them
   FLOPs        FLOP, bytes and intensity of each kind of module
 
-What is not there is named at the end, with the reason where run_all_profilers.sh noted one. Runs of
-different models are refused; different sizes, precision or devices are named at the top. Without
---output the report goes to stdout. Status 1 if one of the runs failed.
+What is not there is named at the end, with the reason where run_all_profilers.sh noted one. A path
+of runs may be a file, too, or FILE.json/ROW of a study. Two runs of different models are refused;
+different sizes, precision or devices are named at the top. Without --output the report goes to
+stdout. Status 1 if one of the runs failed.
 
 Examples:
   python analysis_tools/report_generator.py --output ./fusion_comparison_report.md

@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from fusion_lab.cli import Parser, ToolError, note, program
+from fusion_lab.cli import Parser, ToolError, note, program, sign_of_life
 from fusion_lab.files import write_text
 from fusion_lab.profile import roofline
 from fusion_lab.profile.ceilings import Ceilings
@@ -55,7 +55,8 @@ def analyse_script(script: str, argv: Sequence[str], output: Path) -> tuple:
     module = load_script(script)
     _, args = script_arguments(module, argv, str(output))
     output.mkdir(parents=True, exist_ok=True)  # if it cannot be made, that is said now
-    result, rows = roofline.measure_groups(module, args)
+    with sign_of_life("measuring"):
+        result, rows = roofline.measure_groups(module, args)
     title = f"{module.SCRIPT}: a training step on {result['environment']['device_name']}"
     print(f"{title}, batch size {args.batch_size}\n\n{roofline.table(rows, 'script')}\n")
     print(

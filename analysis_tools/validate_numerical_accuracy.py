@@ -30,7 +30,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fusion_lab.cli import Parser, ToolError, documented_parser, positive, program
+from fusion_lab.cli import (
+    Parser,
+    ToolError,
+    documented_parser,
+    positive,
+    program,
+    sign_of_life,
+)
 from fusion_lab.script import load_script, script_arguments
 from fusion_lab.show import Column, render
 
@@ -65,7 +72,8 @@ def validate(args: argparse.Namespace, argv: Sequence[str]) -> int:
         both = f"{' and '.join(names)} are different models"
         raise ToolError(f"{both}: not both have {odd[0]}, of the same shape")
     try:
-        rows = compare_scripts(*sides, args.tolerance, args.steps)
+        with sign_of_life("both scripts"):
+            rows = compare_scripts(*sides, args.tolerance, args.steps)
     except (RuntimeError, MemoryError) as error:
         status, message = scripts[0].explain(error, sides[0].args)
         raise ToolError(message, status) from error

@@ -7,7 +7,9 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 # What programs here import that can be missing, and how it is installed
@@ -160,6 +162,30 @@ def program(
         return run_tool(parser.prog, lambda: body(args, rest))
 
     return main
+
+
+SIGN_SECONDS = 10.0  # between two signs of life
+
+
+@contextlib.contextmanager
+def sign_of_life(what: str) -> Iterator[None]:
+    """Say on stderr every ten seconds that the work inside goes on, and since when."""
+    ended = threading.Event()
+    stream = sys.stderr  # the work inside may be silenced
+    began = time.monotonic()
+
+    def watch() -> None:
+        while not ended.wait(SIGN_SECONDS):
+            line = f"{what}: at work since {time.monotonic() - began:.0f} s"
+            print(line, file=stream, flush=True)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def one_line(text: str) -> str:

@@ -16,7 +16,7 @@ Points = dict[str, dict[float, list[Run]]]  # of each line, the runs at a place
 
 def gains(run: Run, every: Sequence[Run]) -> list[float]:
     """How many times as fast as its baseline, turn by turn; none if it did not finish."""
-    if run.status != "ok":
+    if not run.measured:
         return []
     folder = run.path.parent / "baseline"
     others = find_runs(folder) if folder.is_dir() else every
@@ -46,14 +46,14 @@ QUANTITIES = {
 
 
 def points_of(runs: Sequence[Run], x: str) -> Points:
-    """The runs at each place; not those that ended before they had a model."""
+    """The runs at each place; not those that ended before they had a model, which knows x."""
     points, named, lost = {}, [], []
     for run in runs:
-        if not run.result["config"] and run.status != "ok":
-            lost.append(f"left out, it ended before it had a model: {run.path}")
-            continue
         place = {**run.result["training"], **run.result["config"]}.get(x)
         if isinstance(place, bool) or not isinstance(place, (int, float)):
+            if not run.result["config"] and not run.measured:
+                lost.append(f"left out, it ended before it had a model: {run.path}")
+                continue
             raise ToolError(f"{run.path}: {x} is no number in this result")
         points.setdefault(run.name, {}).setdefault(place, []).append(run)
         named.append((f"{run.name} at {place}", run.result))
@@ -79,7 +79,7 @@ def columns_of(points: Points, values: dict, label: str, what: Quantity) -> list
     first, *others = points
 
     def value(name: str, place: float) -> object:
-        ends = [ended(run.result) for run in points[name].get(place, ()) if ended(run.result)]
+        ends = [ended(run.result) for run in points[name].get(place, ()) if not run.measured]
         found = values.get((name, place))
         return statistics.median(found) if found else next(iter(ends), None)
 

@@ -18,7 +18,7 @@ from fusion_lab.cli import ToolError, note, say
 from fusion_lab.files import below, read_json
 from fusion_lab.records import Steps, Summary, checked, checked_study, read
 from fusion_lab.script import model_and_version, precision_of
-from fusion_lab.show import Column, ended, rate, render
+from fusion_lab.show import Column, rate, render
 from fusion_lab.study import launch_of
 from fusion_lab.turns import ratios, spread
 
@@ -75,9 +75,17 @@ class Run:
     def status(self) -> str:
         return self.result["status"]
 
+    @property
+    def measured(self) -> bool:
+        """Did it finish, or was it interrupted when all its steps were done?"""
+        interrupted = self.result.get("exit_status") == 130
+        done = self.result.get("timing", {}).get("steps")
+        whole = done is not None and done == self.result["training"].get("num_steps")
+        return self.status == "ok" or (interrupted and whole)
+
     def number(self, group: str, key: str) -> float | list[float] | None:
-        """A measured value, None if the run does not have it or did not finish."""
-        return self.result.get(group, {}).get(key) if self.status == "ok" else None
+        """A measured value, None if the run does not have it or was not `measured`."""
+        return self.result.get(group, {}).get(key) if self.measured else None
 
     def times(self) -> tuple[float, float, float]:
         """ms per step: median, shortest and longest turn or repeat; without them median step, up to
@@ -124,8 +132,10 @@ def by_name(named: Iterable[tuple[str, dict]]) -> dict[str, dict]:
 
 
 def runs_in(file: Path, content: dict) -> dict[str, Run]:
-    """The results in a file of several, by their names."""
+    """The results in a file of several, by their names; of a study by those of its rows."""
     runs = content.get("runs")
+    if isinstance(content.get("rows"), list):
+        return {run.name: run for run in of_file(file, file.stem) or ()}
     if not isinstance(runs, dict):
         raise ToolError(f"{file}: not a file of several runs, as compare_runs.py --save writes it")
     named = by_name(runs.items()).items()
@@ -297,7 +307,8 @@ def find_runs(path: Path, everything: bool = False) -> list[Run]:
     for files in (*([] if everything else own), below(path, "*.json")):
         found = []
         for file in files:
-            slowed_down = re.search(r"(^|/)rocprof.*_summary\.json$", str(file.relative_to(path)))
+            place = f"{path.resolve().name}/{file.relative_to(path)}"
+            slowed_down = re.search(r"(^|/)rocprof.*_summary\.json$", place)
             if slowed_down or file.name.endswith(".partial.json"):
                 continue
             try:
@@ -326,9 +337,18 @@ def distinct(runs: Sequence[Run]) -> list[Run]:
     ]
 
 
+def with_baseline(run: Run) -> list[Run]:
+    """The run behind the baseline in its folder that --compare-fusion left, if there is one."""
+    before = run.path.parent / "baseline" / run.path.name
+    alone = run.path.name.endswith("_summary.json")  # in a file of several runs there is none
+    return [load_run(before), run] if alone and before.is_file() else [run]
+
+
 def versions_in(tops: Mapping[str, Path], models: Iterable[str]) -> list[Run]:
-    """The results in the folders of these versions, of the models that have more than one; notes on
-    stderr what differs. A folder may be that around what a script or run_all_profilers.sh wrote."""
+    """The results in the folders or files of these versions, of the models that have more than one;
+    notes on stderr what differs. Repeats are their median; of several sizes those are taken that
+    more than one version has. A folder may be that around what a script or run_all_profilers.sh
+    wrote."""
     chosen = []
     wanted = []
     every = {}
@@ -336,20 +356,57 @@ def versions_in(tops: Mapping[str, Path], models: Iterable[str]) -> list[Run]:
         places = (top / f"pytorch_profiles_{version}", top / "pytorch")
         every[version] = find_runs(next(filter(Path.is_dir, places), top))
     for model in models:
-        runs = []
-        for version, found in every.items():
+        found = {}
+        for version, runs in every.items():
             wanted.append(f"{model}_{version}_summary.json in {tops[version]}")
-            of_version = [run for run in found if run.result["script"] == f"{model}_{version}"]
-            if len(of_version) > 1:
-                names = ", ".join(run.name for run in of_version)
-                raise ToolError(f"{tops[version]}: several runs of {version} ({names}), name one")
-            runs += [replace(run, name=version.upper()) for run in of_version]
-        if len(runs) >= min(2, len(tops)):
-            note(*differences((run.result["script"], run.result) for run in runs))
-            chosen += [replace(run, team="") for run in runs]
+            name = version.upper()
+            of_version = (run for run in runs if run.result["script"] == f"{model}_{version}")
+            found[name] = medians(replace(run, name=name) for run in of_version)
+        if any(len(runs) > 1 for runs in found.values()):
+            chosen += at_same_sizes(found)
+            continue
+        alone = [run for runs in found.values() for run in runs]
+        if len({run.team for run in alone}) > 1:  # not of one study
+            alone = [replace(run, team="") for run in alone]
+        if len(alone) >= min(2, len(tops)):
+            note(*differences((run.result["script"], run.result) for run in alone))
+            chosen += alone
     if not chosen:
         raise ToolError(f"there is no {' or '.join(wanted)}")
     return chosen
+
+
+def at_same_sizes(versions: Mapping[str, Sequence[Run]]) -> list[Run]:
+    """Of runs by version the teams that share model, sizes and precision; ToolError where a version
+    has two of one size."""
+    teams: dict[str, list[Run]] = defaultdict(list)
+    for name, runs in versions.items():
+        for run in runs:
+            if not run.result["config"]:  # it ended before it had a model
+                continue
+            sizes = {key: settings(run.result).get(key) for key in (*SIZES, "precision")}
+            other = [one for one in teams[str(sizes)] if one.name == name]
+            if other:
+                places = " and ".join(dict.fromkeys((str(other[0].path), str(run.path))))
+                raise ToolError(f"{places}: two runs of {name} at the same sizes, name one of them")
+            asked = run.asked or sizes
+            teams[str(sizes)].append(replace(run, asked=asked))
+    chosen = []
+    for sizes, team in teams.items():
+        if len(team) < min(2, len(versions)):
+            note(f"left out, as {team[0].name} alone has it: {team[0].path}")
+        elif len({run.team for run in team}) == 1:  # a study
+            chosen += team
+        else:
+            note(*differences((run.result["script"], run.result) for run in team))
+            chosen += [replace(apart(r), team=sizes, is_first=r is team[0]) for r in team]
+    return chosen
+
+
+def apart(run: Run) -> Run:
+    """The run without its turns, which it did not take with those that it now stands beside."""
+    timing = {key: value for key, value in run.result["timing"].items() if key != "turns_ms"}
+    return replace(run, result={**run.result, "timing": timing})
 
 
 def split_name(argument: str) -> tuple[str | None, str]:
@@ -397,7 +454,15 @@ def load_runs(arguments: Iterable[str], lines: bool = False) -> list[Run]:
     if not runs:
         raise ToolError("there is no run in any of these")
     if lines:
-        return [replace(run, name=f"{run.name} {run.side}".strip()) for run in runs]
+        scripts: dict[str, set[str]] = defaultdict(set)
+        for run in runs:
+            scripts[run.name].add(run.result["script"])
+        return [
+            replace(run, name=f"{run.name} {run.side or run.result['script']}")
+            if run.side or len(scripts[run.name]) > 1
+            else run
+            for run in runs
+        ]
     given = {split_name(argument)[0] for argument in arguments}
     count = Counter(run.name for run in runs if run.name not in given)
     return medians(replace(r, name=place_of(r)) if count[r.name] > 1 else r for r in runs)
@@ -410,13 +475,21 @@ def place_of(run: Run) -> str:
     return str(run.path if run.path.name == run.name else run.path / run.name)
 
 
+def point_of(run: Run, exact: bool = True) -> str:
+    """What repeats of a run share: script, fusions and all settings but the seed; or what versions
+    of a model share that are compared."""
+    same = {"script": run.result["script"], "fused": fused_in(run.result)}
+    if not exact:
+        same = {"model": model_and_version(run.result["script"])[0]}
+    return str(settings(run.result) | same | {"seed": None})
+
+
 def medians(runs: Iterable[Run]) -> list[Run]:
-    """Of runs with one name and the same settings but for the seed, that with the median time,
-    which knows the times of all."""
+    """Of runs with one name that are repeats, that with the median time, which knows the times of
+    all."""
     groups: dict[tuple, list[Run]] = defaultdict(list)
     for run in runs:
-        same = settings(run.result) | {"seed": None, "script": run.result["script"]}
-        groups[run.name, str(same)].append(run)
+        groups[run.name, point_of(run)].append(run)
     found = []
     for same in groups.values():
         finished = sorted(
@@ -566,7 +639,8 @@ def csv_rows(rows: Sequence[dict], runs: Sequence[Run]) -> list[dict]:
     for row, run in zip(rows, runs, strict=True):
         result, training = run.result, run.result["training"]
         first = {key: row[key] for key in ("configuration", "script", "status")}
-        asked = {key: result["config"].get(key) for key in sizes}
+        # a run that ended before it had a model has its sizes among its arguments
+        asked = {key: result["config"].get(key, training.get(key)) for key in sizes}
         asked |= {key: training.get(key) for key in ASKED}
         asked |= {key: int(bool(result.get("fusions", {}).get(key))) for key in fusions}
         asked["precision"] = precision_of(training)
@@ -637,8 +711,11 @@ def runs_table(
     def with_run(column: Column) -> Column:
         return replace(column, value=lambda row: column.of(of_row[id(row)]))
 
+    def speed(row: Mapping) -> str | None:
+        return row["samples_per_sec"] and rate(row["samples_per_sec"])
+
     of_times = [
-        Column("samples/sec", lambda row: ended(row) or rate(row["samples_per_sec"])),
+        Column("samples/sec", speed).or_ended(),
         *[Column("speed-up", "speedup", ".2f", "x")] * compared,
         *where_measured(Column("in turns", "in_turns")),
         *[Column("scaling efficiency", "scaling_efficiency_percent", ".1f", " %")] * scaled,

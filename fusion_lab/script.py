@@ -14,7 +14,7 @@ from types import ModuleType
 from fusion_lab.cli import Parser, ToolError, documented_parser, note
 from fusion_lab.files import ROOT
 
-DEFAULT_SCRIPT = "tiny_openfold_v2.py"
+DEFAULT_SCRIPT = "tiny_llama_v2.py"  # that of the sheets which name a program without a script
 INTERFACE = ("build_parser", "parse_args", "build_model", "make_batches", "train", "main")
 MODES = ("compare_fusion", "verify_accuracy", "under_profiler")
 

@@ -42,8 +42,13 @@ class Column:
         return row.get(self.value) if isinstance(row, Mapping) else getattr(row, self.value)
 
     def or_ended(self) -> Column:
-        """The same, but of a row that did not finish it says how the row ended."""
-        return replace(self, value=lambda row: ended(row) or self.of(row))
+        """The same, but of a row without a value it says how the row ended."""
+
+        def value(row: Any) -> object:
+            found = self.of(row)
+            return ended(row) if found is None else found
+
+        return replace(self, value=value)
 
 
 def side_columns(

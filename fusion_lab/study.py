@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from fusion_lab.cli import ToolError
+from fusion_lab.cli import ToolError, sign_of_life
 from fusion_lab.files import read_json, write_text
 from fusion_lab.host import environment
 from fusion_lab.provenance import watched
@@ -65,12 +65,14 @@ class Pace:
     @contextlib.contextmanager
     def measured(self, names: Mapping) -> object:
         self.number += 1
-        line = f"{self.number}{f' of {self.of}' if self.of else ''}: {in_words(names)}"
+        place = f"{self.number}{f' of {self.of}' if self.of else ''}"
+        line = f"{place}: {in_words(names)}"
         if self.of and self.spent:
             line += f"; {about(self.left * self.spent / self.expected)} left"
         print(line, file=sys.stderr)
         began = time.monotonic()
-        yield
+        with sign_of_life(place):
+            yield
         self.spent += time.monotonic() - began
         if self.of:
             expected = self.cost(names)
@@ -134,7 +136,8 @@ def measure_study(
     with watched() if device.type == "cuda" else contextlib.nullcontext() as session:
         sessions += [session] if session else []
         write(unfinished)  # a place where nothing can be written shows before anything is measured
-        pace = Pace(parts, rows, cost if is_first else None)
+        with sign_of_life("estimating the time"):
+            pace = Pace(parts, rows, cost if is_first else None)
         for names, measure in parts:
             if any(is_of(names, row) for row in rows):
                 continue

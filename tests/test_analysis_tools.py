@@ -18,7 +18,14 @@ import pytest
 from conftest import ROOT, assert_refused, call, read_rows, strict_json, table_of
 from matplotlib import pyplot
 
-from analysis_tools import analyze_kernel_reduction, compare_runs, plot_runs, report_generator
+from analysis_tools import (
+    analyze_kernel_reduction,
+    compare_runs,
+    compare_versions,
+    plot_runs,
+    regression_tester,
+    report_generator,
+)
 from fusion_lab.files import read_json
 from fusion_lab.profile.kernels import statistics_of, write_statistics
 
@@ -181,6 +188,55 @@ def test_a_tree_may_hold_several_models_and_folders_without_a_run(make, tmp_path
     assert (status, out.count("| configuration")) == (0, 2), err
     assert "empty: no runs in there" in err and "passed over" in err
     assert "tiny_openfold:" in out
+
+
+def test_trees_of_several_sizes_models_and_repeats_are_compared_at_the_same_sizes(make, tmp_path):
+    for name, speed in (("v1", 100), ("v2", 200)):
+        for seq_len in (32, 64):
+            for seed in (1, 2, 3):
+                place = f"{name}/{seq_len}_{seed}"
+                training = {"seed": seed}
+                timing = {"batch_ms": 1e3 * seed / speed}
+                more = {"script": f"tiny_llama_{name}", "training": training, "timing": timing}
+                make(place, seq_len=seq_len, **more)
+        make(f"{name}/fold", seq_len=8, script=f"tiny_openfold_{name}")
+    before, after = tmp_path / "v1", tmp_path / "v2"
+
+    status, out, _ = call(compare_versions, "--v1", before, "--v2", after)
+    rows = [row for row in table_of(out) if row["tiny_llama"] == "V2"]
+    assert (status, [row["length"] for row in rows]) == (0, ["32", "64"])
+    assert [row["of repeats"].endswith("in 3") for row in rows] == [True, True]
+    assert "| tiny_openfold" in out
+
+    status, out, _ = call(
+        regression_tester, "--baseline-results", before, "--current-results", after
+    )
+    times = [row for row in table_of(out) if row["what"] == "ms per step"]
+    assert (status, len(times)) == (0, 3)
+
+    status, out, _ = call(report_generator, "--baseline", before, "--fused", after)
+    assert (status, out.count("### tiny_llama, "), out.count("### tiny_openfold, ")) == (0, 2, 1)
+
+
+def test_a_run_interrupted_behind_its_steps_has_its_speed_and_a_killed_one_its_sizes(
+    make, tmp_path
+):
+    done = {"status": "failed", "error": "interrupted", "exit_status": 130}
+    steps = {"steps": read_json(RUN)["training"]["num_steps"]}
+    whole = make("whole", speed=50.0, **done, timing=steps)
+    half = make("half", **done, timing={"steps": 1})
+    nothing = {key: {} for key in ("timing", "memory", "kernels", "loss", "config")}
+    killed = make("killed", **FAILED, training={"seq_len": 64}, **nothing)
+    table = tmp_path / "all.csv"
+    status, out, _ = call(compare_runs, whole, half, killed, "--csv", table)
+    assert (status, [r["samples/sec"] for r in table_of(out)]) == (1, ["50.0", "failed", "failed"])
+    assert [row["seq_len"] for row in read_rows(table)] == ["32", "32", "64"]
+
+
+def test_the_folder_of_a_comparison_is_a_table_of_both_sides(make):
+    make("a/baseline", timing={"turns_ms": [20.0, 20.0]})
+    status, out, _ = call(compare_runs, make("a", timing={"turns_ms": [10.0, 10.0]}))
+    assert (status, [row["speed-up"] for row in table_of(out)]) == (0, ["1.00x", "2.00x"])
 
 
 def test_the_rows_of_a_study_are_runs(tmp_path):
@@ -435,5 +491,7 @@ def test_what_cannot_be_reported_is_one_line(folders, tmp_path):
     path.write_text(path.read_text().replace("tiny_llama_v1", "tiny_openfold_v1"))
     assert_refused(report(folders, "--output", output), "is a run of tiny_")
     assert not output.exists()
-    assert_refused(report((tmp_path, folders[1])), "nothing that both have")
+    assert_refused(report((tmp_path, folders[1])), "two runs of baseline at one size")
+    (tmp_path / "empty").mkdir()
+    assert_refused(report((tmp_path / "empty", folders[1])), "nothing that both have")
     assert_refused(report((tmp_path / "none", folders[1])), "no such directory; ./run_all_prof")

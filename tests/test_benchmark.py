@@ -8,13 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, load, relative_difference, words
+from conftest import TINY, call, load, relative_difference, words
 
+from dev.bench import gradients, whole_steps
 from dev.bench import operations as kernels
 from dev.bench import versions as benchmark
-from dev.bench import whole_steps
 from dev.bench.sizes import Shape
 from fusion_lab import turns
+from fusion_lab.files import read_json
 from fusion_lab.profile.ceilings import Ceilings
 
 SMALL = words("--hidden-dim 32 --num-layers 1 --num-heads 1 --seq-len 8 --batch-size 2")
@@ -208,3 +209,26 @@ def test_the_whole_step_has_its_parts_and_its_reference(tmp_path, monkeypatch, c
     assert re.search(rf"\| tiny_llama, tiny, bf16 +\| +{row['batch_ms']:.2f} \|", steps)
     assert all(f"| {name}" in categories for name in ("GEMM", "attention", "normalisation"))
     assert row["kernels"][0]["name"] in longest.splitlines()[2]
+
+
+# dev/bench/gradients.py
+
+BROKEN = """\
+import torch
+
+first, last = torch.nn.Linear(3, 4, bias=False), torch.nn.Linear(4, 2, bias=False)
+optimizer = torch.optim.AdamW([*first.parameters(), *last.parameters()])
+hidden = torch.empty(1, 4).copy_(first(torch.ones(1, 3)).detach())  # as a kernel without backward
+last(hidden).sum().backward()
+optimizer.step()
+"""
+
+
+def test_what_a_script_of_others_trains_is_counted(tmp_path):
+    script, kept = tmp_path / "theirs.py", tmp_path / "kept.json"
+    script.write_text(BROKEN)
+    status, out, _ = call(gradients, "--output", kept, script)
+    assert (status, "1 of 2 tensors, 40.0 % of 20 parameters" in out) == (0, True)
+    assert read_json(kept)["rows"][0]["tensors_with_gradient"] == 1
+    script.write_text("print('no step')")
+    assert call(gradients, script)[0] == 1

@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import run_deepspeed_flops as flops_tool
 import run_pytorch_profiler as profiler_tool
-from fusion_lab.profile import kernels, roofline
+from fusion_lab.profile import kernels, reduction, roofline
 from fusion_lab.profile.traffic import Traffic, bytes_behind
 
 BOTH_TOOLS = pytest.mark.parametrize(
@@ -85,6 +85,10 @@ def test_profiler_tables_agree_and_a_report_lists_no_files_of_an_earlier_run(tmp
     assert f"Final loss: {summary['loss']['final']:.4f}" in report
     for path in tmp_path.glob(f"{script}_*"):
         assert (f"`{path.name}`" in report) == (path != earlier)
+
+    (tmp_path / f"{script}_kernels.csv").unlink()  # as --enable-pytorch-profiler leaves it
+    own = reduction.load_profile(tmp_path)
+    assert (own.unit, own.steps, own.statistics) == ("operators", 3, rows)
 
 
 def test_a_failed_run_leaves_no_profile(tmp_path: Path, capfd: pytest.CaptureFixture):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,8 @@ import torch
 from conftest import call, load, read_rows, table_of, words
 
 from analysis_tools import benchmark_suite, fusion_ablation_study, optimize_batch_size
-from fusion_lab import batch_size, runs, study, sweep, turns
-from fusion_lab.cli import ToolError
+from fusion_lab import batch_size, cli, runs, study, sweep, turns
+from fusion_lab.cli import ToolError, sign_of_life
 from fusion_lab.turns import Turns, all_measured, compare_in_turns, in_turns, spread
 
 SMALL = words(
@@ -23,6 +24,15 @@ SMALL = words(
     " --device cpu --warmup-steps 1"
 )
 GAINS = {"qkv-fusion": 1.25, "flash-attention": 2.0, "swiglu-fusion": 1.1}
+
+
+def test_what_takes_long_says_so_although_its_own_lines_are_silenced(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "SIGN_SECONDS", 0.01)
+    with sign_of_life("2 of 3"), sweep.silence():
+        time.sleep(0.3)
+    assert "2 of 3: at work since 0 s" in capsys.readouterr().err
+    time.sleep(0.1)
+    assert capsys.readouterr().err == "", "it ends with the work"
 
 
 @pytest.fixture(autouse=True)

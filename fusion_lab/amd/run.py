@@ -42,7 +42,7 @@ from fusion_lab.amd.counters import Counts
 from fusion_lab.amd.launch import EXECUTED, Kernel, run_grid
 from fusion_lab.amd.memory import Fault
 from fusion_lab.amd.record import Recorded, is_version, recorded
-from fusion_lab.cli import Parser, documented_parser, note, program, say
+from fusion_lab.cli import Parser, documented_parser, note, program, say, sign_of_life
 from fusion_lab.profile import dispatches
 from fusion_lab.show import Column, render, write_csv
 
@@ -190,7 +190,8 @@ def table(found: Sequence[Outcome]) -> str:
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     once = not is_version(args.file)
     note(f"{args.file.name} runs in Triton's interpreter first, which is slow: give small sizes")
-    found = outcomes_of(args.file, argv, args.target, bool(args.counters), once)
+    with sign_of_life(args.file.name):
+        found = outcomes_of(args.file, argv, args.target, bool(args.counters), once)
     if any(launch.kernel for launch in found):
         print(table(found))
     if rows := [launch.dispatch for launch in found if launch.dispatch]:

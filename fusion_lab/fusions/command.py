@@ -46,7 +46,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
-from fusion_lab.cli import Parser, ToolError, documented_parser, program
+from fusion_lab.cli import Parser, ToolError, documented_parser, program, sign_of_life
 from fusion_lab.files import write_text
 from fusion_lab.profile.kernels import category
 from fusion_lab.script import interpret_without_gpu
@@ -358,7 +358,8 @@ def checked(result: dict) -> list[str]:
 def find(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Examine, print, write; returns the exit status."""
     interpret_without_gpu()
-    result = examine(args, argv)
+    with sign_of_life("find-fusions"):
+        result = examine(args, argv)
     if args.json:
         write_text(args.json, json.dumps(result, indent=1) + "\n")
     print(report(result, args.top))

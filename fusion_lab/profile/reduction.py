@@ -1,10 +1,11 @@
 """Two profiles compared by kernel name: what vanished, what is new, what that saved.
 
-A profile is what run_pytorch_profiler.py or run_rocprofv3.sh left in a folder.
+A profile is what run_pytorch_profiler.py, run_rocprofv3.sh or a script with
+--enable-pytorch-profiler left in a folder.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -12,20 +13,28 @@ from fusion_lab import records
 from fusion_lab.cli import ToolError
 from fusion_lab.profile.kernels import (
     CATEGORIES,
+    GRAPH_PHASES,
+    NO_KERNELS,
+    PHASES,
     WITH_WARM_UP,
     KernelStatistics,
     category,
+    has_gpu,
+    load_trace,
     read_statistics,
     short_name,
 )
+from fusion_lab.profile.tables import analyse
 from fusion_lab.runs import (
     Run,
     check_family,
     collected,
     differences,
+    file_of_runs,
     find_runs,
     load_run,
     only_file,
+    point_of,
 )
 from fusion_lab.show import Column, render
 
@@ -50,7 +59,9 @@ class Profile:
 
 
 def load_pytorch(directory: Path) -> Profile:
-    """What run_pytorch_profiler.py wrote."""
+    """What run_pytorch_profiler.py wrote, or else a script itself."""
+    if not any(directory.glob("*_kernels.csv")):
+        return load_own_trace(directory)
     kernels = only_file(directory, "*_kernels.csv", "no <script>_kernels.csv")
     path = kernels.with_name(kernels.name.removesuffix("_kernels.csv") + "_profile.json")
     content = records.read(records.Profile, path)
@@ -78,9 +89,25 @@ def load_rocprofv3(directory: Path) -> Profile:
     return Profile(directory, "run_rocprofv3.sh", "kernels", steps, rows, settings)
 
 
+def load_own_trace(directory: Path) -> Profile:
+    """What a script wrote itself with --enable-pytorch-profiler."""
+    trace = only_file(directory, "*_trace.json.gz", "no <script>_trace.json.gz")
+    name = trace.name.removesuffix("_trace.json.gz")
+    settings = records.read(records.Summary, trace.with_name(f"{name}_summary.json"))
+    events = load_trace(trace)
+    if settings["environment"].get("device") == "cuda" and not has_gpu(events):
+        raise ToolError(f"{trace}: {NO_KERNELS}")
+    of_graph = settings["training"].get("cuda_graph")
+    found = analyse(events, GRAPH_PHASES if of_graph else PHASES)
+    settings["phases"] = {phase: asdict(share) for phase, share in found.phases.items()}
+    source = "--enable-pytorch-profiler"
+    return Profile(directory, source, found.unit, found.steps, found.statistics, settings)
+
+
 FILES = {
     "pytorch/*_kernels.csv": load_pytorch,
     "rocprofv3_results_*/stats.csv": load_rocprofv3,
+    "pytorch/*_trace.json.gz": load_own_trace,
 }
 
 
@@ -91,17 +118,22 @@ def total_of(rows: Sequence[KernelStatistics]) -> tuple[int, int]:
 
 def load_profile(directory: Path) -> Profile:
     """The profile in a folder, of whichever tool, also below what run_all_profilers.sh wrote; or
-    the count of a run there, which knows no names."""
-    for files, load in FILES.items():
+    the count of a run in the folder or file, which knows no names."""
+    of_runs = directory.is_file() or file_of_runs(directory)
+    for files, load in () if of_runs else FILES.items():
         if isinstance(folder := collected(directory, files), Path):
             return load(folder)
-    runs = [run for run in find_runs(directory) if not run.is_first]
-    counted = [run for run in runs if run.number("kernels", "per_step")]
-    if len(counted) == 1:
+    runs = find_runs(directory)
+    fused = [run for run in runs if not run.is_first]
+    counted = [run for run in fused or runs if run.number("kernels", "per_step")]
+    if len({point_of(run) for run in counted}) == 1:  # one, or repeats of it
         return of_run(directory, counted[0])
+    if counted:
+        names = ", ".join(run.name for run in counted)
+        raise ToolError(f"{directory}: several runs ({names}), name one of them")
     lacking = "neither <script>_kernels.csv (run_pytorch_profiler.py) nor"
     raise ToolError(
-        f"{directory}: no profile: {lacking} stats.csv (run_rocprofv3.sh), nor one run that counted"
+        f"{directory}: no profile: {lacking} stats.csv (run_rocprofv3.sh), nor a run that counted"
     )
 
 

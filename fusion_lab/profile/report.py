@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fusion_lab.cli import ToolError
-from fusion_lab.files import write_text
+from fusion_lab.files import below, write_text
 from fusion_lab.profile import reduction, roofline
 from fusion_lab.runs import (
+    SIZES,
     Run,
     baseline_of,
     beside,
@@ -20,11 +21,12 @@ from fusion_lab.runs import (
     collected,
     described,
     differences,
+    file_of_runs,
     find_runs,
-    load_run,
-    renamed,
+    medians,
     runs_section,
     runs_table,
+    settings,
 )
 from fusion_lab.script import model_and_version, precision_of
 
@@ -93,28 +95,85 @@ def kernel_lines(sides: dict[str, reduction.Profile]) -> str:
     return text.partition("\n")[2].strip().replace("\n##", "\n###")
 
 
+@dataclass(frozen=True)
+class Runs:
+    """The runs of one side, repeats as their median."""
+
+    runs: Sequence[Run]
+
+    @property
+    def settings(self) -> dict | None:
+        """Those of the run, if there is one alone."""
+        return self.runs[0].settings if len(self.runs) == 1 else None
+
+
+def load_sides(place: Path) -> Runs:
+    """All runs in a folder, but for what --compare-fusion measured beside one of them."""
+    every = find_runs(place)
+    runs = [run for run in every if run.asked or not run.is_first] or every
+    return Runs(medians(replace(run, name=run.result["script"]) for run in runs))
+
+
+def pairs_section(sides: Mapping[str, Runs]) -> str:
+    """A table for each model and size that both sides have, the only one of each in one table."""
+    if all(len(side.runs) == 1 for side in sides.values()):
+        return runs_section({label: side.runs[0] for label, side in sides.items()})
+    found: dict[tuple, dict[str, Run]] = defaultdict(dict)
+    for label, side in sides.items():
+        for run in side.runs:
+            known = settings(run.result)
+            size = {key: known[key] for key in (*SIZES, "precision") if key in known}
+            title = ", ".join(f"{key} {value}" for key, value in size.items())
+            place = found[f"{model_and_version(run.result['script'])[0]}, {title}"]
+            if label in place:
+                both = f"{place[label].path} and {run.path}"
+                raise ToolError(f"two runs of {label} at one size, name one of them: {both}")
+            place[label] = run
+    pairs = {title: pair for title, pair in found.items() if len(pair) == len(sides)}
+    if not pairs:
+        raise ToolError("the two sides have no model and size in common")
+    parts = [f"### {title}\n\n{runs_section(pair)}" for title, pair in pairs.items()]
+    alone = [title for title in found if title not in pairs]
+    parts += [f"On one side only: {'; '.join(alone)}."] if alone else []
+    return "\n\n".join(parts)
+
+
 # the step of run_all_profilers.sh, its files, and what reads and shows them
 SECTIONS = {
-    "Runs": (None, "pytorch/*_summary.json", load_run, runs_section),
+    "Runs": (None, ("pytorch/*_summary.json",), load_sides, pairs_section),
     "Kernels by the PyTorch profiler": (
         "pytorch_profiler",
-        "pytorch/*_kernels.csv",
+        ("pytorch/*_kernels.csv", "pytorch/*_trace.json.gz"),
         reduction.load_pytorch,
         kernel_lines,
     ),
     "Kernels by rocprofv3": (
         "rocprofv3",
-        "rocprofv3_results_*/stats.csv",
+        ("rocprofv3_results_*/stats.csv",),
         reduction.load_rocprofv3,
         kernel_lines,
     ),
     "FLOPs of modules": (
         "flops",
-        "flops/*_flops.json",
+        ("flops/*_flops.json",),
         roofline.load_modules,
         roofline.modules_table,
     ),
 }
+
+
+def place_in(top: Path, patterns: Sequence[str], step: str | None) -> Path | str:
+    """Where files of the first of these patterns are that are there, as `collected` finds them; for
+    runs also a tree of them. Or why there are none."""
+    of_runs = patterns == SECTIONS["Runs"][1]
+    if top.is_file() or file_of_runs(top):
+        return top if of_runs else "nothing there"
+    places = [collected(top, pattern, step) for pattern in patterns]
+    found = next((place for place in places if isinstance(place, Path)), places[0])
+    slowed_down = (top / "stats.csv").exists()  # a folder of run_rocprofv3.sh
+    if of_runs and isinstance(found, str) and not slowed_down:
+        return top if any(below(top, "*_summary.json")) else found
+    return found
 
 
 def panels_of_both(folders: Mapping[str, Path]) -> tuple[list[Panel], list[Run]]:
@@ -122,16 +181,16 @@ def panels_of_both(folders: Mapping[str, Path]) -> tuple[list[Panel], list[Run]]
     reason where run_all_profilers.sh noted one."""
     panels, missing, every, known, runs = [], [], [], {}, {}
     for title, (step, files, load, show) in SECTIONS.items():
-        places = {label: collected(top, files, step) for label, top in folders.items()}
+        places = {label: place_in(top, files, step) for label, top in folders.items()}
         why = {label: place for label, place in places.items() if isinstance(place, str)}
         found = {label: load(place) for label, place in places.items() if label not in why}
         runs = found if title == "Runs" else runs
-        settings = {label: content.settings for label, content in found.items()}
-        every += [(label, each) for label, each in settings.items() if each]
+        of_sides = {label: content.settings for label, content in found.items()}
+        every += [(label, each) for label, each in of_sides.items() if each]
         if why:
             missing.append(f"{title} ({', '.join(why)}: {'; '.join(dict.fromkeys(why.values()))})")
         else:
-            known = known or (settings if all(settings.values()) else {})
+            known = known or (of_sides if all(of_sides.values()) else {})
             panels.append((title, show(found)))
     check_family(every)
     if not panels:
@@ -146,7 +205,8 @@ def panels_of_both(folders: Mapping[str, Path]) -> tuple[list[Panel], list[Run]]
     if missing:
         panels.append(("", f"Not in this report: {'; '.join(missing)}."))
     choice = choice_of(known["fused"]) if known else ("", "", "")
-    return [Panel(title, text, choice) for title, text in panels], renamed(runs)
+    every_run = [replace(r, name=label) for label, side in runs.items() for r in side.runs]
+    return [Panel(title, text, choice) for title, text in panels], every_run
 
 
 # --- how it is written

@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
-from fusion_lab.cli import ToolError, note
+from fusion_lab.cli import ToolError, note, sign_of_life
 from fusion_lab.files import write_file
 from fusion_lab.profile.kernels import GRAPH_PHASES, PHASES
 
@@ -78,7 +78,8 @@ def profiled_region(script: ModuleType, trainers: Sequence) -> Iterator[None]:
     with recorded_region(trainers) if args.enable_rocm_profiling else contextlib.nullcontext():
         yield
     for trainer in trainers if not args.under_profiler else ():
-        write_profile(script, trainer)
+        with sign_of_life("writing the profile") if not script.RANK else contextlib.nullcontext():
+            write_profile(script, trainer)
 
 
 def profiled_steps(
