@@ -52,14 +52,14 @@ from fusion_lab.show import Column, render
 SOURCE = {
     "repository": "https://github.com/AMD-AGI/TraceLens",
     "commit": "171dd74721ca1ec45709e5805b68ae1f65e27811",
-    "files": [
-        "tests/traces/h100/*.json.gz",
-        "tests/traces/mi300/*.json.gz",
-        "tests/traces/inference/xdit_sd_3.5/profile_trace_rank_0.json.gz",
-        "tests/traces/inference/xdit_flux.1/capture_traces/capture_trace_rank_0.json.gz",
-        "tests/traces/inference/sglang_prefilldecode/sglang_Qwen3-8B_prefilldecode.json.gz",
-        "tests/traces/torch_compile_triton/trace.json.gz",
-        "tests/traces/perf_model/normalization/normalization_layer_test.json.gz",
+    "files": [  # below the folder of its tests that has the traces
+        "h100/*.json.gz",
+        "mi300/*.json.gz",
+        "inference/xdit_sd_3.5/profile_trace_rank_0.json.gz",
+        "inference/xdit_flux.1/capture_traces/capture_trace_rank_0.json.gz",
+        "inference/sglang_prefilldecode/sglang_Qwen3-8B_prefilldecode.json.gz",
+        "torch_compile_triton/trace.json.gz",
+        "perf_model/normalization/normalization_layer_test.json.gz",
     ],
     "licence": "MIT, Advanced Micro Devices, Inc.",
     "remark": "recorded by others, for tests; they do not stand for what a device reaches",
