@@ -18,7 +18,6 @@ import statistics
 import sys
 from collections.abc import Callable
 
-from dev.bench.counters import moved
 from dev.house import PROGRAMS, ROOMS, arrows
 from dev.sheet import (
     BLUE,
@@ -39,6 +38,7 @@ from dev.sheet import (
 from dev.traces import two_layers
 from fusion_lab.cli import Parser, ToolError, documented_parser, program
 from fusion_lab.files import ROOT, read_json, write_text
+from fusion_lab.profile.ncu import moved
 from fusion_lab.study import by_side
 
 FIGURES = ROOT / "docs/figures"

@@ -16,7 +16,7 @@ from fusion_lab.host import environment
 from fusion_lab.provenance import watched
 from fusion_lab.records import checked_study
 from fusion_lab.script import interpret_without_gpu
-from fusion_lab.turns import on_gpu, spread
+from fusion_lab.turns import on_gpu
 
 # what names a row, and what measures the rest of it, or of several
 Part = tuple[dict, Callable[[], dict | list[dict]]]
@@ -207,8 +207,3 @@ def heading(study: Mapping, script: str) -> str:
 def median(ratios: Sequence[float]) -> float | None:
     """None where nothing was measured."""
     return statistics.median(ratios) if ratios else None
-
-
-def range_of(ratios: Sequence[float]) -> str | None:
-    """The range of ratios turn by turn, None where there are none."""
-    return spread(ratios) if ratios else None

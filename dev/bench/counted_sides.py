@@ -32,7 +32,7 @@ from exercises.start.add_relu import one_kernel, two_kernels
 from fusion_lab.cli import Parser, ToolError, documented_parser, program
 from fusion_lab.files import write_text
 from fusion_lab.host import free_memory
-from fusion_lab.profile.traffic import Traffic
+from fusion_lab.profile.traffic import Traffic, bytes_of_a_step
 from fusion_lab.script import script_named
 from fusion_lab.turns import make_trainer
 
@@ -166,19 +166,13 @@ def step(name: str) -> dict:
     trainer = make_trainer(module, [*argv, "--disable-cuda-graph"])
     for _ in range(2):
         trainer.step()
-    batch = trainer.next_batch()
-    with Traffic(trainer.model, {}, module.NO_WORK) as traffic:
-        trainer.compute(batch)
-    if isinstance(trainer.optimizer, torch.optim.AdamW):
-        # it has no result to count: weights, gradients and two moments are read, three written
-        weights = sum(parameter.nbytes for parameter in trainer.model.parameters())
-        traffic.by_operator["optimizer"] = 7 * weights
+    by_operator = bytes_of_a_step(trainer, module.NO_WORK)
     with seen_by_a_profiler():
         trainer.step()
     del trainer
     free_memory()
     names = {"script": script, "shape": shape, "precision": precision, "argv": argv}
-    return {"what": "step", **names} | counts(traffic.by_operator)
+    return {"what": "step", **names} | counts(by_operator)
 
 
 def counts(by_operator: Mapping[str, int]) -> dict:

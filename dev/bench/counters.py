@@ -27,7 +27,7 @@ from pathlib import Path
 from fusion_lab.cli import Parser, ToolError, documented_parser, program
 from fusion_lab.files import ROOT, read_json
 from fusion_lab.profile.kernels import short_name
-from fusion_lab.profile.ncu import Counted, by_kernel, ncu_command, read_ncu
+from fusion_lab.profile.ncu import Counted, by_kernel, moved, ncu_command, read_ncu
 from fusion_lab.show import Column, render
 from fusion_lab.study import Part, chosen, measure_study
 
@@ -95,11 +95,6 @@ def parts(limit: int) -> Iterator[Part]:
             if emptied or group in ("small", "default"):
                 names = {"group": group, "caches": caches}
                 yield names, partial(counted, sides, emptied, limit)
-
-
-def moved(row: dict) -> float:
-    """Return MB that DRAM gave and that went to L2, what `predicted_mb` predicts."""
-    return row["dram_read_mb"] + row["l2_written_mb"]
 
 
 def off(row: dict) -> float:

@@ -18,7 +18,7 @@ import sys
 
 from fusion_lab.cli import Parser, ToolError, documented_parser, program
 from fusion_lab.files import ROOT, read_json
-from fusion_lab.profile.ncu import COLUMNS
+from fusion_lab.profile.ncu import COLUMNS, moved
 from fusion_lab.show import render
 
 RECORDING = ROOT / "results/h200/counters.json"
@@ -40,7 +40,7 @@ def show(args: argparse.Namespace) -> int:
         raise ToolError(f"{name or 'nothing'} is not in the recording; there are {', '.join(rows)}")
     kernels = [kernel for kernel in rows[name]["kernels"] if args.kernel in kernel["name"]]
     print(render(COLUMNS, kernels[: args.top]))
-    counted = sum(kernel["dram_read_mb"] + kernel["l2_written_mb"] for kernel in kernels)
+    counted = sum(map(moved, kernels))
     us = sum(kernel["us"] for kernel in kernels)
     print(f"\nDRAM read and written to L2: {counted:.1f} MB in {us:.1f} us")
     return 0

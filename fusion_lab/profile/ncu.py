@@ -110,6 +110,12 @@ def by_kernel(launches: Iterable[Counted]) -> list[dict]:
     return sorted(rows, key=lambda row: -row["us"])
 
 
+def moved(row: dict) -> float:
+    """Return MB that DRAM gave and that went to L2: what traffic.py predicts of a kernel that finds
+    nothing in a cache."""
+    return row["dram_read_mb"] + row["l2_written_mb"]
+
+
 COLUMNS = (
     Column("kernel", lambda row: short_name(row["name"], 40)),
     Column("calls", "calls"),

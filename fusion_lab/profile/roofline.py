@@ -249,21 +249,12 @@ def group_flops(module: ModuleType, args: argparse.Namespace, device: torch.devi
 
 
 def group_bytes(trainer, no_work: tuple[str, ...]) -> Counter:
-    """Bytes that the operators of one training step read and write, per group. PyTorch's optimizer
-    has no result to count: it reads weights, gradients and two moments, and writes all but the
-    gradients."""
-    import torch
+    """Bytes that the operators of one training step read and write, per group."""
+    from fusion_lab.profile.traffic import OPTIMIZER, bytes_of_a_step
 
-    from fusion_lab.profile.traffic import Traffic
-
-    batch = trainer.next_batch()
-    with Traffic(trainer.model, {}, no_work) as traffic:
-        trainer.compute(batch)
     moved: Counter = Counter()
-    for operator, amount in traffic.by_operator.items():
-        moved[category(operator)] += amount
-    if isinstance(trainer.optimizer, torch.optim.AdamW):
-        moved["optimizer"] += 7 * sum(parameter.nbytes for parameter in trainer.model.parameters())
+    for operator, amount in bytes_of_a_step(trainer, no_work).items():
+        moved[OPTIMIZER if operator == OPTIMIZER else category(operator)] += amount
     return moved
 
 

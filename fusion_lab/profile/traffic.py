@@ -10,12 +10,14 @@ from collections import Counter
 from collections.abc import Callable
 from unittest import mock
 
+import torch
 from torch import Tensor, nn
 from torch.library import CustomOpDef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 
+OPTIMIZER = "optimizer"  # stands for PyTorch's, beside names of operators
 OVERWRITING = ("copy_", "fill_", "zero_")  # these do not read the tensor that they write
 ONLY_WRITTEN = ("out", "casts")  # arguments of our own operators
 UPDATED = ("WEIGHTS", "AVERAGES", "SQUARES", "TOTAL")  # tensors that a kernel reads and writes
@@ -115,6 +117,21 @@ class Traffic(TorchDispatchMode):
             read = 0 if backward else inputs[0].numel() * scores.element_size()
         different = {(leaf.data_ptr(), tuple(leaf.shape), leaf.stride()): leaf for leaf in inputs}
         return read + written + sum(bytes_behind(leaf) for leaf in different.values())
+
+
+def bytes_of_a_step(trainer, no_work: tuple[str, ...]) -> Counter:
+    """Return the bytes that the operators of one training step read and write, by operator.
+
+    PyTorch's optimizer has no result to count: it reads weights, gradients and two moments, and
+    writes all but the gradients. It is called OPTIMIZER.
+    """
+    batch = trainer.next_batch()
+    with Traffic(trainer.model, {}, no_work) as traffic:
+        trainer.compute(batch)
+    if isinstance(trainer.optimizer, torch.optim.AdamW):
+        weights = sum(parameter.nbytes for parameter in trainer.model.parameters())
+        traffic.by_operator[OPTIMIZER] += 7 * weights
+    return traffic.by_operator
 
 
 class Launching:
