@@ -55,7 +55,9 @@ if directory := value("--profile-dir", None):
     result |= {"schema_version": 1, "script": name, "status": "ok", "timing": {"steps": steps}}
     result["environment"] = {"device_name": "a stand-in"}
     result["config"] = {"seq_len": int(value("--seq-len", "64"))}
-    (directory / f"{name}_summary.json").write_text(json.dumps(result))
+    unfinished = directory / f"{name}_summary.json.tmp"
+    unfinished.write_text(json.dumps(result))
+    unfinished.rename(directory / f"{name}_summary.json")  # whole or not at all, as our scripts
 time.sleep(int(os.environ.get("WAIT", "0")))
 sys.exit(int(os.environ.get("STATUS", "0")))
 """
