@@ -7,15 +7,12 @@ Its kernels are tested beside V3's; the optimizer is the same in TinyOpenFold (p
 from __future__ import annotations
 
 import copy
-import re
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import (
     DEVICE,
-    LIMITS,
     assert_one_error,
     assert_same_gradients,
     both_types,
@@ -26,12 +23,9 @@ from conftest import (
     words,
 )
 from conftest import relative_difference as difference
-from test_triton_llama import HERE, angles, build, tokens
+from test_triton_llama import HERE, build, tokens
 from torch import Tensor, nn
 from torch.nn.utils import prune
-
-from exercises.tiny_llama_v4 import one_launch
-from fusion_lab.accuracy import InFloat64
 
 V3, V4 = "tiny_llama_v3", "tiny_llama_v4"
 v4 = load(V4)
@@ -511,70 +505,3 @@ def test_frozen_parameters_stay_and_the_others_train(frozen: str):
 
 def test_a_compiler_is_refused_in_one_line(run):
     assert_one_error(run(V4, *HERE, "--enable-torch-compile"), 2, "tiny_llama_v3.py")
-
-
-# A transformer layer in one launch
-
-
-def layer_arguments(
-    batch: int, seq: int, heads: int, kv_heads: int, dim: int, inner: int, dtype: torch.dtype
-) -> tuple:
-    """Residual stream, weights in `dtype` (norms in float32), angles and sizes."""
-    width, packed = heads * dim, (heads + 2 * kv_heads) * dim
-    norms = [randn(width, scale=0.3, shift=1.0) for _ in range(2)]
-    shapes = [(packed, width), (width, width), (2 * inner, width), (width, inner)]
-    qkv, o, gate_up, down = (randn(*shape, scale=shape[1] ** -0.5, dtype=dtype) for shape in shapes)
-    x = randn(batch, seq, width, scale=2.0)
-    return x, norms[0], qkv, o, norms[1], gate_up, down, *angles(seq, dim), heads, kv_heads, 1e-5
-
-
-SHORT_LAYER = 1, 7, 4, 1, 24, 33, torch.float32
-
-
-@both_types
-@pytest.mark.parametrize("launches", [1, 5])
-def test_a_layer_in_one_launch_and_in_five(launches: int, dtype: torch.dtype):
-    """The residual stream is float32; what the layer adds to it is compared with V1 in float64."""
-    sizes = words("--hidden-dim 40 --num-heads 4 --num-kv-heads 1 --intermediate-dim 21")
-    args = parse(V4, *HERE, *sizes)
-    layer = one_launch.first_layer(v4, args, dtype, triton_attention=True)
-    layer.load_state_dict(random_state(layer.state_dict()))
-    exact = build("tiny_llama_v1", *sizes).layers[0]
-    exact.load_state_dict(layer.state_dict())
-    x = randn(2, 32, 40, scale=2.0)
-    found = one_launch.in_launches(launches, layer, x)
-    assert found.dtype == x.dtype
-    with InFloat64():
-        assert difference(found - x, exact.double()(x.double()) - x) < LIMITS[dtype]
-
-
-def test_a_layer_is_launched_cooperatively_where_its_programs_wait(monkeypatch: pytest.MonkeyPatch):
-    """So that all of them run at the same time; programs of one phase alone need not."""
-    given, seen = layer_arguments(*SHORT_LAYER), []
-    monkeypatch.setattr(one_launch, "BACKEND", "cuda")
-    grids = defaultdict(lambda: lambda *_, **options: seen.append(options))
-    monkeypatch.setattr(one_launch, "wrap_triton", lambda kernel: grids)
-    for launches in (1, 5):
-        one_launch.transformer_block(*given, launches)
-    found = [options.get("launch_cooperative_grid", False) for options in seen]
-    assert found == [True] + 5 * [False]
-
-
-def test_a_layer_that_cannot_be_one_launch_is_refused(monkeypatch: pytest.MonkeyPatch):
-    """By an old Triton, or with more tokens than angles."""
-    given = layer_arguments(*SHORT_LAYER)
-    with pytest.raises(ValueError, match="7 tokens, but the model's seq_len is 6"):
-        one_launch.transformer_block(*given[:7], given[7][:6], given[8][:6], *given[9:])
-    monkeypatch.setattr(one_launch, "TOO_OLD", "a layer as one launch needs Triton 3.3")
-    with pytest.raises(RuntimeError, match=r"needs Triton 3\.3"):
-        one_launch.transformer_block(*given)
-    assert one_launch.transformer_block(*given, 5).isfinite().all()
-    with pytest.raises(SystemExit, match="4"):
-        one_launch.benchmark(parse(V4, *SMALL))
-
-
-def test_inference_says_that_all_ways_agree(tmp_path: Path, capsys: pytest.CaptureFixture):
-    args = parse(V4, *SMALL, "--use-amp", "--profile-dir", str(tmp_path))
-    assert one_launch.benchmark(args) == 0
-    assert re.search(r"^one launch .*relative error", capsys.readouterr().out, re.MULTILINE)
-    assert (tmp_path / f"{V4}_benchmark.json").is_file()
