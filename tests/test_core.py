@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import runpy
@@ -13,6 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 from conftest import (
+    CPU,
     MODELS,
     QUICK,
     ROOT,
@@ -26,6 +28,8 @@ from conftest import (
     summary_in,
     words,
 )
+
+from fusion_lab import host
 
 ALL_SCRIPTS = sorted(ROOT.glob("tiny_*_v*.py"))
 CORE = (ROOT / "dev/parts/core.py").read_text()
@@ -123,6 +127,14 @@ def test_a_script_needs_pytorch_numpy_and_triton_alone_and_v1_has_few_imports(pa
     standard = {name for name in found if name.partition(".")[0] in sys.stdlib_module_names}
     assert {name.partition(".")[0] for name in found - standard} <= {"numpy", "torch", "triton"}
     assert path.stem != "tiny_llama_v1" or 5 < len(standard) <= MOST_IMPORTS
+
+
+def test_what_tools_have_a_second_time_is_the_same():
+    """No module of fusion_lab may import a script."""
+    module = load(SCRIPT)
+    assert host.environment(CPU) == module.environment(CPU)
+    ours, theirs = (inspect.getsource(of.is_out_of_memory) for of in (host, module))
+    assert ours.partition('"""\n')[2] == theirs.partition('"""\n')[2] != ""
 
 
 def test_sync_tool_names_the_script_that_differs_and_repairs_it(tmp_path: Path):
