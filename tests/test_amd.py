@@ -19,7 +19,7 @@ from fusion_lab.amd.waves import Waves
 LANES = np.arange(64)
 
 
-def program(*lines: str, target: str = "gfx942") -> Program:
+def program(*lines: str) -> Program:
     """A program of these instructions; `name:` is a label."""
     code, labels = [], {}
     for line in (*lines, "s_endpgm"):
@@ -27,23 +27,21 @@ def program(*lines: str, target: str = "gfx942") -> Program:
             labels[line[:-1]] = len(code)
         else:
             code.append(instruction(line, f"test.py:{len(code) + 1}"))
-    return Program("test", target, code, labels, {}, [])
+    return Program("test", code, labels, {}, [])
 
 
 def run(
-    *lines: str, waves: int = 1, groups: int = 1, lds: int = 1024, tensor: int = 0,
-    target: str = "gfx942", **registers,
-) -> Waves:  # fmt: skip
+    *lines: str, waves: int = 1, groups: int = 1, lds: int = 1024, tensor: int = 0, **registers
+) -> Waves:
     """Execute instructions on waves whose registers (v1=..., s2=...) hold these values, floats as
     float32; s[4:7] may be the buffer of a tensor of so many bytes."""
-    written = program(*lines, target=target)
+    written = program(*lines)
     execute.prepare(written)
     state = Waves(written, 300, groups, waves, lds)
     state.memory = Memory()
     if tensor:
         address = state.memory.add("X", np.arange(tensor, dtype=np.uint8))
         state.put_scalar(4, np.array([[address & 0xFFFFFFFF, address >> 32, tensor, 0]], np.uint32))
-        state.scratch = address + 4 * LANES.astype(np.uint64)[None]
     for name, value in registers.items():
         value = np.asarray(value)
         words = value.astype(np.float32).view(np.uint32) if value.dtype.kind == "f" else value
@@ -86,7 +84,6 @@ def lane0(state: Waves, number: int, kind: type = np.uint32):
         ("v_max_f32_e32 v0, v1, v2", (0, 0x80000000), 0),
         ("v_max_f32_e32 v0, v1, v2", (0x80000000, 0), 0),
         ("v_min_f32_e32 v0, v1, v2", (0, 0x80000000), 0x80000000),
-        ("v_max_f32_e32 v0, v1, v2", (0x3F800000, 0x7F800001), 0x7FC00001),  # a signalling NaN
         ("v_perm_b32 v0, v1, v2, 0x0b0a0908", (0x80000000, 0x80007FFF), 0xFF00FF00),
         ("v_fma_f32 v0, v1, v1, v2", (0x3F800800, 0x17800000), 0x3F801001),  # rounded once
         ("v_pk_fma_f32 v[0:1], v[4:5], v[4:5], v[6:7]", (0, 0), 0x3F801001),
@@ -128,11 +125,10 @@ def test_dpp_takes_another_lane_and_leaves_what_has_none(modifiers: str, source:
         assert (vector(zeros, 1) == np.where(source < 0, 0, 100 + source)).all()
 
 
-@pytest.mark.parametrize("name", ["32x32x2_f32", "16x16x4_f32", "32x32x8_bf16", "16x16x16_f16",
-                                  "32x32x8bf16_1k"])  # fmt: skip
+@pytest.mark.parametrize("name", ["32x32x2_f32", "16x16x4_f32", "32x32x8_bf16", "16x16x16_f16"])
 def test_mfma_has_the_layout_of_amds_calculator(name: str):
     """A and B hold one 1 each: where D is 1 tells rows, columns and k of lanes and registers."""
-    shape, _, kind = name.replace("bf16_1k", "_bf16").partition("_")
+    shape, _, kind = name.partition("_")
     rows, _, depth = map(int, shape.split("x"))
     each, bits = rows * depth // 64, 32 if kind == "f32" else 16
     registers = each * bits // 32
@@ -249,7 +245,7 @@ MINE = 4 * np.arange(128).reshape(2, 64)
         # both write the same, and one of them something else
         ([WRITE, "s_cmp_eq_u32 s7, 1", "s_cbranch_scc1 end", "ds_write_b32 v1, v5", "end:"],
          {"v1": 0, "v2": 7, "v5": 8}, "race: writes what another wave has written"),
-        ([WRITE], {"v1": 0, "v2": MINE}, "race: two waves write different values"),
+        ([WRITE], {"v1": 0, "v2": MINE}, "race: writes what another wave has written"),
         ([WRITE], {"v1": 0, "v2": 7}, None),
         ([WRITE], {"v1": 0, "v2": np.where(LANES == 63, 7, LANES)}, None),  # the last lane wins
         ([READ], {"v4": 0}, "reads LDS that nobody has written"),
@@ -294,64 +290,23 @@ def test_bank_conflicts_by_the_lanes_that_lds_serves_together():
 
 
 @pytest.mark.parametrize(
-    ("target", "kind", "a", "b", "c", "expected"),
+    ("kind", "a", "expected"),
     [
         # 1 + 2**-11 + 2**-20 keeps 10 bits of its fraction
-        ("gfx942", "16x16x8_xf32", 0x3F801008, 0x3F800000, 0, 0x3F800000),
-        ("gfx942", "16x16x4_f32", 0x3F801008, 0x3F800000, 0, 0x3F801008),
-        # a denormal float16 is 0 on an MI200; so is a denormal result
-        ("gfx90a", "16x16x16f16", 0x0200, 0x3C00, 0, 0),
-        ("gfx942", "16x16x16_f16", 0x0200, 0x3C00, 0, 0x38000000),
-        ("gfx90a", "16x16x16bf16_1k", 0x0040, 0x4F80, 0, 0),
-        ("gfx942", "16x16x16_bf16", 0x0040, 0x4F80, 0, 0x10000000),
-        ("gfx90a", "16x16x16bf16_1k", 0, 0, 0x00400000, 0),
-        ("gfx90a", "16x16x4f32", 0x00400000, 0x4F800000, 0, 0x10000000),
+        ("16x16x8_xf32", 0x3F801008, 0x3F800000),
+        ("16x16x4_f32", 0x3F801008, 0x3F801008),
+        ("16x16x16_f16", 0x0200, 0x38000000),  # a denormal number
+        ("16x16x16_bf16", 0x0040, 0x00400000),
     ],
-)  # fmt: skip
-def test_a_product_has_the_digits_of_its_type(target, kind, a, b, c, expected):
-    """Lane 0 has the only elements that are not 0."""
-    width = 1 if kind.endswith("4_f32") or kind.endswith("4f32") else 2
-    first, second = ("v0", "v2") if width == 1 else ("v[0:1]", "v[2:3]")
-    values = {f"v{i}": 0 for i in range(4)} | {f"v{i}": c for i in range(4, 8)}
-    values["v0"], values["v2"] = np.where(LANES == 0, a, 0), np.where(LANES == 0, b, 0)
-    state = run(f"v_mfma_f32_{kind} v[4:7], {first}, {second}, v[4:7]", target=target, **values)
+)
+def test_a_product_has_the_digits_of_its_type(kind: str, a: int, expected: int):
+    """Lane 0 has the only elements that are not 0, and B's is 1."""
+    one = {"f16": 0x3C00, "bf16": 0x3F80}.get(kind.rpartition("_")[2], 0x3F800000)
+    values = {f"v{i}": 0 for i in range(8)}
+    values["v0"], values["v2"] = np.where(LANES == 0, a, 0), np.where(LANES == 0, one, 0)
+    first, second = ("v0", "v2") if kind == "16x16x4_f32" else ("v[0:1]", "v[2:3]")
+    state = run(f"v_mfma_f32_{kind} v[4:7], {first}, {second}, v[4:7]", **values)
     assert hex(lane0(state, 4)) == hex(expected)
-
-
-USED = "ds_write_b32 v10, v0"
-
-
-@pytest.mark.parametrize(
-    ("lines", "noticed"),
-    [
-        (["v_max_f32_e32 v0, v1, v2", USED], True),  # a NaN would not show
-        (["v_pk_add_f32 v[4:5], v[2:3], v[2:3]", "v_mov_b32_e32 v0, v4", USED], True),
-        (["ds_write_b32 v2, v1"], True),
-        (["v_cmp_gt_f32_e32 vcc, v1, v2"], True),
-        (["v_mov_b32_e32 v0, s9", USED], True),
-        (["s_add_i32 s3, s9, 1"], True),
-        (["s_mov_b64 exec, 0xff", "v_mov_b32_e32 v2, 1", "s_mov_b64 exec, -1",
-          "v_add_f32_e32 v0, v1, v2", USED], True),
-        (["v_cndmask_b32_e64 v0, v1, v1, s[8:9]"], True),
-        (["s_and_saveexec_b64 s[2:3], vcc"], True),
-        # what decides nothing may be undefined, as compilers know
-        (["v_max_f32_e32 v0, v1, v2"], False),
-        (["v_mov_b64_e32 v[4:5], s[8:9]"], False),
-        (["s_mov_b32 s8, 1", "s_mov_b64 s[2:3], s[8:9]", "v_mov_b32_e32 v0, s2", USED], False),
-        (["s_mov_b32 s8, 1", "s_mov_b64 s[2:3], s[8:9]", "v_mov_b32_e32 v0, s3", USED], True),
-        (["s_mov_b64 exec, s[8:9]"], True),
-        (["v_cndmask_b32_e64 v0, v2, v1, -1", USED], False),
-        (["v_mad_u64_u32 v[4:5], s[0:1], 3, v1, v[1:2]", "v_mov_b32_e32 v0, v4", USED], False),
-        (["v_pk_add_f32 v[4:5], v[10:11], v[10:11]", "v_mov_b32_e32 v0, v4", USED], False),
-    ],
-)  # fmt: skip
-def test_a_register_that_nobody_wrote_decides_nothing(lines: list[str], noticed: bool):
-    values = {"v1": 1.0, "v10": 4 * LANES}
-    if noticed:
-        with pytest.raises(Fault, match="nobody has written"):
-            run(*lines, **values)
-    else:
-        run(*lines, **values)
 
 
 def test_no_kernel_of_an_mi300x_is_faster_than_its_memory():

@@ -58,7 +58,6 @@ TARGETS = {
     "gfx90a": (GPUTarget("hip", "gfx90a", 64), 64),  # MI200
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64),  # MI300
     "gfx950": (GPUTarget("hip", "gfx950", 64), 160),  # MI350
-    "gfx1030": (GPUTarget("hip", "gfx1030", 32), 64),  # Radeon RX 6000
     "gfx1100": (GPUTarget("hip", "gfx1100", 32), 64),  # Radeon RX 7000
     "sm_90": (GPUTarget("cuda", 90, 32), 227),  # H100
 }
@@ -75,39 +74,34 @@ def compile_for(gpu: GPUTarget, kernel: triton.JITFunction, arguments: Mapping) 
     return kernel.run(grid=(1,), warmup=True, **arguments)
 
 
-def imported(path: Path, wanted: str) -> ModuleType:
-    """The module of a file, even if it ends with an error behind what is wanted: its own checks
-    fail where launches compute nothing."""
-    if (folder := str(path.parent)) not in sys.path:
-        sys.path.insert(0, folder)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit):
-        if not hasattr(module, wanted):
-            del sys.modules[path.stem]
-            raise
-    return module
-
-
 def kernel_of(launch: Recorded) -> triton.JITFunction:
-    """The kernel of a recorded launch, from its file."""
-    path = Path(launch.file)
+    """The kernel of a recorded launch, from its file, which is imported once.
+
+    The file may end with an error behind the kernel: its own launches compute nothing here, as they
+    have been recorded, so its own checks can fail.
+    """
+    path, error = Path(launch.file), None
     module = sys.modules.get(path.stem)
     if getattr(module, "__file__", None) != launch.file:
-        # what the file itself launches has been recorded
-        with contextlib.ExitStack() as stack:
-            for kind in (triton.JITFunction, Autotuner):
-                skipped = mock.patch.object(kind, "run", lambda *given, **named: None)
-                stack.enter_context(skipped)
-            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            module = imported(path, launch.kernel)
+        sys.path.insert(0, str(path.parent))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+        nothing = {"attribute": "run", "new": lambda *given, **named: None}
+        with (
+            mock.patch.object(triton.JITFunction, **nothing),
+            mock.patch.object(Autotuner, **nothing),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
+            try:
+                spec.loader.exec_module(module)
+            except (Exception, SystemExit) as ended:
+                error = ended
     kernel = getattr(module, launch.kernel, None)
     while kernel is not None and not isinstance(kernel, triton.JITFunction):
         kernel = getattr(kernel, "fn", None)  # of an autotuner or heuristics
     if kernel is None:
-        raise Unknown(f"{path.name} has no kernel of the name {launch.kernel}, made when imported")
+        reason = f": {error!r}" if error else ""
+        raise Unknown(f"{path.name}, imported, has no kernel of the name {launch.kernel}{reason}")
     return kernel
 
 

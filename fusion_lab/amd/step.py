@@ -18,7 +18,6 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import itertools
 import linecache
 from pathlib import Path
 
@@ -27,7 +26,7 @@ import numpy as np
 from fusion_lab.amd.assembly import ACCUMULATORS, Instruction, Unknown
 from fusion_lab.amd.compile import compiled_launch
 from fusion_lab.amd.execute import ROWS
-from fusion_lab.amd.launch import EXECUTED, Kernel, Loaded, explained, run_grid
+from fusion_lab.amd.launch import TARGET, Kernel, Loaded, explained, run_grid
 from fusion_lab.amd.memory import Fault
 from fusion_lab.amd.record import Recorded, launches_of
 from fusion_lab.amd.waves import EXEC, UNSET, VCC, Waves, unpacked
@@ -130,12 +129,11 @@ class Stepper:
             raise ToolError(f"there are {np.prod(sizes)} workgroups of {kernel.waves} waves")
         group = np.array([np.unravel_index(args.workgroup, sizes, order="F")])
         waves = loaded.start(group)
-        steps = itertools.count()
         try:
             while waves.running:
                 place, here = waves.pc, bool(waves.here[args.wave, 0])
                 instruction = kernel.program.code[place]
-                wanted = here and self.shown(instruction) and next(steps) < args.most
+                wanted = here and self.shown(instruction)
                 before = contents(waves, instruction, args.wave, args.lanes) if wanted else {}
                 with np.errstate(all="ignore"):
                     waves.step()
@@ -143,8 +141,6 @@ class Stepper:
                     self.show(waves, place, before)
         except Fault as fault:
             raise ToolError(str(explained(fault, waves, group)), status=1) from fault
-        if (done := next(steps)) > args.most:
-            print(f"\n{done - args.most} more instructions: --most shows them, --lines chooses")
 
     def show(self, waves: Waves, place: int, before: dict[str, str]) -> None:
         """An instruction and what it has changed."""
@@ -200,14 +196,12 @@ def build_parser() -> Parser:
     parser = documented_parser("amd-run step", __doc__)
     parser.add_argument("file", type=Path, metavar="FILE.py")
     parser.add_argument("kernel", nargs="?", metavar="KERNEL", help="(default: the first launched)")
-    parser.add_argument("--target", choices=EXECUTED, default=EXECUTED[0], help="(default: gfx942)")
     parser.add_count("--workgroup", 0, "which is executed", least=0)
     parser.add_count("--wave", 0, "of it, which is shown", least=0)
     text = "whose values are shown (default: 0,1,16,63)"
     parser.add_argument("--lanes", type=several(lane), default=[0, 1, 16, 63], help=text)
     text = "show only what these lines of the source became (default: all)"
     parser.add_argument("--lines", type=lines, default=(0, 0), metavar="FIRST-LAST", help=text)
-    parser.add_count("--most", 100, "instructions are shown")
     what = parser.add_mutually_exclusive_group()
     text = "the instructions and what they mean, executing nothing"
     what.add_argument("--listing", action="store_true", help=text)
@@ -225,14 +219,14 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     launch = found[0]
     try:
         text = args.assembly.read_text() if args.assembly else None
-        compiled = compiled_launch(launch, args.target)
+        compiled = compiled_launch(launch, TARGET)
         kernel = Kernel(compiled, text)
     except Unknown as error:
         raise ToolError(str(error)) from error
     if args.save:
         write_text(args.save, compiled.asm["amdgcn"])
     sizes = " x ".join(map(str, launch.grid))
-    print(f"{launch.kernel} for {args.target}: {sizes} workgroups of {kernel.waves} waves, "
+    print(f"{launch.kernel} for {TARGET}: {sizes} workgroups of {kernel.waves} waves, "
           f"{len(kernel.program.code)} instructions, {kernel.lds} bytes of LDS")  # fmt: skip
     if args.counts:
         counts_of(launch, kernel)
