@@ -185,8 +185,7 @@ def test_agree_not_executed_and_failed_are_three_things(tmp_path: Path):
     assert "program failed: it ended with status 1" in done.stderr
 
 
-def test_the_result_file_has_rows_in_which_all_launches_agree(tmp_path: Path):
-    """What is executed with which kernels; an earlier form of the file is one line."""
+def test_the_result_file_has_rows_in_which_all_launches_agree():
     done = run(ROOT / "dev/amd_results.py", "executed", "--summary")
     header, _, *lines = ([c.strip() for c in line.split("|")] for line in done.stdout.splitlines())
     rows = [dict(zip(header, line, strict=True)) for line in lines]
@@ -194,9 +193,6 @@ def test_the_result_file_has_rows_in_which_all_launches_agree(tmp_path: Path):
         row["program"] for row in rows
     }
     assert all(row["launches"] == row["agree"] and row["commit"] for row in rows)
-    (tmp_path / "old.json").write_text('{"schema_version": 3, "rows": []}')
-    done = run(ROOT / "dev/amd_results.py", "executed", "--summary", tmp_path / "old.json")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
 
 
 def test_a_wave_is_stepped():

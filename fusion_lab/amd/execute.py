@@ -14,7 +14,7 @@ from fusion_lab.amd.operands import DPP, LANES, Read, across_lanes, reader, word
 from fusion_lab.amd.waves import EXEC, VCC, Waves
 
 Run = Callable[[Waves], None]
-KNOWN_MODIFIERS = {"op_sel", "op_sel_hi", "dst_sel", "dst_unused", "src0_sel", "src1_sel",
+KNOWN_MODIFIERS = {"clamp", "op_sel", "op_sel_hi", "dst_sel", "dst_unused", "src0_sel", "src1_sel",
                    "row_mask", "bank_mask", "bound_ctrl", *DPP}  # fmt: skip
 STATE: dict[str, Read] = {
     "SCC": lambda waves: waves.scc,
@@ -193,6 +193,8 @@ NOTHING = ("s_waitcnt", "s_nop", "s_sleep", "s_setprio", "s_sched_barrier", "buf
 def build(instruction: Instruction, program: Program) -> tuple[str, Run]:
     """Kind and function of an instruction; Unknown if there is none."""
     name = instruction.mnemonic
+    if "clamp" in instruction.modifiers:
+        name = "_clamp_".join(name.rsplit("_", 1))
     if name in NOTHING:
         return "other", lambda waves: None
     if name == "s_barrier":
