@@ -79,6 +79,10 @@ class Program:
     descriptor: dict[str, int]  # .amdhsa_... of the kernel
     arguments: list[dict[str, str]]  # offset, size, value_kind of each
 
+    def where(self, place: int) -> str:
+        """An instruction with its line of the source."""
+        return f"{self.name}, {self.code[place].line}: {self.code[place].text}"
+
     @property
     def prologue(self) -> int:
         """How many instructions load what a GPU has loaded already, so that it begins behind

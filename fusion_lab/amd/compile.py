@@ -43,7 +43,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.autotuner import Autotuner
 
 from fusion_lab.amd.assembly import Unknown
-from fusion_lab.amd.record import Recorded, is_version, launches_of, step_arguments, take_step
+from fusion_lab.amd.record import (
+    Recorded,
+    View,
+    is_version,
+    launches_of,
+    step_arguments,
+    take_step,
+)
 from fusion_lab.cli import Parser, ToolError, documented_parser, program, say
 from fusion_lab.profile.traffic import Launching
 from fusion_lab.script import load_script
@@ -107,38 +114,19 @@ def kernel_of(launch: Recorded) -> triton.JITFunction:
 
 def compiled_launch(launch: Recorded, target: str) -> object:
     """What Triton compiles for a recorded launch."""
-    arguments = launch.with_tensors(launch.before)
-    return compile_for(TARGETS[target][0], kernel_of(launch), arguments)
+    return compile_for(TARGETS[target][0], kernel_of(launch), launch.arguments)
 
 
 # --- what is launched
 
 
-class Pointer:
-    """What compilation sees of a tensor: type, alignment, and whether 31 bits count its bytes."""
-
-    def __init__(self, tensor: torch.Tensor):
-        self.dtype = tensor.dtype
-        self.offset = tensor.storage_offset() * tensor.element_size()
-        self.size = tensor.untyped_storage().nbytes()
-
-    def data_ptr(self) -> int:
-        return self.offset  # as if the allocation began at 0
-
-    def ptr_range(self) -> int:
-        return self.size
-
-
 class Launch:
-    """A kernel and the arguments of a launch, tensors as Pointer."""
+    """A kernel and the arguments of a launch, tensors as View."""
 
     def __init__(self, kernel: triton.JITFunction, arguments: Mapping):
         self.kernel = kernel
         self.name = kernel.__name__.removesuffix("_kernel")
-        self.arguments = {
-            name: Pointer(value) if isinstance(value, torch.Tensor) else value
-            for name, value in arguments.items()
-        }
+        self.arguments = arguments
         variable = set(kernel.arg_names) - {kernel.arg_names[i] for i in kernel.constexprs}
         self.constants, self.variables = {}, {}
         for name, value in self.arguments.items():
@@ -148,8 +136,8 @@ class Launch:
     def key(self) -> tuple:
         """Equal for launches that the same compiled kernel serves."""
         seen = (
-            (value.dtype, value.offset % 16 == 0, value.size < 2**31)
-            if isinstance(value, Pointer)
+            (value.dtype, value.data_ptr() % 16 == 0, value.behind < 2**31)
+            if isinstance(value, View)
             else (type(value), value == 1, value % 16 == 0, value < 2**31)
             for value in self.variables.values()
         )
@@ -169,6 +157,9 @@ def launches_of_step(
     launches: dict[tuple, Launch] = {}
 
     def seen(kernel: triton.JITFunction, grid: tuple, arguments: dict) -> None:
+        for name, value in arguments.items():
+            if isinstance(value, torch.Tensor):
+                arguments[name] = View.on(0, value)
         launch = Launch(kernel, arguments)
         launches.setdefault(launch.key(), launch)
 
@@ -183,7 +174,7 @@ def launches_of_step(
 
 def launches_of_program(file: Path, argv: Sequence[str]) -> list[Launch]:
     """What any program launches, each once."""
-    found = (Launch(kernel_of(x), x.with_tensors(x.before)) for x in launches_of(file, argv))
+    found = (Launch(kernel_of(x), x.arguments) for x in launches_of(file, argv))
     return list({launch.key(): launch for launch in found}.values())
 
 

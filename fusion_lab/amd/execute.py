@@ -5,26 +5,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from fusion_lab.amd import manual, transfers
-from fusion_lab.amd.assembly import Instruction, Program, Unknown
-from fusion_lab.amd.operands import DPP, LANES, Read, across_lanes, reader, words_of, writer
+from fusion_lab.amd.assembly import Instruction, Operand, Program, Unknown
+from fusion_lab.amd.operands import DPP, LANES, across_lanes, read, words_of, write
 from fusion_lab.amd.waves import EXEC, VCC, Waves
 
 Run = Callable[[Waves], None]
 KNOWN_MODIFIERS = {"clamp", "op_sel", "op_sel_hi", "dst_sel", "dst_unused", "src0_sel", "src1_sel",
                    "row_mask", "bank_mask", "bound_ctrl", *DPP}  # fmt: skip
-STATE: dict[str, Read] = {
+STATE: dict[str, Callable[[Waves], np.ndarray]] = {
     "SCC": lambda waves: waves.scc,
     "VCC": lambda waves: waves.mask(VCC),
     "EXEC": lambda waves: waves.scalars[:, EXEC : EXEC + 2].view(np.uint64),
     "ON": lambda waves: waves.exec,
-}
-WRITE = {
-    "SCC": Waves.put_scc,
-    "EXEC": lambda waves, value: waves.put_scalar(EXEC, value.view(np.uint32)),
 }
 
 
@@ -34,7 +31,7 @@ def refuse(unknown: set[str]) -> None:
         raise Unknown(f"modifier {unknown.pop()}")
 
 
-# --- instructions of the manual's tables
+# --- instructions of the manual's table
 
 
 def of_table(instruction: Instruction, row: manual.Row) -> Run:
@@ -44,33 +41,38 @@ def of_table(instruction: Instruction, row: manual.Row) -> Run:
     if modifiers.get("dst_sel", "DWORD") != "DWORD":
         raise Unknown("modifier dst_sel")
     targets = {name: operands.pop(0) for name in "DM" if name in row.results}
-    if len(operands) != len([name for name in row.sources if name != "D"]):
+    if len(operands) != len(row.sources.keys() - {"D"}):
         raise Unknown(f"{len(operands)} sources")
     op_sel, op_sel_hi = (instruction.numbers(name, [0] * 4) for name in ("op_sel", "op_sel_hi"))
-    readers, written = [], None
+    sources = []
     for name, kind in row.sources.items():
         if name == "D":
-            readers.append(reader(targets["D"], kind))
+            sources.append((targets["D"], kind))
             continue
         number = int(name[1])
+        op, place = operands[number], op_sel[number]
         if kind == "mix":
             kind = "f16" if op_sel_hi[number] else "f32"
-        half = op_sel[number] if kind.endswith("16") else 0
-        read = reader(operands[number], kind, half, modifiers.get(f"src{number}_sel", "DWORD"))
-        if number == 0 and instruction.encoding == "dpp":
-            read, written = across_lanes(instruction, read)
-        readers.append(read)
-    states = STATE | {"OFFSET": lambda waves: offset}
-    readers += [states[name] for name in row.reads]
-    writers = [
-        WRITE[name] if name in WRITE else writer(instruction, targets[name], kind, written)
-        for name, kind in row.results.items()
-    ]
+        if kind == "half":  # one register of two
+            kind, place = "u32", place if op.count > 1 else 0
+        elif not kind.endswith("16"):
+            place = 0
+        sources.append((op, kind, place, modifiers.get(f"src{number}_sel", "DWORD")))
 
     def run(waves: Waves) -> None:
-        results = row.function(*[read(waves) for read in readers])
-        for write, result in zip(writers, results, strict=True):
-            write(waves, result)
+        values, lanes = [read(waves, *source) for source in sources], None
+        if instruction.encoding == "dpp":
+            values[0], lanes = across_lanes(waves, instruction, values[0])
+        for name in row.reads:
+            values.append(offset if name == "OFFSET" else STATE[name](waves))
+        results = row.function(*values)
+        for (name, kind), result in zip(row.results.items(), results, strict=True):
+            if name == "SCC":
+                waves.put_scc(result)
+            elif name == "EXEC":
+                waves.put_scalar(EXEC, result.view(np.uint32))
+            else:
+                write(waves, targets[name], kind, result, lanes)
 
     return run
 
@@ -85,20 +87,19 @@ def in_pairs(instruction: Instruction, row: manual.Row) -> Run:
         raise Unknown(f"{len(operands)} sources")
     refuse(instruction.modifiers.keys() - {"op_sel", "op_sel_hi", "neg_lo", "neg_hi"})
     kind = row.results["D"]
-
-    def half_of(number: int, result: int) -> Read:
-        op = operands[number]
-        name, default = (("op_sel", 0), ("op_sel_hi", 1))[result]
-        choices = dict(enumerate(instruction.numbers(name, [])))
-        constant = op.kind == "number" and kind.endswith("32")  # it is both halves
-        read = reader(op, kind, 0 if constant else choices.get(number, default))
-        signs = dict(enumerate(instruction.numbers(("neg_lo", "neg_hi")[result], [])))
-        return (lambda waves: np.negative(read(waves))) if signs.get(number) else read
-
-    readers = [[half_of(number, result) for number in range(len(operands))] for result in (0, 1)]
+    halves = []
+    for choice, sign, default in (("op_sel", "neg_lo", 0), ("op_sel_hi", "neg_hi", 1)):
+        places = dict(enumerate(instruction.numbers(choice, [])))
+        signs = dict(enumerate(instruction.numbers(sign, [])))
+        sources = []
+        for number, op in enumerate(operands):
+            constant = op.kind == "number" and kind.endswith("32")  # it is both halves
+            place = 0 if constant else places.get(number, default)
+            sources.append((replace(op, negative=bool(signs.get(number))), kind, place))
+        halves.append(sources)
 
     def run(waves: Waves) -> None:
-        results = [row.function(*[read(waves) for read in half])[0] for half in readers]
+        results = [row.function(*[read(waves, *source) for source in half])[0] for half in halves]
         words = [words_of(result, kind)[0] for result in results]
         if kind.endswith("16"):
             words = [words[0] | words[1] << 16]
@@ -109,22 +110,6 @@ def in_pairs(instruction: Instruction, row: manual.Row) -> Run:
 
 
 # --- instructions that are not in the table
-
-
-def pk_mov(instruction: Instruction) -> Run:
-    """v_pk_mov_b32: one register of each source's two."""
-    target, *operands = instruction.operands
-    places = instruction.numbers("op_sel", [0, 0])
-    readers = [
-        reader(op, "u32", place if op.count > 1 else 0)
-        for op, place in zip(operands, places, strict=True)
-    ]
-
-    def run(waves: Waves) -> None:
-        for i, words in enumerate([np.copy(read(waves)) for read in readers]):
-            waves.put(target.index + i, words)
-
-    return run
 
 
 MFMA = re.compile(r"v_mfma_f32_(\d+)x\1x(\d+)_(x?f32|f16|bf16)$")
@@ -151,20 +136,19 @@ def mfma(instruction: Instruction, found: re.Match) -> Run:
     column, group = LANES % rows, LANES // rows
     registers = range(rows * rows // 64)
     row_of = [4 * (64 // rows) * (r // 4) + 4 * group + r % 4 for r in registers]
-    start = [reader(added, "f32", r if added.kind == "v" else 0) for r in registers]
-    factors = [[reader(op, STORED[kind], i) for i in range(each)] for op in operands]
     precise = np.float64 if kind == "bf16" else np.float32
 
-    def tile(waves: Waves, reads: list[Read]) -> np.ndarray:
+    def tile(waves: Waves, op: Operand) -> np.ndarray:
         values = np.empty((waves.count, rows, depth), precise)
-        for i, read in enumerate(reads):
-            values[:, column, each * group + i] = WIDEN[kind](read(waves))
+        for i in range(each):
+            values[:, column, each * group + i] = WIDEN[kind](read(waves, op, STORED[kind], i))
         return values
 
     def run(waves: Waves) -> None:
-        a, b = (tile(waves, reads) for reads in factors)
+        a, b = (tile(waves, op) for op in operands)
         product = (a @ b.transpose(0, 2, 1)).astype(np.float32)
-        results = [start[r](waves) + product[:, row_of[r], column] for r in registers]
+        before = [read(waves, added, "f32", r if added.kind == "v" else 0) for r in registers]
+        results = [before[r] + product[:, row_of[r], column] for r in registers]
         for r, result in enumerate(results):
             words = words_of(result, "f32")[0]
             np.copyto(waves.vectors[into.index + r], words, where=waves.here)
@@ -176,7 +160,7 @@ def any_lane(mask: np.ndarray) -> np.ndarray:
     return mask.any(1, keepdims=True)
 
 
-BRANCHES: dict[str, Read] = {  # which waves go on at the label
+BRANCHES: dict[str, Callable[[Waves], np.ndarray]] = {  # which waves go on at the label
     "s_branch": lambda waves: waves.here,
     "s_cbranch_scc0": lambda waves: ~waves.scc,
     "s_cbranch_scc1": lambda waves: waves.scc,
@@ -207,8 +191,6 @@ def build(instruction: Instruction, program: Program) -> tuple[str, Run]:
     if found := MFMA.match(name):
         return "MFMA", mfma(instruction, found)
     kind = {"v_": "VALU", "s_": "SALU", "ds": "LDS"}.get(name[:2], "VMEM")
-    if name == "v_pk_mov_b32":
-        return kind, pk_mov(instruction)
     if row := ROWS.get(name):
         return kind, of_table(instruction, row)
     if name.startswith("v_pk_") and (row := ROWS.get(name.replace("_pk", "", 1))):
@@ -221,12 +203,11 @@ def build(instruction: Instruction, program: Program) -> tuple[str, Run]:
 def prepare(program: Program) -> int:
     """Give each instruction its function; returns how many vector registers there are."""
     registers = 1
-    for instruction in program.code:
+    for place, instruction in enumerate(program.code):
         try:
             instruction.kind, instruction.run = build(instruction, program)
         except Unknown as error:
-            where = f"{program.name}, {instruction.line}"
-            raise Unknown(f"{where}: {instruction.text}: {error}") from error
+            raise Unknown(f"{program.where(place)}: {error}") from error
         for op in instruction.operands:
             if op.kind == "v":
                 registers = max(registers, op.index + op.count)

@@ -102,11 +102,11 @@ class Loaded:
 
 def explained(fault: Fault, waves: Waves, groups: np.ndarray) -> Fault:
     """The fault with kernel, source line and the first lane that it concerns."""
-    instruction = waves.program.code[waves.pc - 1]
     wave, lane = (int(n) for n in np.argwhere(fault.lanes)[0])
     group = tuple(int(n) for n in groups[wave // waves.waves])
     lane = f", lane {lane}" if fault.lanes.shape[1] > 1 else ""
     where = f"workgroup {group}, wave {wave % waves.waves}{lane}"
+    instruction = waves.program.code[waves.pc - 1]
     text = f"{waves.program.name}, {instruction.line}: {fault} ({where}; {instruction.text})"
     return Fault(text, fault.lanes)
 
@@ -128,6 +128,8 @@ def run_grid(
             waves.run()
         except Fault as fault:
             raise explained(fault, waves, some) from None
+        except Unknown as error:
+            raise Unknown(f"{kernel.program.where(waves.pc - 1)}: {error}") from error
         counts.add(waves)
     counts.read = loaded.give_back()
     return counts

@@ -98,6 +98,14 @@ def least(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return -most(-a, -b) if a.dtype.kind == "f" else np.minimum(a, b)
 
 
+def low(register: np.ndarray, half: np.ndarray) -> np.ndarray:
+    return register & np.uint32(0xFFFF0000) | half.view(np.uint16)
+
+
+def high(register: np.ndarray, half: np.ndarray) -> np.ndarray:
+    return register & np.uint32(0xFFFF) | half.view(np.uint16).astype(np.uint32) << 16
+
+
 def of_lane(values: np.ndarray, lane: np.ndarray) -> np.ndarray:
     """For each lane, or for the wave, the value of another."""
     return np.take_along_axis(values, (lane & 63).astype(np.int64), 1)
@@ -107,10 +115,6 @@ def whole(x: np.ndarray, kind: type) -> np.ndarray:
     """Without its fraction, the nearest that the type has; NaN is 0."""
     limits = np.iinfo(kind)
     return np.clip(np.nan_to_num(np.trunc(wide(x)), nan=0), limits.min, limits.max).astype(kind)
-
-
-def bf16(x: np.ndarray) -> np.ndarray:
-    return (x.astype(np.uint32) << 16).view(np.float32)
 
 
 def exponent(x: np.ndarray) -> np.ndarray:
@@ -179,8 +183,8 @@ FUNCTIONS = {
     **{f.__name__: f for f in (np.sqrt, np.exp2, np.log2, np.sin, np.cos, np.ldexp)},
     **{f.__name__: f for f in (np.trunc, np.floor, np.ceil, np.rint)},
     **{f.__name__: f for f in (wide, long, field, reversed_bits, leading_zeros, chosen_bytes)},
-    **{f.__name__: f for f in (fma, flushed, most, least, of_lane, whole, of_class)},
-    **{f.__name__: f for f in (div_scale, div_fmas, div_fixup)},
+    **{f.__name__: f for f in (fma, flushed, most, least, low, high, of_lane)},
+    **{f.__name__: f for f in (div_scale, div_fmas, div_fixup, whole, of_class)},
     "abs": np.abs,
     "TURN": 2 * np.pi,
     "LANES_BELOW": BELOW.astype(np.uint32),

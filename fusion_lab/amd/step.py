@@ -95,8 +95,8 @@ def source_of(launch: Recorded, line: str) -> str:
     return linecache.getline(launch.file, int(place)).strip()
 
 
-class Stepper:
-    """Prints while a workgroup executes."""
+class Printer:
+    """Prints instructions, below their lines of the source, and what they change."""
 
     def __init__(self, args: argparse.Namespace, launch: Recorded, kernel: Kernel):
         self.args, self.launch, self.kernel = args, launch, kernel
@@ -122,6 +122,7 @@ class Stepper:
                 self.name(place)
 
     def run(self) -> None:
+        """Execute a workgroup, and print what one of its waves does."""
         args, kernel = self.args, self.kernel
         loaded = Loaded(kernel, self.launch.grid, self.launch.with_tensors(self.launch.before))
         sizes = (*self.launch.grid, 1, 1)[:3]
@@ -133,19 +134,17 @@ class Stepper:
             while waves.running:
                 place, here = waves.pc, bool(waves.here[args.wave, 0])
                 instruction = kernel.program.code[place]
-                wanted = here and self.shown(instruction)
-                before = contents(waves, instruction, args.wave, args.lanes) if wanted else {}
+                before = contents(waves, instruction, args.wave, args.lanes)
                 with np.errstate(all="ignore"):
                     waves.step()
-                if wanted:
-                    self.show(waves, place, before)
+                if here and self.shown(instruction):
+                    self.name(place)
+                    self.changes(waves, instruction, before)
         except Fault as fault:
             raise ToolError(str(explained(fault, waves, group)), status=1) from fault
 
-    def show(self, waves: Waves, place: int, before: dict[str, str]) -> None:
-        """An instruction and what it has changed."""
-        self.name(place)
-        instruction = self.kernel.program.code[place]
+    def changes(self, waves: Waves, instruction: Instruction, before: dict[str, str]) -> None:
+        """What an instruction has changed in the wave."""
         after = contents(waves, instruction, self.args.wave, self.args.lanes)
         for name, text in after.items():
             if text != before[name]:
@@ -218,25 +217,29 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         raise ToolError(f"{args.file} launches no kernel of the name {args.kernel}")
     launch = found[0]
     try:
-        text = args.assembly.read_text() if args.assembly else None
         compiled = compiled_launch(launch, TARGET)
-        kernel = Kernel(compiled, text)
+        if args.save:
+            write_text(args.save, compiled.asm["amdgcn"])
+        kernel = Kernel(compiled, args.assembly.read_text() if args.assembly else None)
+        show(args, launch, kernel)
     except Unknown as error:
-        raise ToolError(str(error)) from error
-    if args.save:
-        write_text(args.save, compiled.asm["amdgcn"])
+        raise ToolError(f"not executed: {error}") from error
+    return 0
+
+
+def show(args: argparse.Namespace, launch: Recorded, kernel: Kernel) -> None:
+    """Print what the arguments ask for."""
     sizes = " x ".join(map(str, launch.grid))
     print(f"{launch.kernel} for {TARGET}: {sizes} workgroups of {kernel.waves} waves, "
           f"{len(kernel.program.code)} instructions, {kernel.lds} bytes of LDS")  # fmt: skip
     if args.counts:
         counts_of(launch, kernel)
     elif args.listing:
-        Stepper(args, launch, kernel).listing()
+        Printer(args, launch, kernel).listing()
     else:
         print(f"workgroup {args.workgroup}, wave {args.wave}, "
               f"lanes {', '.join(map(str, args.lanes))}")  # fmt: skip
-        Stepper(args, launch, kernel).run()
-    return 0
+        Printer(args, launch, kernel).run()
 
 
 main = program(build_parser, run, of_scripts=True)
