@@ -42,7 +42,6 @@ from torch._subclasses import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.autotuner import Autotuner
 
-from fusion_lab.amd.assembly import Unknown
 from fusion_lab.amd.record import (
     Recorded,
     View,
@@ -108,7 +107,7 @@ def kernel_of(launch: Recorded) -> triton.JITFunction:
         kernel = getattr(kernel, "fn", None)  # of an autotuner or heuristics
     if kernel is None:
         reason = f": {error!r}" if error else ""
-        raise Unknown(f"{path.name}, imported, has no kernel of the name {launch.kernel}{reason}")
+        raise ToolError(f"{path.name}, imported, has no kernel of the name {launch.kernel}{reason}")
     return kernel
 
 
@@ -194,7 +193,6 @@ class Needs:
     waves: float  # per SIMD
 
 
-FIELDS = [*Needs.__dataclass_fields__]
 TITLES = ("VGPRs", "AGPRs", "SGPRs", "LDS", "spills", "SGPR spills", "waves per SIMD")
 
 
@@ -279,7 +277,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             Column("constants", lambda row: str(row[0]), text=True),
             *(
                 Column(title, lambda row, field=field: getattr(row[1], field, None), "g")
-                for title, field in zip(TITLES, FIELDS, strict=True)
+                for title, field in zip(TITLES, Needs.__dataclass_fields__, strict=True)
             ),
         ]
         print(f"{args.file.stem}, on {target}:\n\n{render(columns, rows)}\n")
