@@ -38,8 +38,7 @@ def without_values(value: Tensor) -> Tensor:
 def where(error: BaseException) -> str:
     """The innermost line of the user's code in a traceback."""
     frames = traceback.extract_tb(error.__traceback__)
-    at = [f"{whose(f.filename)}:{f.lineno}" for f in frames]
-    at = [place for place in at if not place.startswith((":", "optimizer:"))]
+    at = [f"{whose(f.filename)}:{f.lineno}" for f in frames if whose(f.filename)]
     return f" at {at[-1]}" if at else ""
 
 

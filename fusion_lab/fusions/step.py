@@ -12,7 +12,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from fusion_lab.cli import ToolError, note
@@ -75,17 +75,11 @@ class Step:
     take: Callable[[], object]
     compiled: Callable[[], Callable[[], object]] | None = None
     calls: int = 0
-    stepped: set[int] = field(default_factory=set)  # optimizers in the last call, by id
 
     def call(self) -> object:
         """Take the step once more."""
         self.calls += 1
-        self.stepped = own = set()
-        hook = register_optimizer_step_pre_hook(lambda optimizer, *_: own.add(id(optimizer)))
-        try:
-            return self.take()
-        finally:
-            hook.remove()
+        return self.take()
 
 
 def placed(value: Tensor, device: torch.device) -> Tensor:
@@ -268,7 +262,7 @@ def record(step: Step, timed: bool = False) -> Recorded:
         loss = step.call()  # which is there when the step is over
     del loss
     recorded.call = step.calls
-    if idle := idle_optimizers(recorder, step.stepped):
+    if idle := idle_optimizers(recorder):
         recorded.remarks += [
             f"{', '.join(idle)} takes no step in the recorded call {step.calls}: a function that"
             " takes all calls from one step of the optimizer to the next is the whole step"
@@ -276,7 +270,7 @@ def record(step: Step, timed: bool = False) -> Recorded:
     return recorded
 
 
-def idle_optimizers(recorder: Recorder, stepped: set[int]) -> list[str]:
+def idle_optimizers(recorder: Recorder) -> list[str]:
     """The optimizers of weights that a recorded step has used, but for those that took a step."""
 
     def used(optimizer: Optimizer) -> bool:
@@ -285,7 +279,8 @@ def idle_optimizers(recorder: Recorder, stepped: set[int]) -> list[str]:
         return any(recorder.knows(weight) for weight in weights)
 
     found = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
-    return sorted(type(each).__name__ for each in found if id(each) not in stepped and used(each))
+    idle = (each for each in found if id(each) not in recorder.stepped)
+    return sorted(type(each).__name__ for each in idle if used(each))
 
 
 def counted(build: Callable[[], Step]) -> tuple[Step, Recorded]:
