@@ -40,7 +40,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -53,8 +52,11 @@ from fusion_lab.script import interpret_without_gpu
 from fusion_lab.show import Column, render
 
 if TYPE_CHECKING:  # where PyTorch is missing, --help works
+    import torch
+
     from fusion_lab.fusions.rates import Rates
     from fusion_lab.fusions.record import Recorded
+    from fusion_lab.fusions.step import Step
 
 PROG = "find-fusions"
 
@@ -94,19 +96,6 @@ def script_of(argv: Sequence[str]) -> tuple[str, list[str]]:
     return script, rest
 
 
-def behind(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Arguments before and behind the first `--`."""
-    end = [*argv, "--"].index("--")
-    return [*argv[:end]], [*argv[end + 1 :]]
-
-
-def examine(args: argparse.Namespace, argv: Sequence[str]) -> dict:
-    """Record and predict, and check if asked for: all that the report and --json have."""
-    start = time.perf_counter()
-    result = of_trace(args, argv) if args.trace else of_step(args, argv)
-    return result | {"seconds": time.perf_counter() - start}
-
-
 def of_trace(args: argparse.Namespace, argv: Sequence[str]) -> dict:
     """What a trace tells of a step."""
     from fusion_lab.fusions.trace import from_trace
@@ -116,32 +105,45 @@ def of_trace(args: argparse.Namespace, argv: Sequence[str]) -> dict:
     return described(*from_trace(args.trace))
 
 
-def of_step(args: argparse.Namespace, argv: Sequence[str]) -> dict:
-    """What a step does that is taken here, or looked at where there is no GPU."""
+def of_script(args: argparse.Namespace, argv: Sequence[str]) -> dict:
+    """What a step of a version script does."""
+    from fusion_lab.fusions import step as steps
+
+    script, rest = script_of(argv)
+    if not script:
+        raise ToolError("name a version script, or --model FILE.py:FUNCTION: one of the two")
+    device = steps.device_of(steps.script_device(script, rest))
+    return of_step(args, partial(steps.from_script, script, rest), device)
+
+
+def of_model(args: argparse.Namespace, argv: Sequence[str]) -> dict:
+    """What a step of somebody's own model does. Arguments behind `--` are its file's."""
     import torch
 
+    from fusion_lab.fusions import step as steps
+
+    end = [*argv, "--"].index("--")
+    if script_of(argv[:end])[0]:
+        raise ToolError("name a version script, or --model FILE.py:FUNCTION: one of the two")
+    options = model_options(argv[:end])
+    device = steps.device_of(options.device)
+    torch.set_float32_matmul_precision(options.matmul_precision)
+    with steps.users_function(args.model, argv[end + 1 :]) as function:
+        build = partial(steps.from_function, args.model, function, options.use_amp, device)
+        return of_step(args, build, device)
+
+
+def of_step(args: argparse.Namespace, build: Callable[[], Step], device: torch.device) -> dict:
+    """What a step does that is taken here, or looked at where there is no GPU."""
     from fusion_lab.fusions import step as steps
     from fusion_lab.fusions.fitted import read_rates
     from fusion_lab.fusions.groups import Finding
     from fusion_lab.fusions.rates import measure_rates
 
-    argv, own = behind(argv) if args.model else (argv, [])
-    script, rest = script_of(argv)
-    if bool(script) == bool(args.model):
-        raise ToolError("name a version script, or --model FILE.py:FUNCTION: one of the two")
-    rates = read_rates(args.rates) if args.rates else None
-    if args.model:
-        options = model_options(rest)
-        device = steps.device_of(options.device)
-        torch.set_float32_matmul_precision(options.matmul_precision)
-        user = steps.function_of(args.model, own)
-        build = partial(steps.from_function, args.model, *user, options.use_amp, device)
-    else:
-        device = steps.device_of(steps.script_device(script, rest))
-        build = partial(steps.from_script, script, rest)
     if device.type != "cuda":
         if args.check:
             raise ToolError("--check compares times, and needs a GPU", status=4)
+        rates = read_rates(args.rates) if args.rates else None
         step, recorded = steps.count(build)
         return described(step.name, recorded, rates)
     if args.rates:
@@ -359,6 +361,7 @@ def find(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Examine, print, write; returns the exit status."""
     interpret_without_gpu()
     with sign_of_life("find-fusions"):
+        examine = of_trace if args.trace else of_model if args.model else of_script
         result = examine(args, argv)
     if args.json:
         write_text(args.json, json.dumps(result, indent=1) + "\n")
