@@ -136,9 +136,8 @@ def of_model(args: argparse.Namespace, argv: Sequence[str]) -> dict:
 def of_step(args: argparse.Namespace, build: Callable[[], Step], device: torch.device) -> dict:
     """What a step does that is taken here, or looked at where there is no GPU."""
     from fusion_lab.fusions import step as steps
-    from fusion_lab.fusions.fitted import read_rates
     from fusion_lab.fusions.groups import Finding
-    from fusion_lab.fusions.rates import measure_rates
+    from fusion_lab.fusions.rates import measure_rates, read_rates
 
     if device.type != "cuda":
         if args.check:
@@ -184,7 +183,7 @@ def described(name: str, recorded: Recorded, rates: Rates | None) -> dict:
         "chains": found.rows(),
         "not_understood": found.unknown(),
         "unwritten": recorded.unwritten,
-        "remarks": found.remarks() + (rates.remarks(found.operators) if rates else []),
+        "remarks": found.remarks(),
     }
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from fusion_lab.fusions.forms import laid_out, padding
-from fusion_lab.fusions.rates import CONSTANTS, NO_RATES, Constants, Rates
+from fusion_lab.fusions.rates import NO_RATES, Rates
 from fusion_lab.fusions.record import MOVES, WINDOWS, Operator, Recorded, Use
 
 Key = tuple[int, int]
@@ -26,6 +26,14 @@ WHAT = ("us", "moved", "kernels")
 SOFTMAX = {"_softmax", "_safe_softmax", "_softmax_backward_data"}
 SUMS = {"sum", "_to_copy", "clone"}  # of the gradient of what attention adds
 JOINED = ("mm", "addmm")
+# A block holds a row of so many elements in its registers: 1,024 threads, four each. Sums over
+# longer rows are complete when their kernel has ended.
+LONGEST_ROW = 4096
+# Along columns a block adds up so many, as its threads lie along the rows.
+LONGEST_COLUMN = 64
+MOST_OPERATORS = 64  # that inductor makes one kernel: its max_fusion_size
+MOST_MOVES = 2  # times that an element goes elsewhere before it must lie in memory
+FLASH = 0.5  # of the rate of a large product, which FlashAttention reaches
 SUMMED = {"add", "add_", "_to_copy", "clone"}  # between products and their sum
 
 
@@ -63,8 +71,8 @@ class Joiner:
     """Joins operators where that saves bytes and no group comes to wait for itself. A group has the
     number of its first operator, and a place in an order in which none waits for a later one."""
 
-    def __init__(self, operators: Sequence[Operator], constants: Constants):
-        self.operators, self.constants = operators, constants
+    def __init__(self, operators: Sequence[Operator]):
+        self.operators = operators
         count = range(len(operators))
         self.members = {i: [i] for i in count}
         self.root, self.place, self.segment = [*count], [*count], [0] * len(operators)
@@ -90,7 +98,7 @@ class Joiner:
         """Are its results complete only when its kernel has ended? Sums of an optimizer are, whose
         kernels have many weights."""
         _, length, columns = operator.sums or (0, 0, False)
-        longest = self.constants.longest_column if columns else self.constants.longest_row
+        longest = LONGEST_COLUMN if columns else LONGEST_ROW
         return operator.closed or length > (1 if operator.phase == "optimizer" else longest)
 
     def between(self, block: Collection[int], edges: list[set[int]]) -> set[int] | None:
@@ -148,7 +156,7 @@ class Joiner:
             return False
         numbers = sorted(self.members[a] + self.members[b])
         both = [self.operators[i] for i in numbers]
-        if len(both) > self.constants.most or any(o.kind != "stream" for o in both):
+        if len(both) > MOST_OPERATORS or any(o.kind != "stream" for o in both):
             return False
         late = [self.late(o) for o in both]
         sums = {o.sums for o, ends in zip(both, late, strict=True) if o.sums and not ends}
@@ -165,7 +173,7 @@ class Joiner:
                 return False
             moves = max((n + (0 < use.bytes < size) for use, n, size, _ in inside), default=0)
             moves += bool(inside and MOVES.fullmatch(operator.name))
-            if moves > self.constants.moves:
+            if moves > MOST_MOVES:
                 return False
             made |= {use.key: (moves, use.bytes, ends) for use in operator.writes}
         return True
@@ -208,9 +216,9 @@ class Finding:
         recorded: Recorded,
         rates: Rates | None,
         levels: Iterable[str] = tuple(LEVELS),
-        constants: Constants = CONSTANTS,
     ):
-        self.recorded, self.rates, self.constants = recorded, rates or NO_RATES, constants
+        self.recorded = recorded
+        self.rates = rates or NO_RATES
         operators = [replace(operator) for operator in recorded.operators]
         # what in-place operators have changed, and when
         self.gone = {use.old: o.call for o in operators for use in o.writes}
@@ -218,7 +226,7 @@ class Finding:
         first: dict[tuple, Key] = {}
         for o in operators:
             if o.us is None:
-                o.us = self.rates.of(o, constants) if o.kernels and rates else 0.0
+                o.us = self.rates.of(o) if o.kernels and rates else 0.0
             else:
                 o.us += o.queued * self.rates.gap_us
             # a second cast of the same is none when fused
@@ -232,7 +240,7 @@ class Finding:
         self.without = {o.dtype for o in operators if math.isnan(o.us)}
         self.timed = bool(rates) and not self.without
         self.operators = operators
-        self.joiner = Joiner(operators, constants)
+        self.joiner = Joiner(operators)
         self.groups = self.joiner.groups()
         self.maker: dict[Key, Group] = {}
         self.users: dict[Key, set[Group]] = defaultdict(set)
@@ -257,9 +265,6 @@ class Finding:
                 "bytes": sum(group.moved for group in self.groups),
                 "kernels": sum(group.kernels for group in self.groups),
             }
-
-    def us(self, moved: float, flop: float = 0.0, dtype: str = "") -> float:
-        return self.rates.us(moved, flop, dtype, self.constants)
 
     def passes_together(self) -> list[list[Group]]:
         """The groups by what they are now: those together that have passes of the same call."""
@@ -346,7 +351,7 @@ class Finding:
             sums = any(o.sums and o.sums[2] and self.joiner.late(o) for o in group.members)
             group.kernels = 1 + sums if group.keeps else 0
             group.moved = group.bytes() if group.keeps else 0
-            group.us = (self.us(group.moved) if group.keeps else 0) + self.us(0) * sums
+            group.us = (self.rates.us(group.moved) if group.keeps else 0) + self.rates.us(0) * sums
         for what, most in now.items():
             cap(cluster, what, most)
 
@@ -406,7 +411,7 @@ class Finding:
             flop = sum(o.flop for group in block for o in group.members)
             (dtype,) = {o.dtype for group in block for o in group.members if o.flop} or {""}
             moved = self.needed(block, inside)
-            self.replace(block, moved, self.us(moved, flop / self.constants.attention, dtype))
+            self.replace(block, moved, self.rates.us(moved, flop / FLASH, dtype))
 
     def needed(self, block: Iterable[Group], inside: set[Group]) -> int:
         """Bytes that one kernel in place of these groups moves, where what goes from one group to
@@ -444,7 +449,7 @@ class Finding:
                 if len(own) > 1:
                     done |= {*own}
                     moved = sum(g.moved for g in own) - (len(own) - 1) * max(products.values())
-                    us = self.us(moved, sum(o.flop for g in own for o in g.members), dtype)
+                    us = self.rates.us(moved, sum(o.flop for g in own for o in g.members), dtype)
                     self.replace(own, moved, max(us, *(group.us for group in own)))
 
     def summands(self, group: Group) -> list[tuple[Operator, set[Group]]]:
@@ -521,11 +526,15 @@ class Finding:
         saved = sum(o.biased for o in self.operators if o.biased and self.streams_on(o))
         for o in self.operators:
             if copied := padding(o):
-                saved += max(0.0, o.us - self.us(o.moved, o.flop, o.dtype) - self.us(copied))
+                saved += max(
+                    0.0, o.us - self.rates.us(o.moved, o.flop, o.dtype) - self.rates.us(copied)
+                )
         for o in laid_out(self.operators):
             saved += o.turned
             if o.turned and o.name == "convolution" and o.operands[0][0] not in self.maker:
-                saved -= self.us(2 * next(u.bytes for u in o.reads if u.key == o.operands[0][0]))
+                saved -= self.rates.us(
+                    2 * next(u.bytes for u in o.reads if u.key == o.operands[0][0])
+                )
         return saved
 
     def compiled_us(self) -> float:
