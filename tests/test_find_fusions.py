@@ -24,11 +24,10 @@ from torch.utils.checkpoint import checkpoint
 from dev.bench import find_fusions as study
 from fusion_lab.cli import ToolError
 from fusion_lab.fusions import command as find_fusions
-from fusion_lab.fusions import forms
 from fusion_lab.fusions import step as steps
 from fusion_lab.fusions.flops import attention as flops_of_attention
 from fusion_lab.fusions.flops import registry
-from fusion_lab.fusions.groups import Finding, Group
+from fusion_lab.fusions.groups import Finding, Group, laid_out
 from fusion_lab.fusions.rates import Rates
 from fusion_lab.fusions.record import Operator, Recorded, Recorder, Use
 from fusion_lab.fusions.step import Step, attribute, compared, profiled, record
@@ -732,7 +731,7 @@ def test_when_a_compiler_lays_pictures_out_anew(weight, groups, phase, changed):
     made = convolution(weight, groups)
     made.operands[0] = ((0, 0), made.operands[0][1][: len(weight)], ())
     behind = Operator("relu", 1, phase, "?", [], [])
-    assert forms.laid_out([made, behind]) == [made] * changed
+    assert laid_out([made, behind]) == [made] * changed
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def training(name: str) -> steps.Step:
     """Forward, backward and AdamW of a model in the table."""
     torch.manual_seed(42)
     torch.set_float32_matmul_precision("highest")
-    return steps.from_model(name, *MODELS[name](), True, torch.device("cuda"))
+    return steps.from_model(name, *MODELS[name](), True)
 
 
 def row(name: str, build: Callable[[], steps.Step], rates: Rates) -> dict:

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from fusion_lab.fusions.forms import laid_out, padding
 from fusion_lab.fusions.rates import NO_RATES, Rates
 from fusion_lab.fusions.record import MOVES, WINDOWS, Operator, Recorded, Use
 
@@ -35,6 +34,9 @@ MOST_OPERATORS = 64  # that inductor makes one kernel: its max_fusion_size
 MOST_MOVES = 2  # times that an element goes elsewhere before it must lie in memory
 FLASH = 0.5  # of the rate of a large product, which FlashAttention reaches
 SUMMED = {"add", "add_", "_to_copy", "clone"}  # between products and their sum
+TURNS = re.compile("nchwToNhwc|nhwcToNchw|tensorTransform")  # cuDNN's kernels that turn a picture
+BIAS = re.compile("elementwise_kernel")  # PyTorch's that adds the bias
+FEW = 300  # operators to a convolution from which a compiler leaves layouts as they are
 
 
 class Group:
@@ -215,7 +217,6 @@ class Finding:
         self,
         recorded: Recorded,
         rates: Rates | None,
-        levels: Iterable[str] = tuple(LEVELS),
     ):
         self.recorded = recorded
         self.rates = rates or NO_RATES
@@ -257,7 +258,7 @@ class Finding:
         self.remake()
         self.clusters = self.passes_together()
         self.levels: dict[str, dict] = {}
-        for level in levels:
+        for level in LEVELS:
             if level != "now":
                 getattr(self, level)()
             self.levels[level] = {
@@ -578,12 +579,7 @@ class Finding:
         """Why a compiled step can be another than predicted, where that is known before."""
         layout = laid_out(self.operators)
         padded = [o for o in self.operators if padding(o)]
-        softmax = [
-            g.members[0]
-            for g in getattr(self, "written_out", ())
-            for g in g
-            if SOFTMAX & {*g.names}
-        ]
+        softmax = [g.members[0] for g in self.written_out for g in g if SOFTMAX & {*g.names}]
         recurrent = [o for o in self.operators if "rnn" in o.name and o.phase == "forward"]
         grown = [o for o in self.operators if re.fullmatch(r"upsample_bi.*_backward", o.name)]
         apart = {o.call: o for o in self.operators if o.apart}.values()
@@ -626,3 +622,43 @@ def places(lines: Iterable[str]) -> str:
         by_file[file] |= {int(number)} if number.isdigit() else set()
     found = (f"{f}:{','.join(map(str, sorted(n)))}" for f, n in by_file.items() if n)
     return " ".join(found) or "?"
+
+
+# What torch.compile changes of products beside fusing: pictures have their channels last, so that
+# no kernel turns them, the bias of a convolution is added by the kernel behind, and matrices are
+# padded whose rows begin at any element.
+
+
+def gone(operator: Operator, kernel: str) -> str:
+    """The part of a convolution in a compiled step that one of its kernels is not: turned, biased,
+    or none."""
+    if "convolution" not in operator.name:
+        return ""
+    if TURNS.search(kernel):
+        return "turned"
+    return "biased" if operator.name == "convolution" and BIAS.search(kernel) else ""
+
+
+def laid_out(operators: Sequence[Operator]) -> list[Operator]:
+    """The convolutions of pictures of which a compiler changes the layout, see `decide_layout_opt`
+    in torch/_inductor/graph.py."""
+    found = [o for o in operators if "convolution" in o.name and len(o.operands[0][1]) == 4]
+    weights = [o.operands[1][1] for o in found]
+    grouped = any(o.groups > 1 and o.operands[1][1][1] > 1 for o in found)
+    shrinks = any(2 * w[0] <= w[1] and w[2] > 1 for w in weights)
+    small = all(w[0] <= 64 and w[1] <= 64 for w in weights)
+    training = any(o.phase == "backward" for o in operators)
+    few = len(operators) >= FEW * len(found)
+    if grouped or few or (training and (shrinks or small)):
+        return []
+    return [o for o in found if o.operands[0][2][1:2] != (1,)]  # that is channels_last
+
+
+def padding(operator: Operator) -> int:
+    """Bytes of those operands of a product of matrices that a compiler copies into longer rows: to
+    read and to write them. Whether padding pays it measures; where rows begin at two bytes it does,
+    as asynchronous copies need four."""
+    if operator.name not in JOINED or operator.dtype not in ("bf16", "fp16"):
+        return 0
+    odd = (shape for _, shape, strides in operator.operands if any(s % 2 for s in strides if s > 1))
+    return sum(2 * 2 * math.prod(shape) for shape in odd)

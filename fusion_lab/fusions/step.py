@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from fusion_lab.cli import ToolError, note
 from fusion_lab.fusions.fakes import NeedsRun, as_on_gpu, fake_mode, faked, where, without_values
-from fusion_lab.fusions.forms import gone
+from fusion_lab.fusions.groups import gone
 from fusion_lab.fusions.record import Operator, Recorded, Recorder
 from fusion_lab.host import free_memory
 from fusion_lab.profile.kernels import (
@@ -64,14 +64,6 @@ class Step:
         """Take the step once more."""
         self.calls += 1
         return self.take()
-
-
-def device_of(name: str) -> torch.device:
-    """The device of --device; ToolError if it is not there."""
-    there = torch.cuda.is_available()
-    if name == "cuda" and not there:
-        raise ToolError("--device cuda: PyTorch finds no GPU", status=4)
-    return torch.device("cuda" if there and name != "cpu" else "cpu")
 
 
 def script_device(name: str, argv: Sequence[str]) -> str:
@@ -131,9 +123,7 @@ def users_function(place: str, argv: Sequence[str]) -> Iterator[Callable[[], obj
         sys.modules.pop(path.stem, None)
 
 
-def from_function(
-    place: str, function: Callable[[], object], use_amp: bool, device: torch.device
-) -> Step:
+def from_function(place: str, function: Callable[[], object], use_amp: bool) -> Step:
     """The step of what a function returns, which `place` names."""
     with of_the_user(f"--model {place}"):
         try:
@@ -149,13 +139,13 @@ def from_function(
     if not isinstance(pair[0], nn.Module) or not isinstance(pair[1], Mapping):
         types = ", ".join(type(part).__name__ for part in pair)
         raise ToolError(f"--model {place} returned {types}: {NEEDED}")
-    return from_model(place, *pair, use_amp, device)
+    return from_model(place, *pair, use_amp)
 
 
-def from_model(
-    title: str, model: nn.Module, batch: Mapping, use_amp: bool, device: torch.device
-) -> Step:
-    """The step of a model on a batch, both moved to the device: forward, backward, AdamW."""
+def from_model(title: str, model: nn.Module, batch: Mapping, use_amp: bool) -> Step:
+    """The step of a model on a batch, both on the GPU if there is one: forward, backward, AdamW."""
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
     model.to(device)
     if fake_mode():
         fakes: dict[int, Tensor] = {}  # weights can be shared
@@ -171,8 +161,7 @@ def from_model(
 
     def train(compiled: bool) -> Callable[[], Tensor]:
         forward = torch.compile(model) if compiled else model
-        gpu = device.type == "cuda"
-        optimizer = torch.optim.AdamW(weights, 1e-5, fused=True, capturable=gpu)
+        optimizer = torch.optim.AdamW(weights, 1e-5, fused=True, capturable=on_gpu)
 
         def take() -> Tensor:
             optimizer.zero_grad()
