@@ -456,8 +456,9 @@ def in_a_sentence(over: Mapping[str, tuple[float, str]]) -> str:
 
 
 def draw(path: Path, runs: Sequence[Run]) -> None:
-    """Speed-ups over the first side of a team against the size that varies, with the ranges of
-    their turns; a part for each model and each of the other sizes and precisions."""
+    """Speed-ups over the first side of a team, or samples per second where no two took turns,
+    against the size that varies, with the ranges of the turns; a part for each model and each of
+    the other sizes and precisions."""
     varied = [
         key
         for key in SIZES
@@ -466,19 +467,20 @@ def draw(path: Path, runs: Sequence[Run]) -> None:
     ]
     x = varied[-1] if varied else "seq_len"
     columns = [c for c in cell_columns(runs) if c.label not in (CELL[x], CELL["group"])]
+    beside_first = [run for run in runs if baseline_in_turns(run, runs)]
+    quantity = QUANTITIES["speedup" if beside_first else "throughput"]
     drawn = defaultdict(list)
-    for run in runs:
-        if not run.is_first and run.side != CONTROL and baseline_in_turns(run, runs):
+    for run in beside_first or [run for run in runs if run.measured]:
+        if run.side != CONTROL:
             part = ", ".join(f"{column.label} {column.of(run)}" for column in columns)
-            drawn[part].append(replace(run, name=run.side))
+            drawn[part].append(replace(run, name=run.side or run.name))
     if not drawn:
-        raise ToolError("there is nothing to draw: no two sides took turns", status=1)
-    speedups = QUANTITIES["speedup"]
+        raise ToolError("there is nothing to draw: nothing was measured", status=1)
     parts = {}
     for part, shown in drawn.items():
         points = points_of(shown, x)
-        parts[part] = points, values_of(points, speedups, runs)
-    draw_lines(path, parts, CELL[x], speedups)
+        parts[part] = points, values_of(points, quantity, runs)
+    draw_lines(path, parts, CELL[x], quantity)
 
 
 # --- the programs

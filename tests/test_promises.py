@@ -287,7 +287,13 @@ MUTATIONS = int(os.environ.get("MUTATIONS", "8"))
 VALUES = (None, True, 0, -1, 7, 1.5, 1e308, float("nan"), "", "x", "=1", "a\nb")
 VALUES += ([], [1], ["x"], [[]], {}, {"x": 1})
 # it is a file of something else now, or some of its rows are
-REFUSED = ("cannot be compared", "is a run of", "folder: ", "no run in any", "nothing has the same")
+REFUSED = (
+    "cannot be compared",
+    "is a run of",
+    "folder: ",
+    "no run in any",
+    "have no run of the same",
+)
 REFUSED += ("no results in there", "no difference", "there is no tiny", "one run is wanted")
 SETS, SUITE = H100 / "ablation_tiny_llama_v2.json", H100 / "suite_llama.json"
 READERS = [  # each way in which a file is read; a folder has it under the name of a run's result
