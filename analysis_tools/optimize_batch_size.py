@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         parts = growing(rows, points, args.rounds, **limits)
         path = args.output or Path(f"batch_size_{module.SCRIPT}.json")
         settings = {"script": module.SCRIPT, "argv": [*argv], "rounds": args.rounds}
-        study.measure_study(path, parts, keep=True, rows=rows, **settings)
+        study.measure_study(path, parts, rows=rows, **settings)
     return report(args, path, memory)
 
 

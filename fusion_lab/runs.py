@@ -309,7 +309,7 @@ def find_runs(path: Path, everything: bool = False) -> list[Run]:
         for file in files:
             place = f"{path.resolve().name}/{file.relative_to(path)}"
             slowed_down = re.search(r"(^|/)rocprof.*_summary\.json$", place)
-            if slowed_down or file.name.endswith(".partial.json"):
+            if slowed_down:
                 continue
             try:
                 found += of_file(file, name_below(path, file)) or []

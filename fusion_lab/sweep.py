@@ -498,7 +498,7 @@ def measure_points(
     parts = [(names, partial(measured, sides, args.rounds, True, loss)) for names, sides in points]
     cost = Cost(points, args.rounds, loss)
     settings |= {"rounds": args.rounds, "argv": [*argv]}
-    measure_study(path, parts, keep=True, cost=cost, **settings)
+    measure_study(path, parts, cost=cost, **settings)
     return path
 
 

@@ -136,7 +136,7 @@ def test_a_study_goes_on_where_it_was_interrupted(tmp_path, capsys):
     done, path = [], tmp_path / "study.json"
     with pytest.raises(KeyboardInterrupt):
         study.measure_study(path, counting(done, fails_at=2), rounds=3)
-    assert not path.exists()
+    assert json.loads(path.read_text())["complete"] is False
     with pytest.raises(ToolError, match="other settings"):
         study.measure_study(path, counting(done), rounds=4)
     rows = study.measure_study(path, counting(done), rounds=3, cost=lambda names: 100.0)
@@ -162,7 +162,7 @@ def test_what_failed_is_tried_again_and_nothing_else(tmp_path):
 
     path = tmp_path / "study.json"
     for status in ({"status": "failed", "error": "why"}, {"status": "oom", "error": "why"}, {}):
-        rows = study.measure_study(path, parts(status), keep=True)
+        rows = study.measure_study(path, parts(status))
     assert done == [0, 1, 2, 1]
     assert sorted(row["seed"] for row in rows) == [0, 1, 2]
 

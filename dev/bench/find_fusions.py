@@ -173,7 +173,7 @@ def measure(args: argparse.Namespace) -> int:
             for (name, precision, part), subject in subjects().items()
             if name in (args.only or (name,))
         ]
-        measure_study(args.output, parts, keep=True)
+        measure_study(args.output, parts)
     rows = [judged(each) for each in rows_of(args.output)]
     print(errors(rows) if args.table == "errors" else table(rows))
     return 0

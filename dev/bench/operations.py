@@ -179,7 +179,7 @@ def run_study(args: argparse.Namespace) -> int:
     args.precisions = args.precisions or (["bf16"] if args.what in STEPS else list(PRECISIONS))
     measured = STEPS[args.what](args) if args.what in STEPS else parts_of(args.what, args)
     path = args.directory / f"{args.what}.json"
-    found = measure_study(path, list(measured), keep=args.keep, rounds=args.rounds)
+    found = measure_study(path, list(measured), rounds=args.rounds)
     for row in found if args.what in STUDIES else ():
         check_ours({row["side"]: row})
     return 0
@@ -195,7 +195,6 @@ def build_parser() -> Parser:
     add("--precisions", nargs="+", choices=PRECISIONS, help=precisions)
     shapes = "(default: all)"
     add("--shapes", nargs="+", metavar="SHAPE", help=shapes)
-    parser.add_flag("--keep", "add to the rows of an earlier file, and measure none of them again")
     return parser
 
 

@@ -2,8 +2,8 @@
 """Take the measurements behind the figures of README and docs, and print the tables from them.
 
 Both sides of a ratio are measured in this process in short alternating turns, where there is a GPU
-as whole-step graphs unless a row says otherwise. A suite writes one file, which replaces an earlier
-one when its last row is measured; until then the rows are in NAME.partial.json.
+as whole-step graphs unless a row says otherwise. A suite writes one file; the same
+command goes on there, and what is measured is not measured again.
 
 Examples:
   python dev/bench/versions.py overview DIR  V1 to V4 in bf16, as graphs
@@ -176,8 +176,6 @@ SUITES: dict[str, Callable[[argparse.Namespace], Iterable[Part]]] = {
     "lengths": lengths,
     "scaling": scaling,
 }
-# whose earlier rows stay, and are not measured again
-KEPT = ("overview", "trunk", "lengths", "scaling")
 
 
 def build_parser() -> Parser:
@@ -204,7 +202,7 @@ def run_suite(args: argparse.Namespace) -> int:
         args.processes = join_processes()
     parts = chosen(list(SUITES[args.suite](args)), args.only)
     path = args.directory / f"{name}.json"
-    rows = measure_study(path, parts, keep=name in KEPT, rounds=args.rounds)
+    rows = measure_study(path, parts, rounds=args.rounds)
     if name.startswith("ablation"):
         check_failed(rows)
     return 0
