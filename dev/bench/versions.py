@@ -45,9 +45,9 @@ from dev.bench.sizes import (
 )
 from dev.bench.version_tables import ABLATIONS, FASTEST, OF_ABLATIONS, TABLES, table
 from fusion_lab.cli import Parser, documented_parser, program
-from fusion_lab.study import Part, as_rows, check_failed, chosen, measure_study
+from fusion_lab.study import Part, check_failed, chosen, measure_study
 from fusion_lab.sweep import Side, fusion_sets, fusion_teams, measured, new_fusions
-from fusion_lab.turns import all_measured, graph_of, in_turns
+from fusion_lab.turns import graph_of, in_turns
 
 TRUNKS = {  # sequences and residues of AlphaFold 2's training, and of its fine-tuning
     "128 x 256": sized("openfold", TRUNK),
@@ -83,13 +83,8 @@ def grid(
         pairs = {}
         for side in sides:
             version, _, compiled = side.partition(" ")
-            pairs[side] = script_of(model, version), [*asked, *(COMPILE if compiled else ())]
-        yield names, partial(all_sides, pairs, rounds)
-
-
-def all_sides(sides: Mapping[str, tuple[str, list[str]]], rounds: int) -> list[dict]:
-    """A row for each side; all of them have to finish."""
-    return as_rows(all_measured(sides, rounds))
+            pairs[side] = Side(script_of(model, version), [*asked, *(COMPILE if compiled else ())])
+        yield names, partial(measured, pairs, rounds)
 
 
 def overview(args: argparse.Namespace) -> Iterator[Part]:
@@ -203,8 +198,7 @@ def run_suite(args: argparse.Namespace) -> int:
     parts = chosen(list(SUITES[args.suite](args)), args.only)
     path = args.directory / f"{name}.json"
     rows = measure_study(path, parts, rounds=args.rounds)
-    if name.startswith("ablation"):
-        check_failed(rows)
+    check_failed(rows)
     return 0
 
 
