@@ -41,6 +41,8 @@ def plot(args: argparse.Namespace) -> int:
         raise ToolError(f"--output {output}: must end in .png, .svg, .pdf")
     # a baseline has no speed-up of its own
     shown = [run for run in runs if args.what != "speedup" or not run.is_first]
+    if not shown:
+        raise ToolError("each of these is a baseline, and none has a speed-up over another")
     points = points_of(shown, args.x)
     values = values_of(points, what, runs)
     label = "sequence length" if args.x == "seq_len" else args.x.replace("_", " ")
