@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Draws what docs/figures shows of results.
 
-Whatever number a figure shows is read from a file in results/, but for the sizes of memories, which
-are the vendors'. A figure is drawn whole, or is a drawing in which the texts with an id are filled
+Whatever number a figure shows is read from a file in results/, but for sizes of memories and peaks
+of a GPU, which are the vendors'. A figure is drawn whole, or is a drawing in which the texts with an id are filled
 in. All other drawings are edited by hand.
 
 Examples:
@@ -23,6 +23,7 @@ from dev.sheet import (
     BLUE,
     GREEN,
     GREY,
+    INK,
     ORANGE,
     PALE,
     PURPLE,
@@ -199,6 +200,38 @@ def counted() -> Sheet:
     colors = {"PyTorch's operators": GREY, "one kernel": BLUE, "predicted": ORANGE}
     sheet.legend(below, (20, 270, 430), colors)
     sheet.note(below + 54, "read from DRAM, caches emptied, and written to L2; one H200, ncu")
+    return sheet
+
+
+@figure
+def roofline() -> Sheet:
+    """A step of each version under a roof, over the bytes that an H200 counted."""
+    small = "tiny_llama, small"
+    flop = next(row["flop"] for row in read_json(H100 / "step.json")["rows"] if row["shape"] == small)
+    peak, bandwidth = 989, 4.8  # TFLOP/s in bfloat16 and TB/s
+    sheet = Sheet("The roofline: the same step, with fewer bytes", 500)
+    plot = Plot(sheet, (110, 92, 620, 282), (20, 700), (20, 1300), log=True)
+    marks = (20, 50, 100, 200, 500, 1000)
+    plot.axes("FLOP per byte", marks[:-1], "TFLOP/s", marks)
+    ridge = peak / bandwidth
+    plot.line((20, 20 * bandwidth), (ridge, peak), (700, peak), color=INK, width=3)
+    x, y = plot.at(64, 64 * bandwidth)
+    sheet.text(x - 12, y - 12, "memory, 4.8 TB/s", SMALL, at="end")
+    x, y = plot.at(700, peak)
+    sheet.text(x, y - 18, "arithmetic, 989 TFLOP/s", SMALL, at="end")
+    for row in read_json(COUNTERS)["rows"]:
+        if row["what"] != "step" or (row["shape"], row["precision"]) != (small, "bf16"):
+            continue
+        version = row["script"][-2:].upper()
+        emptied = row["caches"] == "emptied"
+        x, y = plot.at(flop / moved(row) / 1e6, flop / row["us"] / 1e6)
+        sheet.dot(x, y, VERSION[version], hollow=not emptied)
+        if emptied:
+            y += -24 if version in ("V2", "V4") else 24
+            sheet.text(x, y, version, SMALL, VERSION[version], at="middle", bold=True)
+    sheet.note(454, "filled: caches emptied before each kernel; open: as they come (V1 and V4)")
+    sheet.note(482, "small TinyLlama, bf16; bytes and times counted by ncu on one H200")
+    sheet.cut(72, 432)
     return sheet
 
 
