@@ -2,8 +2,8 @@
 """Draws what docs/figures shows of results.
 
 Whatever number a figure shows is read from a file in results/, but for sizes of memories and peaks
-of a GPU, which are the vendors'. A figure is drawn whole, or is a drawing in which the texts with an id are filled
-in. All other drawings are edited by hand.
+of a GPU, which are the vendors'. A figure is drawn whole, or is a drawing in which the texts with
+an id are filled in. All other drawings are edited by hand.
 
 Examples:
   python dev/draw_figures.py                        all figures that show results
@@ -207,7 +207,7 @@ def counted() -> Sheet:
 def roofline() -> Sheet:
     """A step of each version under a roof, over the bytes that an H200 counted."""
     small = "tiny_llama, small"
-    flop = next(row["flop"] for row in read_json(H100 / "step.json")["rows"] if row["shape"] == small)
+    flop = rows_of("step", shape=small)[0]["flop"]
     peak, bandwidth = 989, 4.8  # TFLOP/s in bfloat16 and TB/s
     sheet = Sheet("The roofline: the same step, with fewer bytes", 500)
     plot = Plot(sheet, (110, 92, 620, 282), (20, 700), (20, 1300), log=True)

@@ -16,13 +16,13 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -100,10 +100,11 @@ def parts(limit: int) -> Iterator[Part]:
         for caches, emptied in CACHES.items():
             if emptied or group in ("small", "default"):
                 names = {"group": group, "caches": caches}
-                yield names, partial(counted, sides, emptied, limit)
+                yield names, functools.partial(counted, sides, emptied, limit)
 
 
-def predicted(script: str, argv: list[str]) -> Counter:
+@functools.cache
+def predicted(script: str, *argv: str) -> Counter:
     """Return the bytes that are predicted of each kernel of a step on NVIDIA, without a GPU."""
     module = script_named(script)
     traffic = Traffic(nn.Module(), {}, module.NO_WORK)
@@ -120,7 +121,7 @@ def predicted(script: str, argv: list[str]) -> Counter:
 def predicted_again(row: dict) -> dict:
     """Return the row of a step with what is predicted of the kernels of today's script; the file
     has what was predicted when they were counted."""
-    mb = {name: count / 1e6 for name, count in predicted(row["script"], row["argv"]).items()}
+    mb = {name: count / 1e6 for name, count in predicted(row["script"], *row["argv"]).items()}
     change = 0.0
     kernels = []
     for kernel in row["kernels"]:
@@ -194,16 +195,15 @@ def table_of_kernels(rows: list[dict]) -> str:
         Column("off", "off", "+.0f", " %"),
     ]
     far = sorted((k for k in found if abs(k["off"]) > 10), key=lambda kernel: -abs(kernel["off"]))
-    return f"{render(columns, far)}\n\nThe other {len(found) - len(far)} of {len(found)} are nearer."
+    nearer = f"The other {len(found) - len(far)} of {len(found)} are nearer."
+    return f"{render(columns, far)}\n\n{nearer}"
 
 
 def run(args: argparse.Namespace) -> int:
     if args.table:
         rows = read_json(args.table)["rows"]
         ours = [row["what"] == "step" and row["script"][-1] in "34" for row in rows]
-        rows = [
-            predicted_again(row) if own else row for row, own in zip(rows, ours, strict=True)
-        ]
+        rows = [predicted_again(row) if own else row for row, own in zip(rows, ours, strict=True)]
         tables = (table_of_operations, table_of_steps, table_of_kernels)
         print("\n\n".join(table(rows) for table in tables))
         return 0
