@@ -217,27 +217,6 @@ def test_no_row_or_column_of_a_gradient_is_less_exact_than_in_v1(
 
 # The model and its command line
 
-NARROW = words("--seq-len 5 --num-seqs 2 --batch-size 1")
-NARROW += words("--msa-dim 16 --num-heads-msa 1 --pair-dim 16 --num-heads-pair 1")
-
-
-def test_frozen_parameters_get_no_gradient_and_change_no_other():
-    """Every second parameter of the model frozen, with weights cast as with AMP."""
-    args = parse("tiny_openfold_v3", *NARROW, "--device", DEVICE.type)
-    batch, found = v3.make_batches(args, DEVICE, 1).next_batch(), []
-    for every in (1, 2):
-        model = v3.build_model(args, DEVICE)
-        model.load_state_dict(random_state(model.state_dict()))
-        for i, parameter in enumerate(model.parameters()):
-            parameter.requires_grad_(i % every == 0)
-        with torch.autocast(DEVICE.type, torch.bfloat16):
-            loss = model(**batch)
-        loss.backward()
-        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    for i, (name, grad) in enumerate(found[1].items()):
-        assert grad is None if i % 2 else torch.equal(grad, found[0][name]), name
-
-
 H100, MI300 = 227 * 1024, 64 * 1024  # bytes of shared memory
 DEFAULT = "--msa-dim 64 --num-heads-msa 4 --pair-dim 128 --num-heads-pair 4"
 ALL_OF_V4 = "attention triangle outer-product transition"
