@@ -220,17 +220,15 @@ def apart(x: object) -> object:
     return torch.stack((x, torch.full_like(x, torch.nan)), -1)[..., 0]
 
 
-def check_close(
-    mine: Callable, reference: Callable, *inputs: object, limit: float, strided: bool = False
-) -> None:
-    """Results and gradients of a kernel's operation are those of float64; if `strided`, neither
-    inputs nor gradients of results lie side by side in memory."""
+def check_close(mine: Callable, reference: Callable, *inputs: object, limit: float) -> None:
+    """Results and gradients of a kernel's operation are those of float64; neither inputs nor
+    gradients of results lie side by side in memory."""
 
-    def given_apart(*given: object) -> object:
+    def spread(*given: object) -> object:
         found = mine(*map(apart, given))
         return tuple(map(apart, found)) if isinstance(found, tuple) else apart(found)
 
-    check_gradients(reference, given_apart if strided else mine, inputs, limit)
+    check_gradients(reference, spread, inputs, limit)
 
 
 @dataclass(frozen=True)

@@ -140,22 +140,15 @@ def test_a_mask_of_any_type_gives_the_loss_of_a_boolean_one_in_v1(version: int):
         assert model(**other).item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_model_trains_on_as_v1_does_when_its_weights_are_written_and_moved():
-    """By every kernel; TinyLlama has more of what people do between two steps."""
+def test_weights_that_are_written_and_moved_are_those_of_the_next_pass():
+    """By every kernel; test_triton_llama_v4.py has what people do between two steps."""
     losses = []
     for script in ("tiny_openfold_v1", V4):
         model, optimizer, batch = build(script, "--use-amp")
-        if script != V4:  # PyTorch's fused one would take moments to lie as weights do
-            optimizer = torch.optim.AdamW(model.parameters(), 3e-4)
-        losses.append([])
         for act in (scale_data, transpose_memory):
             act(model, optimizer)
-            with torch.autocast(DEVICE.type, torch.bfloat16):
-                loss = model(**batch)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[-1].append(loss.item())
+        with torch.autocast(DEVICE.type, torch.bfloat16), torch.no_grad():
+            losses.append(model(**batch).item())
     assert losses[1] == pytest.approx(losses[0], rel=3e-2)
 
 
