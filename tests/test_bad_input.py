@@ -282,8 +282,11 @@ def test_a_graph_is_not_replayed_after_a_parameter_has_moved(monkeypatch):
     trainer.capture()
     weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     trainer.model.load_state_dict(weights)
+    read = trainer.inputs["labels"]
+    before = read.clone()
     trainer.step()
     assert replays == ["replay"]
+    assert trainer.inputs["labels"] is read and not torch.equal(read, before), "the next batch"
     parameter = next(trainer.model.parameters())
     parameter.data = parameter.data.clone()
     with pytest.raises(RuntimeError, match="a parameter moved in memory") as refusal:

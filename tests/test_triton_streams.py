@@ -21,7 +21,8 @@ LLAMA = "--vocab-size 40 --hidden-dim 32 --num-layers 3 --num-heads 2 --seq-len 
 OPENFOLD = "--num-blocks 2 --seq-len 5 --num-seqs 2 --num-heads-msa 1 --num-heads-pair 1"
 STEPS = {  # script, arguments, parameters whose gradients a side stream computes
     "llama": ("tiny_llama_v4", f"{LLAMA} --use-amp", "layers"),
-    "openfold": (
+    "openfold": ("tiny_openfold_v4", f"{OPENFOLD} --msa-dim 16 --pair-dim 16", "blocks"),
+    "openfold-bfloat16": (
         "tiny_openfold_v4",
         # the library computes some products of wide rows
         f"{OPENFOLD} --msa-dim 256 --num-heads-msa 4 --pair-dim 16 --use-amp",
