@@ -178,14 +178,17 @@ TWO_BLOCKS = words("--msa-dim 16 --num-heads-msa 1 --pair-dim 16 --num-heads-pai
 TWO_BLOCKS += words("--batch-size 1 --num-seqs 2 --seq-len 4 --num-blocks 2")
 
 
-@pytest.mark.parametrize(("version", "amp"), [(1, False), (2, True), (4, True)])
-def test_checkpointed_blocks_run_again_one_by_one_and_change_no_bit(version: int, amp: bool):
+# V4's kernels with this flag: test_triton_openfold.py
+@pytest.mark.parametrize(
+    ("version", "argv"), [(1, []), (2, ["--use-amp"]), (4, ["--use-amp", "--disable-all-fusion"])]
+)
+def test_checkpointed_blocks_run_again_one_by_one_and_change_no_bit(version: int, argv: list[str]):
     script, results = f"tiny_openfold_v{version}", []
     for more in ([], ["--checkpoint-blocks"]):
-        model, order = build(script, *TWO_BLOCKS, *more), []
+        model, order = build(script, *TWO_BLOCKS, *argv, *more), []
         for number, block in enumerate(model.blocks):
             block.register_forward_pre_hook(lambda *_, n=number, order=order: order.append(n))
-        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        with torch.autocast("cpu", torch.bfloat16, enabled="--use-amp" in argv):
             loss = model(**batches(script, *TWO_BLOCKS).next_batch())
         loss.backward()
         results.append((order, {"loss": loss.detach(), **gradients(model)}))

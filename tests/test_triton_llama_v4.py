@@ -223,12 +223,6 @@ def vector_and_back(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     nn.utils.vector_to_parameters(vector, model.parameters())
 
 
-def freeze_for_a_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for frozen in (True, False):
-        model.norm.requires_grad_(not frozen)
-        one_step(model, optimizer)
-
-
 def fail_in_a_pass(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     handle = model.norm.register_forward_pre_hook(lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
@@ -244,19 +238,6 @@ def gradients_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
     nn.utils.clip_grad_value_(model.parameters(), 1e-3)
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
-
-
-def hooks_for_a_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    def negate(parameter: Tensor) -> None:
-        parameter.grad.neg_()
-
-    handles = []
-    for p in model.layers.parameters():
-        handles.append(p.register_hook(lambda grad: 2 * grad))
-        handles.append(p.register_post_accumulate_grad_hook(negate))
-    one_step(model, optimizer)
-    for handle in handles:
-        handle.remove()
 
 
 def load_by_assignment(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -275,11 +256,9 @@ def prune_a_weight(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 BETWEEN_STEPS = [
-    freeze_for_a_step,
     fail_in_a_pass,
     gradients_by_hand,
     train_a_copy,
-    hooks_for_a_step,
     prune_a_weight,
     vector_and_back,
     transpose_memory,
