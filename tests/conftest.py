@@ -68,6 +68,16 @@ TINY = {
         " --num-heads-msa 2 --num-heads-pair 2"
     ),
 }
+# Where kernels run in Triton's interpreter.
+SMALLEST = {
+    "llama": words(
+        "--num-layers 1 --hidden-dim 32 --num-heads 2 --num-kv-heads 1 --seq-len 9 --batch-size 1"
+    ),
+    "openfold": words(
+        "--num-blocks 1 --num-seqs 2 --seq-len 5 --batch-size 1"
+        " --msa-dim 16 --num-heads-msa 1 --pair-dim 16 --num-heads-pair 1"
+    ),
+}
 MODELS = tuple(TINY)
 SCRIPTS = tuple(f"tiny_{model}_v{version}" for model in MODELS for version in "1234")
 TRITON = tuple(script for script in SCRIPTS if script[-1] in "34")  # with kernels of their own

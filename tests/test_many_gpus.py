@@ -19,6 +19,7 @@ import torch.distributed as dist
 from conftest import (
     ROOT,
     SCRIPT,
+    SMALLEST,
     arguments,
     assert_one_error,
     assert_same_gradients,
@@ -33,15 +34,12 @@ from conftest import (
 
 BATCH = ["--batch-size", "2"]
 V4 = ("tiny_llama_v4", "tiny_openfold_v4")
-# Kernels run in Triton's interpreter, so the models are as small as can be; of TinyOpenFold's the
-# loss alone, which is a mean over the proteins of all processes.
-SMALLEST = {
+# Of TinyOpenFold's kernels the loss alone, a mean over the proteins of all processes.
+SIZES = {
     "tiny_llama_v2": [],
-    "tiny_llama_v4": words("--num-layers 1 --seq-len 8 --hidden-dim 32 --num-heads 2"),
-    "tiny_openfold_v4": words(
-        "--seq-len 4 --num-seqs 2 --msa-dim 16 --num-heads-msa 1 --pair-dim 16 --num-heads-pair 1"
-        " --disable-all-fusion --enable-loss-fusion --enable-fused-optimizer --enable-overlap"
-    ),
+    "tiny_llama_v4": SMALLEST["llama"],
+    "tiny_openfold_v4": SMALLEST["openfold"]
+    + words("--disable-all-fusion --enable-loss-fusion --enable-fused-optimizer --enable-overlap"),
 }
 UNFUSED = "--disable-all-fusion --enable-fused-optimizer"
 MODES = {  # of main(): script, arguments, what is printed
@@ -57,7 +55,7 @@ TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT"
 
 def losses_and_gradients(script: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of two steps, and the gradients of the third, under their canonical names."""
-    trainer = load(script).Trainer(parse(script, *BATCH, *SMALLEST[script])).build()
+    trainer = load(script).Trainer(parse(script, *SIZES[script], *BATCH)).build()
     losses = [float(trainer.step()) for _ in range(2)]
     trainer.forward(**trainer.next_batch()).backward()
     if trainer.average:
@@ -96,7 +94,7 @@ def printed(script: str, argv: str, folder: Path) -> str:
     module = load(script)
     module.join_processes, os._exit = (lambda args: None), (lambda status: None)
     steps = words("--num-steps 2 --warmup-steps 1")
-    argv = [*BATCH, *SMALLEST[script], *words(argv), *steps]
+    argv = [*SIZES[script], *BATCH, *words(argv), *steps]
     status, stdout, stderr = captured(module.main, arguments(script, folder, *argv))
     assert status == 0, stderr
     return stdout
@@ -104,7 +102,7 @@ def printed(script: str, argv: str, folder: Path) -> str:
 
 def two_processes(folder: Path) -> None:
     dist.init_process_group("gloo")
-    found = {script: losses_and_gradients(script) for script in SMALLEST}
+    found = {script: losses_and_gradients(script) for script in SIZES}
     found["infinity"] = steps_with_an_infinity()
     found |= {mode: printed(*given[:2], folder) for mode, given in MODES.items()}
     torch.save(found, folder / f"rank{dist.get_rank()}")
@@ -128,7 +126,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return [torch.load(folder / f"rank{rank}") for rank in range(2)]
 
 
-@pytest.mark.parametrize("script", SMALLEST)
+@pytest.mark.parametrize("script", SIZES)
 def test_losses_and_gradients_are_those_of_one_process_on_the_global_batch(script: str, found):
     (losses, theirs), (expected, ours) = found[0][script], losses_and_gradients(script)
     assert losses == pytest.approx(expected, rel=1e-5)

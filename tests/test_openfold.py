@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import (
     ALL_SETTINGS,
+    SMALLEST,
     assert_same_gradients,
     batches,
     build,
@@ -174,8 +175,7 @@ def test_padding_changes_neither_loss_nor_outputs_nor_gradients(version: int):
 
 # Activation checkpointing
 
-TWO_BLOCKS = words("--msa-dim 16 --num-heads-msa 1 --pair-dim 16 --num-heads-pair 1")
-TWO_BLOCKS += words("--batch-size 1 --num-seqs 2 --seq-len 4 --num-blocks 2")
+TWO_BLOCKS = [*SMALLEST["openfold"], "--num-blocks", "2"]
 
 
 # V4's kernels with this flag: test_triton_openfold.py

@@ -16,6 +16,7 @@ import torch
 from conftest import (
     DEVICE,
     LIMITS,
+    SMALLEST,
     assert_one_error,
     assert_same_gradients,
     both_types,
@@ -170,8 +171,7 @@ def test_what_the_optimizer_does_not_support_is_refused_in_one_line():
 
 # The model
 
-SMALL = words("--num-layers 1 --hidden-dim 32 --num-heads 2 --num-kv-heads 1 --seq-len 9")
-SMALL += words("--batch-size 1")
+SMALL = SMALLEST["llama"]
 RATE = 3e-3
 
 

@@ -19,6 +19,7 @@ import triton
 from conftest import (
     DEVICE,
     LIMITS,
+    SMALLEST,
     both_types,
     check_close,
     gradients,
@@ -307,16 +308,13 @@ def test_loss(dtype: torch.dtype):
 
 # The model
 
-SMALL = words(
-    "--num-blocks 1 --seq-len 5 --num-seqs 2 --batch-size 2 --msa-dim 16 --pair-dim 16"
-    " --num-heads-msa 1 --num-heads-pair 1"
-)
-
 
 def build(script: str, *argv: str) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Tensor]]:
     """A model with random weights, its optimizer and a batch."""
     version = load(script)
-    args = version.parse_args([*SMALL, "--device", DEVICE.type, *argv])
+    args = version.parse_args(
+        [*SMALLEST["openfold"], "--batch-size", "2", "--device", DEVICE.type, *argv]
+    )
     model = version.build_model(args, DEVICE)
     optimizer = version.build_optimizer(args, model)
     model.load_state_dict(random_state(model.state_dict()))
