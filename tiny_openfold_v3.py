@@ -1082,10 +1082,8 @@ def triangle_output_kernel(
     for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
         row = first + tl.arange(0, BLOCK_C)
         weight = WEIGHT + (row + G * C)[None, :] * C + channel[:, None]
-        gate = tl.dot(y, tl.load(weight), input_precision=PRECISION)  # y W_g
-        gate = gate + tl.load(BIAS + G * C + row)[None, :]
-        out = tl.dot(normed, tl.load(weight + C * C), input_precision=PRECISION)  # LayerNorm(X) W_z
-        out = out + tl.load(BIAS + Z * C + row)[None, :]
+        gate = project(y, weight, BIAS + G * C, row, PRECISION)  # y W_g
+        out = project(normed, weight + C * C, BIAS + Z * C, row, PRECISION)  # LayerNorm(X) W_z
         out *= sigmoid(gate)
         at_out = position[:, None] * C + row[None, :]
         if RESIDUAL:
@@ -1132,10 +1130,8 @@ def triangle_output_backward_kernel(
     for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
         row = first + tl.arange(0, BLOCK_C)
         weight = WEIGHT + (row + G * C)[None, :] * C + channel[:, None]
-        gate = tl.dot(y, tl.load(weight), input_precision=PRECISION)  # y W_g
-        gate = sigmoid(gate + tl.load(BIAS + G * C + row)[None, :])
-        z = tl.dot(normed, tl.load(weight + C * C), input_precision=PRECISION)  # LayerNorm(X) W_z
-        z = z + tl.load(BIAS + Z * C + row)[None, :]
+        gate = sigmoid(project(y, weight, BIAS + G * C, row, PRECISION))  # sigmoid(y W_g)
+        z = project(normed, weight + C * C, BIAS + Z * C, row, PRECISION)  # LayerNorm(X) W_z
         grad_z = load_tile(GRAD_OUT, m * C + row[None, :], inside) * gate
         grad_g = grad_z * (1 - gate) * z
         tl.store(GRAD_Z + m * C + row[None, :], grad_z, mask=inside)
@@ -1187,10 +1183,8 @@ def triangle_project_backward_kernel(
     for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
         row = first + tl.arange(0, BLOCK_C)
         weight = WEIGHT + row[None, :] * C + channel[:, None]
-        gate = tl.dot(y, tl.load(weight + A_G * C * C), input_precision=PRECISION)  # y W_ag
-        gate = gate + tl.load(BIAS + A_G * C + row)[None, :]
-        value = tl.dot(y, tl.load(weight), input_precision=PRECISION)  # y W_ap
-        value = value + tl.load(BIAS + row)[None, :]
+        gate = project(y, weight + A_G * C * C, BIAS + A_G * C, row, PRECISION)  # y W_ag
+        value = project(y, weight, BIAS, row, PRECISION)  # y W_ap
         gate = sigmoid(gate)
         grad_p = load_tile(GRAD_AB, index(row, WIDE)[None, :] * M + m, inside) * gate
         if PRESENT is not None:
@@ -1378,15 +1372,12 @@ def triangle_backward(
 
 def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> tuple[int, dict[str, int | str]]:
     """Return how many programs a kernel of the triangle multiplication has, and its settings."""
-    dim = x.shape[-1]
-    rows = x.numel() // dim
-    chosen = blocks(kernel, weight.dtype)
-    chosen["BLOCK_C"] = min(chosen["BLOCK_C"], dim)
+    options = row_options(kernel, x, weight.dtype)
+    options["BLOCK_C"] = min(options["BLOCK_C"], options["C"])
     # Where channels are few more warps leave too little for each: one kernel spills on an MI300.
-    chosen["num_warps"] = min(chosen["num_warps"], max(4, chosen["BLOCK_M"] * dim // 512))
-    chosen |= {"M": rows, "C": dim, "WIDE": 5 * x.numel() >= 2**31}
-    chosen["PRECISION"] = dot_precision(weight.dtype)
-    return triton.cdiv(rows, chosen["BLOCK_M"]), chosen
+    most = max(4, options["BLOCK_M"] * options["C"] // 512)
+    options["num_warps"] = min(options["num_warps"], most)
+    return triton.cdiv(options["M"], options["BLOCK_M"]), options
 
 
 @operator
@@ -1936,6 +1927,13 @@ def sigmoid(x):
 
 
 @triton.jit
+def project(x, weight, BIAS, column, PRECISION: tl.constexpr):
+    """Compute x W^T + b [rows, columns]; `weight` is where W^T [C, columns] is in memory."""
+    out = tl.dot(x, tl.load(weight), input_precision=PRECISION)
+    return out + tl.load(BIAS + column)[None, :]
+
+
+@triton.jit
 def normalise(x, inside, eps, C: tl.constexpr):
     """Compute x_hat = (x - mean(x)) * rstd and rstd = 1 / sqrt(var(x) + eps) for rows [rows, C].
 
@@ -2011,6 +2009,16 @@ def sum_parts(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     launch = wrap_triton(sum_parts_kernel)[(triton.cdiv(out.numel(), block),)]
     launch(parts, out, parts=len(parts), width=out.numel(), ROWS=rows, BLOCK=block, **chosen)
     return out
+
+
+def row_options(kernel: str, x: Tensor, dtype: torch.dtype) -> dict[str, int | bool | str]:
+    """Return how a kernel is launched that holds whole rows of x [..., C]: sizes and block sizes.
+
+    It multiplies matrices of this type.
+    """
+    sizes = {"M": x.numel() // x.shape[-1], "C": x.shape[-1], "PRECISION": dot_precision(dtype)}
+    sizes["WIDE"] = 5 * x.numel() >= 2**31  # results are up to five times as wide as x
+    return {**blocks(kernel, dtype), **sizes}
 
 
 def wrap_triton(kernel: Callable) -> Callable:
