@@ -1063,9 +1063,9 @@ def triangle_project_kernel(
 def triangle_output_kernel(
     X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, OUT_STATISTICS,
     PRODUCT, OUT, M, eps: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, RESIDUAL: tl.constexpr,
+    BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute out = sigmoid(y W_g) * (LayerNorm(X) W_z), with RESIDUAL plus x; y = LayerNorm(x).
+    """Compute out = x + sigmoid(y W_g) * (LayerNorm(X) W_z); y = LayerNorm(x).
 
     X and OUT are [M, C], PRODUCT [C, M] is channel first. STATISTICS [2, M] are mean and rstd of
     the norm of x, OUT_STATISTICS those of the norm of X. A program owns BLOCK_M positions, and goes
@@ -1086,8 +1086,7 @@ def triangle_output_kernel(
         out = project(normed, weight + C * C, BIAS + Z * C, row, PRECISION)  # LayerNorm(X) W_z
         out *= sigmoid(gate)
         at_out = position[:, None] * C + row[None, :]
-        if RESIDUAL:
-            out += load_tile(X, at_out, inside)
+        out += load_tile(X, at_out, inside)
         tl.store(OUT + at_out, out, mask=inside)
 
 
@@ -1159,13 +1158,12 @@ def triangle_project_backward_kernel(
     X, NORM_WEIGHT, WEIGHT, BIAS, STATISTICS, WEIGHT_T, NORMED, GRAD_LINEAR, GRAD_OUT, PRESENT,
     GRAD_AB, GRAD_X, GRAD_NORM, M, TRANSPOSED: tl.constexpr, C: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-    RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients before the product, from those of a and b (GRAD_AB [2 C, M]).
 
     With s = sigmoid(y W_ag) and p = y W_ap:  dp = da * s,  ds = da * p * s * (1 - s), for b
-    likewise;  dy = dg W_g^T + sum of dp W_p^T and ds W_s^T,  dx through the norm, plus GRAD_OUT if
-    RESIDUAL. Read are y (NORMED [M, C + ONES]) and dg (in GRAD_LINEAR [M, 5 C]); written are dx
+    likewise;  dy = dg W_g^T + sum of dp W_p^T and ds W_s^T,  dx through the norm, plus GRAD_OUT.
+    Read are y (NORMED [M, C + ONES]) and dg (in GRAD_LINEAR [M, 5 C]); written are dx
     (GRAD_X [M, C]), dp and ds (in GRAD_LINEAR, too) and sums over the program's positions for the
     norm's parameters (GRAD_NORM [programs, 2, C]). A program owns BLOCK_M positions.
     """
@@ -1201,8 +1199,7 @@ def triangle_project_backward_kernel(
     x, rstd = normalise_again(load_tile(X, at, inside), position, STATISTICS, M)
     store_norm_gradients(GRAD_NORM, grad_y, x, C)
     grad_x = norm_backward(grad_y * tl.load(NORM_WEIGHT + channel)[None, :], x, rstd, C)
-    if RESIDUAL:
-        grad_x += load_tile(GRAD_OUT, at, inside)
+    grad_x += load_tile(GRAD_OUT, at, inside)
     tl.store(GRAD_X + at, grad_x, mask=inside)
 
 
@@ -1287,17 +1284,15 @@ def store_norm_gradients(GRAD_NORM, grad, x, C: tl.constexpr):
 @operator
 def triangle_forward(
     x: Tensor, present: Tensor | None, in_weight: Tensor, in_bias: Tensor, out_weight: Tensor,
-    out_bias: Tensor, weight: Tensor, bias: Tensor, incoming: bool, eps: float, residual: bool,
+    out_bias: Tensor, weight: Tensor, bias: Tensor, incoming: bool, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Multiply triangles: the update of x [B, N, N, C], a and b [2 C, M], their product [C, M].
+    """Multiply triangles: x [B, N, N, C] + update, a and b [2 C, M], their product [C, M].
 
     Then mean and rstd of the norm before the product [2, M], and of that after it. present
     [B, N, N] is False for padding, where a becomes 0.
-    With `residual` the first is x + update, else it has the weight's type.
     """
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
-    dtype = torch.promote_types(x.dtype, weight.dtype) if residual else weight.dtype
-    out = torch.empty_like(x, dtype=dtype)
+    out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
     ab = weight.new_empty(2 * dim, positions)
     # two tensors, as torch.compile mistakes the size of what a kernel writes into a part of one
     in_statistics = x.new_empty(2, positions, dtype=torch.float32)
@@ -1312,7 +1307,7 @@ def triangle_forward(
     launch = wrap_triton(triangle_output_kernel)[(programs,)]
     inputs = x, in_weight, in_bias, out_weight, out_bias, weight, bias
     statistics = in_statistics, out_statistics
-    launch(*inputs, *statistics, product, out, eps=eps, RESIDUAL=residual, **options)
+    launch(*inputs, *statistics, product, out, eps=eps, **options)
     return out, ab, product, *statistics
 
 
@@ -1320,7 +1315,7 @@ def triangle_forward(
 def triangle_backward(
     grad_out: Tensor, x: Tensor, present: Tensor | None, in_weight: Tensor, in_bias: Tensor,
     out_weight: Tensor, out_bias: Tensor, weight: Tensor, bias: Tensor, ab: Tensor, product: Tensor,
-    in_statistics: Tensor, out_statistics: Tensor, incoming: bool, residual: bool, norms: bool,
+    in_statistics: Tensor, out_statistics: Tensor, incoming: bool, norms: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradient of x, and what those of the parameters are made of.
 
@@ -1358,7 +1353,7 @@ def triangle_backward(
         torch.bmm(grad_product.mT, a, out=grad_b)
 
     programs, options = triangle_options("triangle_project_backward", x, weight)
-    options |= {"TRANSPOSED": transposed, "RESIDUAL": residual}
+    options["TRANSPOSED"] = transposed
     sums_in = x.new_empty(programs, 2, dim, dtype=torch.float32)
     grad_x = torch.empty_like(x)
     launch = wrap_triton(triangle_project_backward_kernel)[(programs,)]
@@ -1411,7 +1406,7 @@ def triangle_weight_gradients(
 
 
 class TriangleMultiplicationFunction(torch.autograd.Function):
-    """Multiply the triangles of x [B, N, N, C] -> its update in `dtype`, x + update if `residual`.
+    """Multiply the triangles of x [B, N, N, C] -> x + update.
 
     present [B, N, N] is False for padding, where a becomes 0. The parameters: weight and bias of
     the norm before the product and of that after it, then the weights of a_p, b_p, a_g, b_g, g and
@@ -1422,25 +1417,24 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, present: Tensor | None, incoming: bool, residual: bool, eps: float,
-        dtype: torch.dtype, *parameters: Tensor,
-    ) -> Tensor:  # fmt: skip
+        ctx, x: Tensor, present: Tensor | None, incoming: bool, eps: float, *parameters: Tensor
+    ) -> Tensor:
         *norms, weight, bias = parameters
-        inputs = x.contiguous(), present, *norms, weight.to(dtype), bias
-        out, *saved = triangle_forward(*inputs, incoming, eps, residual)
+        inputs = x.contiguous(), present, *norms, weight.to(gemm_dtype(x)), bias
+        out, *saved = triangle_forward(*inputs, incoming, eps)
         ctx.save_for_backward(*inputs, *saved)
-        ctx.options = incoming, residual
+        ctx.incoming = incoming
         return out
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        norms = any(ctx.needs_input_grad[6:10])
-        linears = any(ctx.needs_input_grad[10:])
-        inputs = grad_out.contiguous(), *ctx.saved_tensors, *ctx.options
+        norms = any(ctx.needs_input_grad[4:8])
+        linears = any(ctx.needs_input_grad[8:])
+        inputs = grad_out.contiguous(), *ctx.saved_tensors, ctx.incoming
         grad_x, *read, norm_in, norm_out = triangle_backward(*inputs, norms)
         grads = [*norm_in.unbind(), *norm_out.unbind()] if norms else 4 * [None]
         grads += triangle_weight_gradients(*read) if linears else 2 * [None]
-        return grad_x, *5 * [None], *grads
+        return grad_x, None, None, None, *grads
 
 
 class TriangleMultiplication(nn.Module):
@@ -1463,17 +1457,12 @@ class TriangleMultiplication(nn.Module):
                 setattr(self, part, nn.Linear(dim, dim))
         self.layer_norm_out = LayerNorm(dim, fusions)
 
-    def forward(
-        self, pair: Tensor, residues: Tensor | None = None, residual: bool = False
-    ) -> Tensor:
-        """Compute the update of pair [B, N, N, c_z], or pair + update with `residual`.
-
-        residues [B, N] are False for padding.
-        """
+    def forward(self, pair: Tensor, residues: Tensor | None = None) -> Tensor:
+        """Update pair [B, N, N, c_z]; residues [B, N] are False for padding."""
         present = None if residues is None else residues[:, :, None] & residues[:, None]
         if self.fused:
-            settings = self.incoming, residual, self.layer_norm_in.eps, gemm_dtype(pair)
             norms = *self.layer_norm_in.parameters(), *self.layer_norm_out.parameters()
+            settings = self.incoming, self.layer_norm_in.eps
             parameters = *norms, *self.linears.parameters()
             return TriangleMultiplicationFunction.apply(pair, present, *settings, *parameters)
         x = self.layer_norm_in(pair)
@@ -1482,8 +1471,7 @@ class TriangleMultiplication(nn.Module):
         if residues is not None:
             a = a * present[..., None]
         product = self.layer_norm_out(torch.einsum(self.equation, a, b))
-        update = torch.sigmoid(self.linear_g(x)) * self.linear_z(product)
-        return pair + update if residual else update
+        return pair + torch.sigmoid(self.linear_g(x)) * self.linear_z(product)
 
 
 class TriangleMultiplicationOutgoing(TriangleMultiplication):
@@ -2089,6 +2077,7 @@ class EvoformerBlock(nn.Module):
         """Update msa [B, S, N, c_m] and pair [B, N, N, c_z].
 
         sequences [B, S] and residues [B, N] are False for padding, which changes nothing elsewhere.
+        The triangle multiplications add their update: a kernel that has the pair at hand does so.
         What does not fit is refused here, as a kernel goes by the sizes of one input.
         """
         (samples, depth, length, _), (msa_dim, pair_dim) = msa.shape, self.dims
@@ -2101,8 +2090,8 @@ class EvoformerBlock(nn.Module):
         msa = msa + self.msa_att_col(msa, sequences)
         msa = msa + self.msa_transition(msa)
         pair = pair + self.outer_product_mean(msa, sequences)
-        pair = self.tri_mul_out(pair, residues, residual=True)
-        pair = self.tri_mul_in(pair, residues, residual=True)
+        pair = self.tri_mul_out(pair, residues)
+        pair = self.tri_mul_in(pair, residues)
         pair = pair + self.tri_att_start(pair, residues)
         pair = pair + self.tri_att_end(pair, residues)
         pair = pair + self.pair_transition(pair)
@@ -2206,24 +2195,21 @@ def keep_separate_names(
     within a head, part by part; `biased` are the parts that have a bias.
     """
 
-    def names(prefix: str) -> dict[str, list[str]]:
-        owners = {"weight": parts, "bias": biased}
-        return {
-            f"{prefix}{fused}.{kind}": [f"{prefix}{part}.{kind}" for part in with_kind]
-            for kind, with_kind in owners.items()
-        }
+    owners = {"weight": parts, "bias": biased}
 
     def split(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: dict) -> None:
-        for merged, separate in names(prefix).items():
-            rows = state.pop(merged).unflatten(0, (heads, len(separate), -1))
-            state.update({name: rows[:, i].flatten(0, 1) for i, name in enumerate(separate)})
+        for kind, names in owners.items():
+            rows = state.pop(f"{prefix}{fused}.{kind}").unflatten(0, (heads, len(names), -1))
+            for i, name in enumerate(names):
+                state[f"{prefix}{name}.{kind}"] = rows[:, i].flatten(0, 1)
 
     def merge(module: nn.Module, state: dict[str, Tensor], prefix: str, *unused) -> None:
-        for merged, separate in names(prefix).items():
+        for kind, names in owners.items():
+            separate = [f"{prefix}{name}.{kind}" for name in names]
             # Otherwise load_state_dict reports what is missing.
             if all(name in state for name in separate):
                 rows = [state.pop(name).unflatten(0, (heads, -1)) for name in separate]
-                state[merged] = torch.stack(rows, dim=1).flatten(0, 2)
+                state[f"{prefix}{fused}.{kind}"] = torch.stack(rows, dim=1).flatten(0, 2)
 
     parent.register_state_dict_post_hook(split)
     parent.register_load_state_dict_pre_hook(merge)
