@@ -1138,7 +1138,7 @@ class GatedAttention(nn.Module):
             bias = torch.where(every, 0.0, -1e4)
         qkvg = qkvg.unflatten(-1, (self.heads, 4, -1))
         out = GatedAttentionFunction.apply(qkvg, linear.bias, bias, columns)
-        return Projection.apply(out, x, *parameters_of(self.linear_o))
+        return Projection.apply(out, x, *self.linear_o.parameters())
 
 
 class QKVGLinear(nn.Module):
@@ -1741,9 +1741,9 @@ class TriangleMultiplication(nn.Module):
         """Update pair [B, N, N, c_z]; residues [B, N] are False for padding."""
         present = None if residues is None else residues[:, :, None] & residues[:, None]
         if self.fused:
-            norms = parameters_of(self.layer_norm_in, self.layer_norm_out)
+            norms = *self.layer_norm_in.parameters(), *self.layer_norm_out.parameters()
             settings = self.incoming, self.layer_norm_in.eps
-            parameters = *norms, *parameters_of(self.linears)
+            parameters = *norms, *self.linears.parameters()
             return TriangleMultiplicationFunction.apply(pair, present, *settings, *parameters)
         x = self.layer_norm_in(pair)
         a = torch.sigmoid(self.linear_a_g(x)) * self.linear_a_p(x)
@@ -1924,9 +1924,9 @@ class OuterProductMean(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Update pair [B, N, N, c_z] from msa [B, S, N, c_m], sequences [B, S]; return both."""
         if self.fused:
-            msa, ab, _ = normed_projection(self.layer_norm, msa, *parameters_of(self.linears))
+            msa, ab, _ = normed_projection(self.layer_norm, msa, *self.linears.parameters())
             inputs = ab.unflatten(-1, (2, -1)).movedim(-2, 0), pair, sequences
-            return msa, OuterProductWithResidual.apply(*inputs, *parameters_of(self.linear_out))
+            return msa, OuterProductWithResidual.apply(*inputs, *self.linear_out.parameters())
         depth = msa.shape[1]
         normed = self.layer_norm(msa)
         a, b = self.linear_1(normed), self.linear_2(normed)
@@ -2131,12 +2131,13 @@ class Transition(nn.Module):
         """Update x [..., C]."""
         if not self.fused:
             return x + self.linear_2(F.relu(self.linear_1(self.layer_norm(x))))
+        first = self.linear_1.parameters()
+        second = self.linear_2.parameters()
         if x.shape[-1] <= 256 // gemm_dtype(x).itemsize:  # a row fits into the registers whole
-            parameters = parameters_of(self.layer_norm, self.linear_1, self.linear_2)
+            parameters = *self.layer_norm.parameters(), *first, *second
             return TransitionFunction.apply(x, self.layer_norm.eps, *parameters)
-        first = parameters_of(self.linear_1)
         x, hidden, _ = normed_projection(self.layer_norm, x, *first, relu=True)
-        return x + Projection.apply(hidden, None, *parameters_of(self.linear_2))
+        return x + Projection.apply(hidden, None, *second)
 
 
 class MSATransition(Transition):
@@ -2228,7 +2229,7 @@ class EmbeddingFunction(torch.autograd.Function):
 def embed(parts: Sequence[tuple[nn.Linear, Tensor]]) -> Tensor:
     """Embed by several projections, given where the vector of each has its one [...]."""
     linears, places = zip(*parts, strict=True)
-    parameters = parameters_of(*linears)
+    parameters = [parameter for linear in linears for parameter in linear.parameters()]
     ends = [*itertools.accumulate(linear.in_features for linear in linears)]
     places = [place.long() + first for place, first in zip(places, (0, *ends), strict=False)]
     places = torch.broadcast_tensors(*places, torch.full_like(places[0], ends[-1]))
@@ -2558,11 +2559,6 @@ def with_casts(parameters: Sequence[Tensor | None], dtype: torch.dtype) -> list[
     return [p if p is None else cast_of(p, dtype if p.ndim == 2 else p.dtype) for p in parameters]
 
 
-def parameters_of(*modules: nn.Module) -> list[nn.Parameter]:
-    """Return weight and bias of each module in turn."""
-    return [parameter for module in modules for parameter in (module.weight, module.bias)]
-
-
 def parameter_gradients(
     ctx, groups: Sequence[Sequence[Tensor]], compute: Callable[..., None], *inputs: Tensor
 ) -> tuple[Tensor | None, ...]:
@@ -2689,7 +2685,7 @@ class TinyOpenFold(nn.Module):
             pair.register_hook(self.side.join)
         fused_loss = self.fusions.loss_fusion and true_tokens is not None
         weights = fused_parameters(self.blocks)
-        of_heads = parameters_of(self.distogram.linear, self.masked_msa.linear)
+        of_heads = [*self.distogram.parameters(), *self.masked_msa.parameters()]
         weights += of_heads if fused_loss else []
         with cast_weights(weights, gemm_dtype(msa), self.side):
             for block in self.blocks:
