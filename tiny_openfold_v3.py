@@ -1368,8 +1368,7 @@ def triangle_backward(
 
 def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> tuple[int, dict[str, int | str]]:
     """Return how many programs a kernel of the triangle multiplication has, and its settings."""
-    options = row_options(kernel, x, weight.dtype)
-    options["BLOCK_C"] = min(options["BLOCK_C"], options["C"])
+    options = row_options(kernel, x, weight.dtype, x.shape[-1])
     # Where channels are few more warps leave too little for each: one kernel spills on an MI300.
     most = max(4, options["BLOCK_M"] * options["C"] // 512)
     options["num_warps"] = min(options["num_warps"], most)
@@ -2000,14 +1999,20 @@ def sum_parts(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return out
 
 
-def row_options(kernel: str, x: Tensor, dtype: torch.dtype) -> dict[str, int | bool | str]:
+def row_options(
+    kernel: str, x: Tensor, dtype: torch.dtype, width: int
+) -> dict[str, int | bool | str]:
     """Return how a kernel is launched that holds whole rows of x [..., C]: sizes and block sizes.
 
-    It multiplies matrices of this type.
+    It multiplies matrices of this type, and goes over `width` columns in blocks.
     """
-    sizes = {"M": x.numel() // x.shape[-1], "C": x.shape[-1], "PRECISION": dot_precision(dtype)}
-    sizes["WIDE"] = 5 * x.numel() >= 2**31  # results are up to five times as wide as x
-    return {**blocks(kernel, dtype), **sizes}
+    options = blocks(kernel, dtype)
+    for size in {"BLOCK_C", "BLOCK_K", "BLOCK_N"} & options.keys():
+        options[size] = min(options[size], width)
+    dim = x.shape[-1]
+    options |= {"M": x.numel() // dim, "C": dim, "PRECISION": dot_precision(dtype)}
+    options["WIDE"] = 5 * x.numel() >= 2**31  # results are up to five times as wide as x
+    return options
 
 
 def wrap_triton(kernel: Callable) -> Callable:

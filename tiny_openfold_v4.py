@@ -224,10 +224,8 @@ def projection_options(
 
     The width is 0 if there is nothing to multiply.
     """
-    options = row_options(kernel, x, dtype)
-    dim = options["C"]
-    for size in {"BLOCK_N", "BLOCK_K"} & options.keys():
-        options[size] = min(options[size], width or dim)
+    dim = x.shape[-1]
+    options = row_options(kernel, x, dtype, width or dim)
     # two tiles of whole rows fit into shared memory
     rows = min(options["BLOCK_M"], max(16, 2**16 // (dim * dtype.itemsize)))
     while rows > 32 and options["M"] < 128 * rows:  # to occupy the device
@@ -464,28 +462,6 @@ def norm_project(
     return out, pair_bias
 
 
-def norm_project_backward(
-    x: Tensor, norm: Norm, grad: Tensor | None, grad_pair_bias: Tensor | None, residual: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute the gradient of x, and parts [programs, 2 + H, C] of those of the norm and the heads.
-
-    grad is that of the projection or, without a weight, of y; residual is what x has from
-    elsewhere, which is added. Each may be None.
-    """
-    if grad is None:
-        norm = norm._replace(weight=None)
-    if grad_pair_bias is None:
-        norm = norm._replace(heads=None)
-    options = norm_options("norm_project_backward", x, norm)
-    programs = triton.cdiv(options["M"], options["BLOCK_M"])
-    grad_x = torch.empty_like(x)
-    sums = x.new_empty(programs, 2 + options["H"], x.shape[-1], dtype=torch.float32)
-    launch = wrap_triton(norm_project_backward_kernel)[(programs,)]
-    parameters = norm.norm_weight, norm.norm_bias, norm.weight, norm.heads
-    launch(x, *parameters, grad, grad_pair_bias, residual, grad_x, sums, **options)
-    return grad_x, sums
-
-
 def norm_options(kernel: str, x: Tensor, norm: Norm) -> dict[str, int | float | bool | str]:
     """Return what both kernels of a norm and the projections after it are told."""
     width = 0 if norm.weight is None else len(norm.weight)
@@ -546,14 +522,24 @@ class NormProjection(torch.autograd.Function):
         *of_norm, weight, bias, heads = ctx.parameters
         groups = [of_norm if grad_pair_bias is None else [*of_norm, heads]]
         read = [x] if normed is None else [x, normed]
-        if grad is not None:
+        if grad is None:
+            norm = norm._replace(weight=None)
+        else:
             groups.append([weight] if bias is None else [weight, bias])
             grad_rows = grad.flatten(0, -2)
             read.append(grad_rows)
             if norm.relu or not multiplies(norm.dtype, x.shape[-1]):
                 grad = grad_rows @ norm.weight
                 norm = norm._replace(weight=None)
-        grad_x, sums = norm_project_backward(x, norm, grad, grad_pair_bias, residual)
+        if grad_pair_bias is None:
+            norm = norm._replace(heads=None)
+        options = norm_options("norm_project_backward", x, norm)
+        programs = triton.cdiv(options["M"], options["BLOCK_M"])
+        grad_x = torch.empty_like(x)
+        sums = x.new_empty(programs, 2 + options["H"], x.shape[-1], dtype=torch.float32)
+        launch = wrap_triton(norm_project_backward_kernel)[(programs,)]
+        inputs = x, norm.norm_weight, norm.norm_bias, norm.weight, norm.heads
+        launch(*inputs, grad, grad_pair_bias, residual, grad_x, sums, **options)
 
         def compute(grad_norm: Tensor, *grad_linears: Tensor) -> None:
             sum_parts(sums, grad_norm)
@@ -1646,8 +1632,7 @@ def triangle_backward(
 
 def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> tuple[int, dict[str, int | str]]:
     """Return how many programs a kernel of the triangle multiplication has, and its settings."""
-    options = row_options(kernel, x, weight.dtype)
-    options["BLOCK_C"] = min(options["BLOCK_C"], options["C"])
+    options = row_options(kernel, x, weight.dtype, x.shape[-1])
     # Where channels are few more warps leave too little for each: one kernel spills on an MI300.
     most = max(4, options["BLOCK_M"] * options["C"] // 512)
     options["num_warps"] = min(options["num_warps"], most)
@@ -2083,7 +2068,7 @@ class TransitionFunction(torch.autograd.Function):
         ctx.parameters = parameters
         ctx.sizes = {"HIDDEN": len(parameters[2]), "eps": eps}
         out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, dtype))
-        options = row_options("transition_forward", x, dtype)
+        options = row_options("transition_forward", x, dtype, len(parameters[2]))
         programs = triton.cdiv(options["M"], options["BLOCK_M"])
         launch = wrap_triton(transition_forward_kernel)[(programs,)]
         launch(*inputs, last_bias, out, **ctx.sizes, **options)
@@ -2095,16 +2080,16 @@ class TransitionFunction(torch.autograd.Function):
         x, _, _, weight_1, *_ = inputs
         grad_out = grad_out.contiguous()
         grad_x = torch.empty_like(x)
-        options = row_options("transition_backward_input", x, weight_1.dtype)
+        hidden = len(weight_1)
+        options = row_options("transition_backward_input", x, weight_1.dtype, hidden)
         programs = triton.cdiv(options["M"], options["BLOCK_M"])
         sums = x.new_empty(programs, 3, x.shape[-1], dtype=torch.float32)
         launch = wrap_triton(transition_backward_input_kernel)[(programs,)]
         launch(*inputs, grad_out, grad_x, sums, **ctx.sizes, **options)
 
         def compute(grad_linears: Tensor, grad_bias_and_norm: Tensor) -> None:
-            options = row_options("transition_backward_weights", x, weight_1.dtype)
-            options["BLOCK_N"] = min(options["BLOCK_N"], len(weight_1))
-            slices = triton.cdiv(len(weight_1), options["BLOCK_N"])
+            options = row_options("transition_backward_weights", x, weight_1.dtype, hidden)
+            slices = triton.cdiv(hidden, options["BLOCK_N"])
             most = triton.cdiv(options["M"], options["BLOCK_M"])
             programs = min(triton.cdiv(options.pop("PROGRAMS"), slices), most)
             parts = x.new_empty(programs, len(grad_linears), dtype=torch.float32)
@@ -2532,14 +2517,20 @@ def sum_parts(
     return out
 
 
-def row_options(kernel: str, x: Tensor, dtype: torch.dtype) -> dict[str, int | bool | str]:
+def row_options(
+    kernel: str, x: Tensor, dtype: torch.dtype, width: int
+) -> dict[str, int | bool | str]:
     """Return how a kernel is launched that holds whole rows of x [..., C]: sizes and block sizes.
 
-    It multiplies matrices of this type.
+    It multiplies matrices of this type, and goes over `width` columns in blocks.
     """
-    sizes = {"M": x.numel() // x.shape[-1], "C": x.shape[-1], "PRECISION": dot_precision(dtype)}
-    sizes["WIDE"] = 5 * x.numel() >= 2**31  # results are up to five times as wide as x
-    return {**blocks(kernel, dtype), **sizes}
+    options = blocks(kernel, dtype)
+    for size in {"BLOCK_C", "BLOCK_K", "BLOCK_N"} & options.keys():
+        options[size] = min(options[size], width)
+    dim = x.shape[-1]
+    options |= {"M": x.numel() // dim, "C": dim, "PRECISION": dot_precision(dtype)}
+    options["WIDE"] = 5 * x.numel() >= 2**31  # results are up to five times as wide as x
+    return options
 
 
 def wrap_triton(kernel: Callable) -> Callable:
