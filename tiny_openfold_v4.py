@@ -155,10 +155,11 @@ def project_residual_kernel(
     C: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute out = residual + x W^T + b; if there are FACTORS [samples], b is multiplied by them.
+    """Compute out = residual + x W^T + b.
 
-    X is [M, K], WEIGHT [C, K], RESIDUAL and OUT [M, C]. A program owns BLOCK_M rows: `at` is where
-    the elements of the residual are, `inside` which of them exist. It adds up K columns of x,
+    X is [M, K], WEIGHT [C, K], RESIDUAL and OUT [M, C]. If there are FACTORS [samples], b is
+    multiplied by them, each in its sample's rows. A program owns BLOCK_M rows: `at` is where the
+    elements of the residual are, `inside` which of them exist. It goes over the K columns of x
     BLOCK_K at a time.
     """
     position, at, inside = tile_of_rows(tl.program_id(0) * BLOCK_M, M, C, C, BLOCK_M, WIDE)
