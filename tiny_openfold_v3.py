@@ -1651,7 +1651,7 @@ class OuterProductMean(nn.Module):
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
         hidden = config.outer_product_dim
-        self.triton = fusions.triton_outer_product
+        self.fused = fusions.triton_outer_product
         self.layer_norm = LayerNorm(config.msa_dim, fusions)
         self.linear_1 = Linear(config.msa_dim, hidden, fusions)
         self.linear_2 = Linear(config.msa_dim, hidden, fusions)
@@ -1662,7 +1662,7 @@ class OuterProductMean(nn.Module):
         depth = msa.shape[1]
         msa = self.layer_norm(msa)
         a, b = self.linear_1(msa), self.linear_2(msa)
-        if self.triton:
+        if self.fused:
             out = self.linear_out
             return OuterProductMeanFunction.apply(a, b, sequences, out.weight, out.bias)
         if sequences is not None:
@@ -1764,7 +1764,7 @@ class Transition(nn.Module):
 
     def __init__(self, dim: int, factor: int, fusions: Fusions):
         super().__init__()
-        self.triton = fusions.triton_transition
+        self.fused = fusions.triton_transition
         self.layer_norm = LayerNorm(dim, fusions)
         self.linear_1 = Linear(dim, factor * dim, fusions)
         self.linear_2 = Linear(factor * dim, dim, fusions)
@@ -1772,7 +1772,7 @@ class Transition(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute the update of x [..., C]."""
         x = self.layer_norm(x)
-        if self.triton:
+        if self.fused:
             hidden = F.linear(x, self.linear_1.weight)
             return self.linear_2(BiasReLU.apply(hidden, self.linear_1.bias))
         return self.linear_2(F.relu(self.linear_1(x)))
