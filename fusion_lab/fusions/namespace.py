@@ -31,8 +31,7 @@ class Namespace:
 
     def __init__(self, file: str, argv: Sequence[str] = ()):
         self.file = Path(file).resolve()
-        hidden = () if ROOT in self.file.parents else OURS  # an exercise imports exercises
-        others = [place for place in sys.path if os.path.realpath(place) not in hidden]
+        others = [place for place in sys.path if os.path.realpath(place) not in OURS]
         self.path, self.argv = [str(self.file.parent), *others], [file, *argv]
         self.modules: dict[str, ModuleType] = {}  # those that have a name of ours, and its own main
         tops = {name for name in sys.modules if "." not in name} - {"__main__"}
