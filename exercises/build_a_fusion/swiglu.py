@@ -3,8 +3,7 @@
 Each step checks one.
 
   operators   count the bytes that each operator reads and writes, forward and backward
-  compiled    compile them, and count the kernels that torch.compile made
-  kernels     put the kernels of steps 3 and 4 into an autograd.Function, and check it
+  kernels     put the two kernels into an autograd.Function, and check it
 
 Examples:
   python exercises/build_a_fusion/swiglu.py operators
@@ -36,10 +35,9 @@ from fusion_lab.turns import compare_in_turns
 
 PROG = Path(__file__).name
 HERE = Path(__file__).resolve().parent
-FILES = {  # step: the file of its kernel
-    3: HERE.parent / "puzzles/puzzle_07_swiglu.py",
-    4: HERE / "swiglu_backward.py",
-}
+FORWARD = HERE.parent / "puzzles/puzzle_07_swiglu.py"
+BACKWARD = HERE / "swiglu_backward.py"
+FILES = (FORWARD, BACKWARD)
 C = 4096
 ROWS = [2 * 4**k for k in range(8)]  # that are timed
 # tensors of the size of out that must be read or written
@@ -55,31 +53,30 @@ def operators(x: Tensor) -> Tensor:
 
 
 @functools.cache
-def puzzle(step: int) -> checker.Puzzle:
-    """That of step 3 or 4; ToolError if its file cannot be taken."""
-    file = FILES[step]
+def puzzle(file: Path) -> checker.Puzzle:
+    """That of one of the files; ToolError if it cannot be taken."""
     try:
         return checker.load(file).PUZZLE
     except Exception as error:  # in what the reader wrote
         text = explained(error, {str(file)})
-        raise ToolError(f"step {step}, {file.name}: {text}", status=1) from error
+        raise ToolError(f"{file.name}: {text}", status=1) from error
 
 
 class Kernels(torch.autograd.Function):
-    """SwiGLU by the kernels of steps 3 and 4; x is all that is kept."""
+    """SwiGLU by the two kernels; x is all that is kept."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         out = x.new_empty(len(x), x.shape[1] // 2)
-        puzzle(3).launch(x, out)
+        puzzle(FORWARD).launch(x, out)
         return out
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         grad_x = torch.empty_like(x)
-        puzzle(4).launch(x, grad.contiguous(), grad_x)
+        puzzle(BACKWARD).launch(x, grad.contiguous(), grad_x)
         return grad_x
 
 
@@ -124,31 +121,13 @@ def step_operators() -> None:
         )
 
 
-def step_compiled() -> None:
-    """Compile, check, and say how many kernels were made."""
-    from torch._inductor import metrics
-
-    before = metrics.generated_kernel_count
-    try:
-        with sign_of_life("torch.compile"):
-            check_right("torch.compile", torch.compile(operators), 8, 64)
-    except RuntimeError as error:
-        raise ToolError(
-            f"torch.compile does not work here ({str(error).splitlines()[0]})", status=4
-        ) from error
-    count = metrics.generated_kernel_count - before
-    print(
-        f"torch.compile: output and gradient are right, {count} kernels in place of the operators"
-    )
-
-
 def check_puzzles() -> None:
     """ToolError if one of the kernels is not solved; measured() says it of compiled ones."""
-    for step, file in FILES.items():
+    for file in FILES:
         if not checker.SCOREBOARD:
-            solved, text, _ = checker.verdict(puzzle(step))
+            solved, text, _ = checker.verdict(puzzle(file))
             if not solved:
-                raise ToolError(f"step {step}, {file.name}: {text}", status=1)
+                raise ToolError(f"{file.name}: {text}", status=1)
 
 
 def step_kernels() -> None:
@@ -160,7 +139,7 @@ def step_kernels() -> None:
     print("your kernels: output and gradient are right")
 
 
-STEPS = {"operators": step_operators, "compiled": step_compiled, "kernels": step_kernels}
+STEPS = {"operators": step_operators, "kernels": step_kernels}
 
 
 def measured() -> list[dict]:

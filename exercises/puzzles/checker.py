@@ -34,8 +34,7 @@ from fusion_lab.cli import documented_parser, run_tool
 from fusion_lab.script import import_file
 
 SCOREBOARD = "--scoreboard" in sys.argv
-# compiled: a step of build_a_fusion
-if not (SCOREBOARD or "compiled" in sys.argv) or not torch.cuda.is_available():
+if not SCOREBOARD or not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton looks at it when it is imported
 
 OTHER_SIZES = "at other sizes and blocks only, "
