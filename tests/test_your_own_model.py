@@ -39,6 +39,14 @@ def test_what_is_still_to_be_written_is_said_in_one_line(tmp_path: Path):
 
 
 @without_gpu
+def test_operators_of_pytorch_are_no_kernel(tmp_path: Path):
+    mine = tmp_path / "my_fusion.py"
+    mine.write_text("from exercises.your_own_model.vit import add_norm\n")
+    status, _, err = captured(check.main, [str(mine)])
+    assert (status, "the forward pass launches no kernel" in err) == (1, True)
+
+
+@without_gpu
 @pytest.mark.parametrize(
     ("line", "fault", "said"),
     [

@@ -114,11 +114,7 @@ def study(stages: Sequence[Stage]) -> dict:
 
 
 def table(stages: Sequence[Stage]) -> str:
-    """A row for each stage; what V1 is compared with is the row of the baseline."""
-    baseline = next(
-        (stage.run for stage in stages if stage.run.result["script"] == "tiny_llama_v1"), None
-    )
-    reference = baseline and baseline.number("timing", "samples_per_sec")
+    """A row for each stage."""
     unit = next(
         (s.run.result["kernels"]["unit"] for s in stages if "unit" in s.run.result["kernels"]),
         "kernels",
@@ -126,10 +122,6 @@ def table(stages: Sequence[Stage]) -> str:
 
     def number(group: str, key: str) -> Callable[[Stage], float | None]:
         return lambda stage: stage.run.number(group, key)
-
-    def over_v1(stage: Stage) -> float | None:
-        speed = stage.run.number("timing", "samples_per_sec")
-        return speed / reference if speed and reference else None
 
     def final_loss(stage: Stage) -> object:
         return NOT_FINISHED.get(stage.run.status) or stage.run.number("loss", "final")
@@ -140,7 +132,6 @@ def table(stages: Sequence[Stage]) -> str:
         Column("first loss", number("loss", "initial"), ".4f"),
         Column("final loss", final_loss, ".4f"),
         Column("samples/sec", number("timing", "samples_per_sec"), ".1f"),
-        Column("over V1", over_v1, ".2f", "x"),
         Column("ms per step", number("timing", "batch_ms"), ".2f"),
         Column("kernel ms per step", "kernel_ms", ".2f"),
         Column("TFLOP/s", number("flops", "achieved_tflops"), ".3g"),

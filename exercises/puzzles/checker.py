@@ -205,17 +205,12 @@ def check_written(untouched: dict[Area, np.ndarray]) -> None:
 
 
 class Wrong(NamedTuple):
-    """The largest error over the largest value, the first wrong element, the formula that it is
-    instead, and where else to look."""
+    """What is wrong with an output."""
 
-    error: float
-    text: str
-    formula: str
-    pattern: str
-
-    @property
-    def step(self) -> str:
-        return self.formula or self.pattern
+    error: float  # the largest, over the largest value
+    text: str  # the first wrong element
+    formula: str  # what it is instead, or nothing
+    step: str  # that, or where else to look
 
 
 def tolerances(puzzle: Puzzle, area: Area, right: Tensor) -> Tensor:
@@ -261,7 +256,8 @@ def difference(puzzle: Puzzle, areas: list[Area], expected: dict[str, Tensor]) -
                 largest = (error.max() / scale).nan_to_num(torch.inf).item()
                 common = pattern(found, right, wrong)
                 formula = named(puzzle, areas, area)
-                return Wrong(largest, f"{text} are wrong", formula, common or never_read(areas))
+                step = formula or common or never_read(areas)
+                return Wrong(largest, f"{text} are wrong", formula, step)
     return None
 
 
