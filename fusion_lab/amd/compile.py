@@ -42,11 +42,6 @@ from torch._subclasses import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.autotuner import Autotuner
 
-<<<<<<< HEAD
-from fusion_lab.amd.assembly import Unknown
-from fusion_lab.amd.record import Recorded, is_version, launches_of, step_arguments, take_step
-from fusion_lab.cli import Parser, ToolError, documented_parser, program, say, sign_of_life
-=======
 from fusion_lab.amd.record import (
     Recorded,
     View,
@@ -55,8 +50,7 @@ from fusion_lab.amd.record import (
     step_arguments,
     take_step,
 )
-from fusion_lab.cli import Parser, ToolError, documented_parser, program, say
->>>>>>> main
+from fusion_lab.cli import Parser, ToolError, documented_parser, program, say, sign_of_life
 from fusion_lab.profile.traffic import Launching
 from fusion_lab.script import load_script
 from fusion_lab.show import Column, render
