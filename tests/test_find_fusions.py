@@ -627,8 +627,6 @@ def gradient(part, x):
         (gradient(lambda x: x[X > 0], X), "index_put", "library"),
         (lambda: X.index_add(0, ROWS, X), "index_add", "stream"),
         (lambda: X.bfloat16().index_add(0, ROWS, X.bfloat16()), "index_add", "library"),
-        (lambda: F.embedding_bag(ROWS.view(-1, 2), TABLE), "_embedding_bag_forward_only",
-         "library"),
         # neither is an operator with a kernel of its own taken apart
         (gradient(F.silu, X), "silu_backward", "stream"),
         (gradient(F.hardsigmoid, X), "hardsigmoid_backward", "stream"),

@@ -97,9 +97,7 @@ def heads_of(name: str, given: dict) -> int:
 
 FORMULAS: dict[str, Callable[[dict, object], int]] = {
     "convolution": convolution("input", ""),
-    "convolution_overrideable": convolution("input", ""),
     "convolution_backward": convolution("input", "grad_output"),
-    "convolution_backward_overrideable": convolution("input", "grad_output"),
     "mkldnn_rnn_layer": recurrent,
     "mkldnn_rnn_layer_backward": recurrent_backward,
     "_cudnn_rnn": recurrent,
@@ -110,10 +108,7 @@ FORMULAS: dict[str, Callable[[dict, object], int]] = {
     "_scaled_grouped_mm": grouped,
     "mv": lambda given, result: 2 * given["self"].numel(),
     "addmv": lambda given, result: 2 * given["mat"].numel(),
-    "addbmm": lambda given, result: 2 * given["batch1"].numel() * given["batch2"].shape[-1],
-    "_addmm_activation": lambda given, result: 2 * result.numel() * given["mat1"].shape[-1],
     "dot": lambda given, result: 2 * given["self"].numel(),
-    "vdot": lambda given, result: 2 * given["self"].numel(),
 }
 
 

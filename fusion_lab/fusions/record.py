@@ -58,9 +58,6 @@ SCATTERS = re.compile(  # complete when the last source has been added
     r"|embedding_dense_backward"
 )
 SCANS = re.compile("cum(sum|prod|max|min)|logcumsumexp|sort|topk")  # inductor leaves most
-BAGS = re.compile(
-    "_embedding_bag(_forward_only|_backward|_dense_backward)?"
-)  # it leaves these, too
 MOVES = re.compile(  # what comes out is elsewhere than what went in
     r"constant_pad_nd|(slice|select)_(backward|scatter)|roll|flip|cat|stack|repeat|pixel_(un)?shuffle"
 )
@@ -315,8 +312,11 @@ class Recorder(TorchDispatchMode):
         if getattr(function, "namespace", "") in ("prim", "profiler"):
             return function(*args, **kwargs)
         if is_composite(function):  # inference mode leaves it to us to take it apart
-            with self:
+            super().__enter__()  # the parts come here, too; our own hooks are there already
+            try:
                 return function.decompose(*args, **kwargs)
+            finally:
+                super().__exit__(None, None, None)
         name = getattr(function, "overloadpacket", function).__name__
         return self.call(name, function, args, kwargs)
 
@@ -393,11 +393,6 @@ class Recorder(TorchDispatchMode):
             self.multiply(operator, call)
         elif is_left_alone(call, window, kind):
             operator.kind = "library"
-        elif BAGS.fullmatch(name):
-            operator.kind = "library"
-            if "backward" not in name:  # of the table only the rows
-                rows = inputs[1].numel() * inputs[0][0].nbytes
-                operator.reads[0] = operator.reads[0]._replace(bytes=rows)
         elif kind == "normalisation" or "softmax" in name:
             return self.passes(operator, call.args, inputs, call.made)
         elif GATHERS.fullmatch(name):
@@ -524,16 +519,6 @@ def patched(method: tuple[str, str, str], make: Callable) -> AbstractContextMana
     return mock.patch.object(owner, name, lambda *args, **named: make(old, *args, **named))
 
 
-def unseen(launch: Callable) -> Callable:
-    """The same, of which no operator inside is recorded: those of Triton's interpreter."""
-
-    def run(*args, **kwargs) -> object:
-        with _disable_current_modes():
-            return launch(*args, **kwargs)
-
-    return run
-
-
 def seen_kernels(recorder: Recorder) -> ExitStack:
     """What launches kernels without an operator is recorded like one: code that torch.compile has
     made, whose products are operators inside, and Triton kernels, which may write what they get."""
@@ -545,15 +530,20 @@ def seen_kernels(recorder: Recorder) -> ExitStack:
         return recorder.call(COMPILED, lambda *x: old(graph, [*x]), given, {}, written, lacks)
 
     def choose(old: Callable, kernel: object, grid: object) -> Callable:
-        launch, name = old(kernel, grid), f"Triton kernel {kernel.fn.__name__}"
+        launch = old(kernel, grid)
+        name = f"Triton kernel {kernel.fn.__name__}"
 
-        def run(*args, **kwargs) -> object:
+        def alone(*args, **kwargs) -> object:
+            with _disable_current_modes():  # no operator of Triton's interpreter is recorded
+                return launch(*args, **kwargs)
+
+        def launched(*args, **kwargs) -> object:
             if recorder.inside:  # of an operator
                 return launch(*args, **kwargs)
             written = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-            return recorder.call(name, unseen(launch), args, kwargs, written, "bytes and FLOPs")
+            return recorder.call(name, alone, args, kwargs, written, "bytes and FLOPs")
 
-        return run
+        return launched
 
     stack = ExitStack()
     stack.enter_context(patched(GRAPHS, run))
