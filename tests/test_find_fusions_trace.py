@@ -98,18 +98,16 @@ def test_a_chain_has_the_bytes_of_its_shapes_and_times_of_the_trace(simple: Path
     assert unknown["custom::op"]["us"] == 50.0 and unknown["custom::op"]["lacks"]
 
 
-def test_the_report_names_what_a_trace_does_not_tell(simple: Path, capsys, tmp_path: Path):
-    json_path = tmp_path / "found.json"
-    assert find_fusions.main(["--trace", str(simple), "--json", str(json_path)]) == 0
-    said = capsys.readouterr().out
+def test_the_report_names_what_a_trace_does_not_tell(simple: Path, capsys):
+    assert find_fusions.main(["--trace", str(simple)]) == 0
+    report = capsys.readouterr().out
     for text in (
         "measured on AMD Instinct MI300X",
         "mul, relu, add",
         "custom::op",
         "Note: a trace",
     ):
-        assert text in said
-    assert json.loads(json_path.read_text())["levels"]["now"]["us"] > 0
+        assert text in report
     assert find_fusions.main(["--trace", str(simple), "tiny_llama_v1.py"]) == 2
 
 
@@ -123,16 +121,6 @@ def test_only_the_last_whole_step_counts(tmp_path: Path):
     writer.add("user_annotation", "ProfilerStep#3", writer.now, 5)  # the loop is over
     _, recorded, _ = trace.from_trace(written(tmp_path / "trace.json.gz", writer))
     assert len(recorded.operators) == 9
-
-
-def test_beside_others_a_kernel_counts_once_and_a_collective_what_nothing_hides():
-    writer = Writer()
-    writer.add("kernel", "ncclDevKernel_AllReduce", 0, 100)
-    writer.add("kernel", "gemm", 10, 50)
-    writer.add("kernel", "gemm", 40, 40)
-    writer.add("kernel", "relu", 120, 5)
-    spent = alone(writer.events)
-    assert [spent[id(event)] for event in writer.events] == [30, 50, 20, 5]
 
 
 def test_in_a_backward_pass_the_tensors_of_the_forward_pass_are_read(tmp_path: Path):
