@@ -153,7 +153,7 @@ def described(name: str, recorded: Recorded, rates: Rates | None) -> dict:
     """What the report and --json have of a step."""
     from fusion_lab.fusions.groups import Finding
 
-    found, flop = Finding(recorded, rates), recorded.flop()
+    finding, flop = Finding(recorded, rates), recorded.flop()
     return {
         "schema_version": 2,
         "name": name,
@@ -162,17 +162,17 @@ def described(name: str, recorded: Recorded, rates: Rates | None) -> dict:
         "call": recorded.call,
         "measured": recorded.run == "measured",
         "rates": rates and asdict(rates),
-        "without_rate": sorted(found.without),
+        "without_rate": sorted(finding.without),
         "operators": len({operator.call for operator in recorded.operators}),
         "flop": sum(flop.values()),
         "flop_by_type": dict(flop),
-        "levels": found.levels,
-        "untouched_us": found.untouched_us(),
-        "otherwise_us": found.otherwise_us(),
-        "chains": found.rows(),
-        "not_understood": found.unknown(),
+        "levels": finding.levels,
+        "untouched_us": finding.untouched_us(),
+        "otherwise_us": finding.otherwise_us(),
+        "chains": finding.rows(),
+        "not_understood": finding.unknown(),
         "unwritten": recorded.unwritten,
-        "remarks": found.remarks(),
+        "remarks": finding.remarks(),
     }
 
 

@@ -145,10 +145,10 @@ class Recorded:
 
     def flop(self) -> Counter:
         """FLOPs by the type of the products."""
-        found: Counter = Counter()
+        by_type: Counter = Counter()
         for operator in self.operators:
-            found[operator.dtype] += operator.flop
-        return +found
+            by_type[operator.dtype] += operator.flop
+        return +by_type
 
 
 # --- which line
@@ -270,8 +270,8 @@ class Recorder(TorchDispatchMode):
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self.outer.close()
-        found = self.storages.values()
-        self.recorded.alive = {(n, self.version[n]) for ref, n in found if not ref.expired()}
+        storages = self.storages.values()
+        self.recorded.alive = {(n, self.version[n]) for ref, n in storages if not ref.expired()}
         self.recorded.remarks += [
             f"the backward pass of {name} at {line} runs other operators while it is looked at:"
             " what it moves and launches otherwise is missing in the totals"
@@ -290,8 +290,8 @@ class Recorder(TorchDispatchMode):
             frame = frame.f_back
         node, thread = torch._C._current_autograd_node(), threading.get_ident()
         if line and (node is None or thread != self.main or frame):
-            made = torch.autograd._get_sequence_nr() - 1  # of the node around this operator
-            self.lines.setdefault((thread, made), line)
+            sequence = torch.autograd._get_sequence_nr() - 1  # of the node around this operator
+            self.lines.setdefault((thread, sequence), line)
         elif node is not None:
             number, thread = node._sequence_nr(), thread if frame else self.main
             while number >= 0 and (thread, number) not in self.lines and number < 2**62:
@@ -347,27 +347,27 @@ class Recorder(TorchDispatchMode):
             return result
         operator = Operator(name, number, *place, list(dict.fromkeys(before)), [], lacks=lacks)
         call = Call(function, name, args, kwargs, dense, result, written)
-        if len(dense) < len(tensors) or not all(map(is_dense, call.made)):
+        if len(dense) < len(tensors) or not all(map(is_dense, call.outputs)):
             operator.barrier = True  # sparse, or another kind whose memory is not one piece
             operator.lacks = "bytes and FLOPs"
             self.operators.append(operator)
             return result
-        found = self.describe(operator, call)
-        access = "sums" if any(each.sums for each in found) else access_of(dense + call.made)
-        for each in found:
+        passes = self.describe(operator, call)
+        access = "sums" if any(each.sums for each in passes) else access_of(dense + call.outputs)
+        for each in passes:
             each.access = access
-        if found and (not lacks or name == COMPILED):
-            found[0].moved = sum(u.bytes for u in (*operator.reads, *operator.writes))
-        for each in found if within else ():
+        if passes and (not lacks or name == COMPILED):
+            passes[0].moved = sum(u.bytes for u in (*operator.reads, *operator.writes))
+        for each in passes if within else ():
             each.kind = "library"  # of compiled code
-        self.operators += found
+        self.operators += passes
         return result
 
     def describe(self, operator: Operator, call: Call) -> list[Operator]:
         """What a call does, as one or more passes over its data; none for a view, or a question."""
         name, inputs = call.name, call.inputs
         known = {self.number(t) for t in inputs}
-        call.fresh = [t for t in call.made if self.number(t) not in known]
+        call.fresh = [t for t in call.outputs if self.number(t) not in known]
         changes = call.written and torch.Tag.inplace_view not in call.tags
         waits = torch.Tag.data_dependent_output in call.tags
         if not (call.fresh or changes or waits):
@@ -379,7 +379,7 @@ class Recorder(TorchDispatchMode):
         flop, missing = flop_of(call)
         if flop is not None or missing:
             operator.flop = flop or 0
-            operator.dtype = type_of(name, (call.made or inputs)[0].dtype)
+            operator.dtype = type_of(name, (call.outputs or inputs)[0].dtype)
         if call.is_own:
             operator.lacks = operator.lacks or missing or ("FLOPs" if flop is None else "")
             return [operator]
@@ -394,7 +394,7 @@ class Recorder(TorchDispatchMode):
         elif is_left_alone(call, window, kind):
             operator.kind = "library"
         elif kind == "normalisation" or "softmax" in name:
-            return self.passes(operator, call.args, inputs, call.made)
+            return self.passes(operator, call.args, inputs, call.outputs)
         elif GATHERS.fullmatch(name):
             self.gather(operator, call)
         elif window and not backward:
@@ -427,7 +427,7 @@ class Recorder(TorchDispatchMode):
             averages = []
         changed = [*written, *call.fresh, *(t for t in averages if t is not None)]
         operator.writes = [self.use(t, write=True) for t in changed]
-        operator.numel = max((t.numel() for t in [*call.inputs, *call.made]), default=0)
+        operator.numel = max((t.numel() for t in [*call.inputs, *call.outputs]), default=0)
 
     def multiply(self, operator: Operator, call: Call) -> None:
         """A product of matrices, or a convolution."""
@@ -446,7 +446,7 @@ class Recorder(TorchDispatchMode):
         wanted = sum(w.bytes for w in operator.writes) * max(1, SECTOR // max(1, row))
         operator.kind, operator.source = "stream", {source}
         operator.reads[0] = Use(source, -1 - operator.call, wanted)
-        operator.numel = max(t.numel() for t in call.made)
+        operator.numel = max(t.numel() for t in call.outputs)
 
     def scatter(self, operator: Operator, call: Call) -> None:
         """Something is put, or added, at indices."""
@@ -467,7 +467,7 @@ class Recorder(TorchDispatchMode):
         name, reads, first = call.name, operator.reads, next(iter(call.inputs), None)
         operator.kind = "stream"
         operator.random = torch.Tag.nondeterministic_seeded in call.tags
-        if "_loss" in name and call.made[0].numel() < first.numel():
+        if "_loss" in name and call.outputs[0].numel() < first.numel():
             operator.sums = (first.numel(), first.numel(), False)
         if name == "nll_loss_forward":  # one element of each row
             operator.sums, operator.closed = None, True
@@ -475,7 +475,7 @@ class Recorder(TorchDispatchMode):
         elif name == "nll_loss_backward":  # of the logarithms only the shape
             reads[1] = reads[1]._replace(bytes=0)
 
-    def passes(self, operator: Operator, args, inputs, made) -> list[Operator]:
+    def passes(self, operator: Operator, args, inputs, outputs) -> list[Operator]:
         """A norm or a softmax: sums, then each element, then the gradients of weights.
 
         One kernel does the first two if a block has the whole of what is summed.
@@ -486,7 +486,7 @@ class Recorder(TorchDispatchMode):
         if "softmax" in name:
             sums = reduced(x, next(a for a in args if isinstance(a, int)))
         else:  # one sum for each mean or deviation, which are the second result
-            means = next((t.numel() for t in (inputs[2:] if backward else made[1:])), 0)
+            means = next((t.numel() for t in (inputs[2:] if backward else outputs[1:])), 0)
             length, columns = x.numel() // (means or x.shape[1]), "batch" in name and x.dim() == 2
             summed = inputs[1] if backward else x
             operator.apart |= "layer" in name and summed.stride(-1) > 1
@@ -525,9 +525,9 @@ def seen_kernels(recorder: Recorder) -> ExitStack:
 
     def run(old: Callable, graph: object, inputs: list) -> object:
         written = [inputs[i] for i in graph.mutated_input_idxs]
-        lacks, given = "kernels, bytes and FLOPs inside", [*inputs]
+        lacks, arguments = "kernels, bytes and FLOPs inside", [*inputs]
         inputs.clear()  # it frees what it has used
-        return recorder.call(COMPILED, lambda *x: old(graph, [*x]), given, {}, written, lacks)
+        return recorder.call(COMPILED, lambda *x: old(graph, [*x]), arguments, {}, written, lacks)
 
     def choose(old: Callable, kernel: object, grid: object) -> Callable:
         launch = old(kernel, grid)
@@ -595,7 +595,7 @@ def streams(name: str) -> bool:
     plain = name.removesuffix("_").removesuffix("_backward")
     forward = getattr(torch.ops.aten, plain, None)
     tags = [getattr(forward, overload).tags for overload in forward.overloads()] if forward else []
-    return bool(STREAMS.fullmatch(plain)) or any(torch.Tag.pointwise in found for found in tags)
+    return bool(STREAMS.fullmatch(plain)) or any(torch.Tag.pointwise in each for each in tags)
 
 
 def reduced(x: Tensor, dim: object) -> tuple[int, int, bool]:
