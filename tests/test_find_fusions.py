@@ -8,7 +8,6 @@ import json
 import linecache
 import random
 import weakref
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -537,21 +536,18 @@ def test_a_kernel_takes_as_long_as_a_copy_of_its_bytes():
 # --- what a compiler changes of products
 
 
-def convolution(weight: tuple, groups: int = 1, **parts: float) -> Operator:
-    """One of pictures [8, C, 32, 32], with what its parts take."""
-    shape = (8, weight[1] * groups, 32, 32)
-    operands = [((0, 0), shape, ()), ((1, 0), weight, ())]
-    made = Operator("convolution", 0, "forward", "?", [Use((0, 0), 0, 4000)], [Use((2, 0), 0, 40)])
-    made.operands, made.groups, made.kind, made.us = operands, groups, "matrix", 100.0
-    return replace(made, **parts)
-
-
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_bias_is_added_by_the_chain_behind(streams):
-    made = convolution((128, 128, 3, 3), turned=30.0, biased=20.0)
+    first = Operator("convolution", 0, "forward", "?", [Use((0, 0), 0, 4000)], [Use((2, 0), 0, 40)])
+    first.operands = [((0, 0), (8, 128, 32, 32), ()), ((1, 0), (128, 128, 3, 3), ())]
+    first.kind = "matrix"
+    first.us = 100.0
+    first.turned = 30.0
+    first.biased = 20.0
     behind = Operator("relu", 1, "forward", "?", [Use((2, 0), 0, 40)], [Use((3, 0), 0, 40)])
-    behind.kind, behind.us = "stream" if streams else "library", 1.0
-    recorded = Recorded([made, behind], [4000, 8, 40, 40], {(3, 0)}, run="measured")
+    behind.kind = "stream" if streams else "library"
+    behind.us = 1.0
+    recorded = Recorded([first, behind], [4000, 8, 40, 40], {(3, 0)}, run="measured")
     turned = 30 - RATES.us(2 * 4000)  # what the step was given must be turned
     saved = Finding(recorded, RATES).otherwise_us()
     assert saved == pytest.approx(turned + 20 * streams)

@@ -164,7 +164,8 @@ def errors(rows: Sequence[dict]) -> str:
         raise ToolError("no rows that are fitted, or none held out: there are no errors by part")
     parts = [part for part in PARTS if of[part]]
     own = of["fitted"] + of["held out"]
-    value, alone = fitted(of["fitted"]), []
+    value = fitted(of["fitted"])
+    alone = []
     for row in own:  # in each of its precisions
         others = [each for each in own if each["shape"] != row["shape"]]
         alone.append(row["offs"][fitted(others)])

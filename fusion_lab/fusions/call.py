@@ -23,8 +23,13 @@ class Call:
         result: object,
         written: Sequence[Tensor],
     ):
-        self.function, self.name, self.args, self.kwargs = function, name, args, kwargs
-        self.inputs, self.result, self.plain = inputs, result, name.removeprefix("_foreach_")
+        self.function = function
+        self.name = name
+        self.args = args
+        self.kwargs = kwargs
+        self.inputs = inputs
+        self.result = result
+        self.plain = name.removeprefix("_foreach_")
         self.outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         self.fresh = self.outputs  # those in memory of their own
         self.tags = getattr(function, "tags", ())

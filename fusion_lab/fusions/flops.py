@@ -71,10 +71,8 @@ def recurrent_backward(arguments: dict, result) -> int:
 
 def grouped(arguments: dict, result) -> int:
     """Products of groups of rows; of two matrices, over groups of what is added up."""
-    a, b = (
-        arguments.get("self", arguments.get("mat_a")),
-        arguments.get("mat2", arguments.get("mat_b")),
-    )
+    a = arguments.get("self", arguments.get("mat_a"))
+    b = arguments.get("mat2", arguments.get("mat_b"))
     if a.dim() == b.dim() == 2:
         return 2 * a.numel() * b.shape[-1]
     return 2 * result.numel() * a.shape[-1]
@@ -83,7 +81,8 @@ def grouped(arguments: dict, result) -> int:
 def attention(arguments: dict, heads: int) -> int:
     """Each query meets each key, whose heads can be fewer, and each value, whose size can be
     another; backward the scores are computed again, and there are two products for each."""
-    query, size = arguments["query"], arguments["value"].shape[-1]
+    query = arguments["query"]
+    size = arguments["value"].shape[-1]
     keys = arguments["key"].shape[3 - heads]
     scores, values = (3, 2) if any(name.startswith("grad_out") for name in arguments) else (1, 1)
     rows = query.numel() // query.shape[-1]
@@ -124,7 +123,9 @@ def registry() -> dict:
 def flop_of(call: Call) -> tuple[int | None, str]:
     """FLOPs of a call, None if there is no formula for it; and what is missing, where a formula
     does not take the call."""
-    name, arguments, result = call.name, call.named, call.result
+    name = call.name
+    arguments = call.named
+    result = call.result
     formula = registry().get(getattr(call.function, "overloadpacket", call.function))
     try:
         if name in FORMULAS:

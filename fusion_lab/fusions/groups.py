@@ -44,8 +44,11 @@ class Group:
     the last level says."""
 
     def __init__(self, members: list[Operator], number: int, segment: int):
-        self.members, self.number, self.segment = members, number, segment
-        self.kind, self.phase = members[0].kind, members[0].phase
+        self.members = members
+        self.number = number
+        self.segment = segment
+        self.kind = members[0].kind
+        self.phase = members[0].phase
         self.calls = {operator.call: operator.name for operator in members}
         self.names = [*self.calls.values()]
         self.reads: dict[Key, int] = {}  # bytes that come from memory
@@ -77,7 +80,9 @@ class Joiner:
         self.operators = operators
         count = range(len(operators))
         self.members = {i: [i] for i in count}
-        self.root, self.place, self.segment = [*count], [*count], [0] * len(operators)
+        self.root = [*count]
+        self.place = [*count]
+        self.segment = [0] * len(operators)
         self.ahead: list[set[int]] = [set() for _ in count]  # groups that wait for this one
         self.behind: list[set[int]] = [set() for _ in count]  # those that it waits for
         self.writer: dict[Key, int] = {}
@@ -107,7 +112,8 @@ class Joiner:
         """The groups that these edges lead to from a block, as far as its other end in the order;
         None if they lead back into it."""
         places = [self.place[i] for i in block]
-        low, high = min(places), max(places)
+        low = min(places)
+        high = max(places)
         between: set[int] = set()
         todo = [x for i in block for x in edges[i] if x not in block]
         while todo:
@@ -121,7 +127,8 @@ class Joiner:
 
     def merge(self, block: Collection[int]) -> bool:
         """Make these groups one, unless that would come to wait for itself."""
-        behind, before = self.between(block, self.ahead), None
+        behind = self.between(block, self.ahead)
+        before = None
         if behind is not None:
             before = self.between(block, self.behind)
         if behind is None or before is None:
@@ -213,11 +220,7 @@ class Finding:
     """The groups of a step, and what each level of fusion would make of the whole: microseconds
     (None without rates), bytes, kernels. No level has more of these than the one before."""
 
-    def __init__(
-        self,
-        recorded: Recorded,
-        rates: Rates | None,
-    ):
+    def __init__(self, recorded: Recorded, rates: Rates | None):
         self.recorded = recorded
         self.rates = rates or NO_RATES
         operators = [replace(operator) for operator in recorded.operators]
@@ -235,7 +238,8 @@ class Finding:
             o.operands = [(same.get(key, key), *form) for key, *form in o.operands]
             if o.name in ("_to_copy", "clone") and o.writes and o.writes[0].key not in self.gone:
                 size = o.writes[0].bytes
-                what, key = (o.name, size, o.phase, *o.reads), o.writes[0].key
+                what = (o.name, size, o.phase, *o.reads)
+                key = o.writes[0].key
                 same[key] = first.setdefault(what, key)
         # types of products that have no rate: there is no time of the whole
         self.without = {o.dtype for o in operators if math.isnan(o.us)}
@@ -280,7 +284,9 @@ class Finding:
     def memory_of(self, group: Group) -> None:
         """What a group reads from memory and what it makes. What is written in part is what was
         there before, and that part."""
-        sizes, results, reads = self.recorded.sizes, {}, defaultdict(list)
+        sizes = self.recorded.sizes
+        results = {}
+        reads = defaultdict(list)
         for operator in group.members:
             for use in operator.reads:
                 if (
@@ -310,7 +316,8 @@ class Finding:
         self.again: list[Operator] = []  # gathers that are
         order = [(count, key, g) for g in self.groups for key, count in g.keeps.items()]
         for count, key, group in sorted(order, key=lambda item: item[:2], reverse=True):
-            leaves, others = self.leaves(group, key), self.users[key] - {group}
+            leaves = self.leaves(group, key)
+            others = self.users[key] - {group}
             if key in certain or leaves is None or not others:
                 continue
             last = max(g.members[-1].call for g in others)
@@ -376,7 +383,9 @@ class Finding:
             closed = any(o.sums or o.closed or o.source for o in group.members)
             if closed or group.kind != "stream" or group.phase == "optimizer":
                 continue
-            read, kept, rest = sum(group.reads.values()), sum(group.keeps.values()), []
+            read = sum(group.reads.values())
+            kept = sum(group.keeps.values())
+            rest = []
             for key, count in group.reads.items():
                 product = self.maker.get(key, group)
                 if product.kind == "matrix" and self.users[key] == {group}:
@@ -386,7 +395,9 @@ class Finding:
                 rest.append(max(0, len(takers) * (read - kept)))
             us = min(rest, default=0) / self.rates.gb_per_s / 1e3
             if rest and min(rest) <= group.moved and us <= group.us:
-                group.moved, group.us, group.kernels = min(rest), us, 0
+                group.moved = min(rest)
+                group.us = us
+                group.kernels = 0
 
     def blocks(self) -> list[set[Group]]:
         """Attention that is written out: a softmax with the products around it."""
@@ -460,9 +471,11 @@ class Finding:
         """Products whose results a group adds up, and nobody else reads: by the last sum of
         them."""
         writer = {use.key: o for o in group.members for use in o.writes}
-        sums, seen = [], set()
+        sums = []
+        seen = set()
         for last in reversed(group.members):
-            todo, products = [last], set()
+            todo = [last]
+            products = set()
             while todo:
                 operator = todo.pop()
                 if operator.name not in SUMMED or id(operator) in seen:
@@ -478,13 +491,10 @@ class Finding:
                 sums.append((last, products))
         return sums
 
-    def root(self, group: Group) -> int:
-        return self.joiner.root[group.number]
-
     def merge(self, block: Iterable[Group], apart: bool = False) -> bool:
         """Make these one, unless something stands between them; with `apart` also unless one waits
         for another."""
-        roots = {self.root(group) for group in block}
+        roots = {self.joiner.root[group.number] for group in block}
         return (not apart or self.joiner.apart(*roots)) and self.joiner.merge(roots)
 
     def replace(self, block: Iterable[Group], moved: int, us: float) -> None:
@@ -493,7 +503,8 @@ class Finding:
         most = {what: sum(getattr(group, what) for group in block) for what in WHAT}
         for group in block:
             group.moved = group.us = group.kernels = 0
-        first.moved, first.kernels = min(moved, most["moved"]), min(1, most["kernels"])
+        first.moved = min(moved, most["moved"])
+        first.kernels = min(1, most["kernels"])
         first.us = most["us"] if math.isnan(us) else min(us, most["us"])
 
     # --- in words

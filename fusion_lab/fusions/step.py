@@ -298,7 +298,8 @@ def side_by_side(streams: Sequence[Sequence[float]]) -> float:
     the longest one nothing is left to run beside it.
     """
     busy = sorted(map(sum, streams))
-    total, longest = sum(busy), busy[-1]
+    total = sum(busy)
+    longest = busy[-1]
     alike = sum(us > longest / 2 for us in busy)
     return (total / alike + longest * (1 - 1 / alike)) / total if total else 1.0
 
@@ -306,7 +307,8 @@ def side_by_side(streams: Sequence[Sequence[float]]) -> float:
 def kernel_us(events: Sequence[dict]) -> list[tuple[Kernel, float]]:
     """The kernels in a trace, with the microseconds that each adds to those in which any runs;
     without a GPU the operators, with their times."""
-    kernels, on_gpu = kernels_of(events), complete(events, *ON_GPU)
+    kernels = kernels_of(events)
+    on_gpu = complete(events, *ON_GPU)
     union = alone(on_gpu)
     own = [union[id(event)] for event in on_gpu] or [k.duration_ns / 1e3 for k in kernels]
     return [*zip(kernels, own, strict=True)]
@@ -317,7 +319,9 @@ def attribute(recorded: Recorded, events: list[dict]) -> None:
     launched become operators that are not understood."""
     first = {operator.call: operator for operator in reversed(recorded.operators)}
     for operator in recorded.operators:
-        operator.us, operator.kernels, operator.queued = 0.0, 0, 0
+        operator.us = 0.0
+        operator.kernels = 0
+        operator.queued = 0
     ranges = ranges_of(events, {f"#{call}" for call in range(1 + max(first, default=0))})
     pairs = kernel_us(events)
     if not any(kernel.launch_us for kernel, _ in pairs):
@@ -331,16 +335,19 @@ def attribute(recorded: Recorded, events: list[dict]) -> None:
         recorded.launched[kernel.name] = recorded.launched.get(kernel.name, 0.0) + us
         if name is None or call not in first:  # it comes behind the one before
             own = Operator(f"kernel {kernel.name[:40]}", call, "forward", "?", [], [], barrier=True)
-            own.us, own.lacks = us, "bytes and FLOPs"
+            own.us = us
+            own.lacks = "bytes and FLOPs"
             recorded.operators.append(own)
         else:
             streams[call][kernel.stream].append(us)
             if part := gone(first[call], kernel.name):
                 setattr(first[call], part, getattr(first[call], part) + us)
     for call, queues in streams.items():
-        part, number = side_by_side([*queues.values()]), sum(map(len, queues.values()))
+        part = side_by_side([*queues.values()])
+        number = sum(map(len, queues.values()))
         first[call].us = part * sum(map(sum, queues.values()))
-        first[call].kernels, first[call].queued = number, round(part * number)
+        first[call].kernels = number
+        first[call].queued = round(part * number)
     recorded.operators.sort(key=lambda operator: operator.call)
 
 
@@ -390,7 +397,8 @@ def graphs_in_turns(sides: Sides) -> Measured:
     """The turns of these steps as graphs."""
     for name, take in sides.items():
         compare_in_turns({name: take}, turns=1)
-    turns, kernels = compare_in_turns(sides), {}
+    turns = compare_in_turns(sides)
+    kernels = {}
     for name, take in sides.items():
         warm_up(take)
         replay = captured(take, 1)
@@ -402,7 +410,8 @@ def graphs_in_turns(sides: Sides) -> Measured:
 def traced_in_turns(sides: Sides) -> Measured:
     """The turns of these steps without graphs: a turn is a call in a trace, and takes as long as
     any of its kernels runs. What the host does between them does not count."""
-    ms, kernels = {name: [] for name in sides}, {}
+    ms = {name: [] for name in sides}
+    kernels = {}
     for turn, name in alternating(sides, TRACED_TURNS + 1):
         kernels[name] = by_name(profiled(sides[name])[1])
         if turn:  # the first one warms up

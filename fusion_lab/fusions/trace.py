@@ -69,10 +69,14 @@ class Replay(Recorder):
 
     def __init__(self, us: dict[int, float], window: tuple[float, float]):
         super().__init__()
-        self.us, self.window = us, window
-        self.phase, self.line, self.sequence = "forward", "?", None
+        self.us = us
+        self.window = window
+        self.phase = "forward"
+        self.line = "?"
+        self.sequence = None
         # results by form and id: those that nobody has read yet, and others; the last comes last
-        self.unread, self.read = defaultdict(dict), defaultdict(dict)
+        self.unread = defaultdict(dict)
+        self.read = defaultdict(dict)
         self.saved: dict[int | None, list[Tensor]] = defaultdict(list)  # by sequence number
         self.lines: dict[int, str] = {}
         self.streaming: list[Streaming] = []
@@ -82,7 +86,8 @@ class Replay(Recorder):
 
     def visit(self, span: Span) -> None:
         """Call again what is inside of a span."""
-        name, arguments = span.event["name"], span.event["args"]
+        name = span.event["name"]
+        arguments = span.event["args"]
         before = self.phase, self.line, self.sequence
         if span.is_over(self.window[0]) or span.event["ts"] >= self.window[1]:
             return
@@ -91,12 +96,14 @@ class Replay(Recorder):
         elif name.startswith("Optimizer.step"):
             self.phase = "optimizer"
         elif name.startswith("autograd::engine::evaluate_function"):
-            self.phase, self.sequence = "backward", arguments.get("Sequence number")
+            self.phase = "backward"
+            self.sequence = arguments.get("Sequence number")
             self.line = self.lines.get(self.sequence, "?")
         if name.startswith(("aten::empty", "aten::new_empty")):
             return
         types = tuple(arguments.get("Input type", ())) if name.startswith("aten::") else ()
-        function, lacks = overload_of(name, types) if types else None, "bytes and FLOPs"
+        function = overload_of(name, types) if types else None
+        lacks = "bytes and FLOPs"
         if function is None or is_composite(function) or (lacks := self.repeat(span, function)):
             for inner in span.inner:
                 self.visit(inner)
@@ -105,7 +112,8 @@ class Replay(Recorder):
                     many = f"{len(span.own)} kernels at once, the first "
                     name = many * (len(span.own) > 1) + span.own[0]["name"]
                 unknown = Operator(name, self.calls, *self.place(), [], [])
-                unknown.barrier, unknown.lacks = True, lacks
+                unknown.barrier = True
+                unknown.lacks = lacks
                 self.calls += 1
                 self.launched([unknown], span.own)
         self.phase, self.line, self.sequence = before
@@ -113,14 +121,17 @@ class Replay(Recorder):
     def launched(self, operators: list[Operator], kernels: Sequence[dict]) -> None:
         """Keep operators of one call, with the time of its kernels."""
         for operator in operators:
-            operator.us, operator.kernels = 0.0, 0
+            operator.us = 0.0
+            operator.kernels = 0
         operators[0].us = sum(self.us[id(kernel)] for kernel in kernels)
         operators[0].kernels = len(kernels)
         self.operators += operators
 
     def repeat(self, span: Span, function: torch._ops.OpOverload) -> str:
         """Call an operator again; what is not known of it where that cannot be done."""
-        start, taken, kernels = len(self.operators), [], span.kernels()
+        start = len(self.operators)
+        taken = []
+        kernels = span.kernels()
         try:
             arguments = self.arguments(function, span.event["args"], taken)
             named = {a.name: v for a, v in arguments if a.kwarg_only}
@@ -145,7 +156,8 @@ class Replay(Recorder):
             for operator in found:
                 operator.kind = "library"
         elif len(kernels) == 1 and found[0].kind == "stream":
-            first, us = found[0], kernels[0]["dur"]
+            first = found[0]
+            us = kernels[0]["dur"]
             self.streaming.append(Streaming(first.access, first.name, first.moved, us))
         self.launched(found, kernels)
         return ""
@@ -153,7 +165,8 @@ class Replay(Recorder):
     def arguments(self, function, described: dict, taken: list[Tensor]) -> list[tuple]:
         """The arguments of a call, each with its description; those that it reads are in `taken`
         then. ValueError if one is not told."""
-        values, wanted = [], function._schema.arguments
+        values = []
+        wanted = function._schema.arguments
         fills = function.__name__.startswith((*OVERWRITING, *RANDOM))
         columns = (described.get(name) or [None] * len(wanted) for name in TOLD)
         for argument, shape, kind, strides, text in zip(wanted, *columns, strict=True):
@@ -193,9 +206,11 @@ class Replay(Recorder):
     def take(self, shape, strides, dtype: torch.dtype, taken: list[Tensor]) -> Tensor:
         """A tensor of this form that lies elsewhere than those of the same call."""
         new = self.new(shape, strides, dtype)
-        form, others = form_of(new), {self.spot(tensor) for tensor in taken}
+        form = form_of(new)
+        others = {self.spot(tensor) for tensor in taken}
         saved = [tensor for tensor in self.saved[self.sequence] if form_of(tensor) == form]
-        unread, read = self.unread[form], self.read[form]
+        unread = self.unread[form]
+        read = self.read[form]
         order = [unread.values(), saved, read.values()]
         if self.phase == "backward" and taken:  # the first one is a gradient
             order[:2] = saved, unread.values()
