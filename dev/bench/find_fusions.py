@@ -116,7 +116,7 @@ def measure(args: argparse.Namespace) -> int:
             for name, build in subjects().items()
             if name in (args.only or (name,))
         ]
-        measure_study(args.output, parts, keep=True)
+        measure_study(args.output, parts)
     rows = [judged(row) for row in read_rows(args.output, ("shape", "precision"), kind=Predicted)]
     print(errors(rows) if args.table == "errors" else table(rows))
     return 0

@@ -264,10 +264,6 @@ def versions_table(rows: list[dict]) -> str:
     def within(row: dict) -> str:
         return " to ".join(f"{us / 1e3:.1f}" for us in row["range_us"])
 
-    def way(row: dict) -> str:
-        also = " and an H100" if row["fused_us"] is None else ""
-        return f"predicted from others' traces{also}"
-
     def ms(key: str):
         return lambda row: row[key] and row[key] / 1e3
 
@@ -277,7 +273,6 @@ def versions_table(rows: list[dict]) -> str:
         Column("MI300X, ms", ms("us"), ".2f"),
         Column("range", within, text=True),
         Column("all chains fused", ms("fused_us"), ".2f"),
-        Column("from", way, text=True),
         Column("H100 likewise", ms("h100_us"), ".2f"),
         Column("measured there", ms("h100_measured_us"), ".2f"),
     ]
