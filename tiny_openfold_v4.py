@@ -2310,10 +2310,9 @@ def load_head(
 
 
 class HeadLoss(torch.autograd.Function):
-    """Average cross-entropies over what counts of each protein, then over the batch -> scalar.
+    """Compute `weight` times the head_loss below.
 
-    The result is `weight` times as much. logits [B, S, N, bins], targets and counted [B, S, N];
-    with `pairs` S is N, and the logits are those of a pair plus those of its mirror image.
+    With `pairs` S is N, and the logits are those of a pair plus those of its mirror image.
     """
 
     @staticmethod
