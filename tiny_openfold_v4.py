@@ -1953,8 +1953,8 @@ def transition_forward_kernel(
     out = tl.zeros([BLOCK_M, C], tl.float32)
     for first in tl.range(0, HIDDEN, BLOCK_N):
         hidden = first + tl.arange(0, BLOCK_N)
-        weight = WEIGHT_1 + hidden[None, :] * C + channel[:, None]
-        h = project(y, weight, BIAS_1, hidden, PRECISION)
+        weight = tl.load(WEIGHT_1 + hidden[None, :] * C + channel[:, None])
+        h = tl.dot(y, weight, input_precision=PRECISION) + tl.load(BIAS_1 + hidden)[None, :]
         h = tl.maximum(h, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dtype)  # relu(y W1^T + b1)
         weight = tl.load(WEIGHT_2 + channel[None, :] * HIDDEN + hidden[:, None])
         out = tl.dot(h, weight, out, input_precision=PRECISION)  # out += h W2^T
