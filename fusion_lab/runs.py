@@ -32,6 +32,8 @@ SAME_TRAINING = {
 }
 SAME_ENVIRONMENT = ("device_name", "torch")
 SIZES = ("batch_size", "seq_len")  # what names a row of a study, with
+# of runs that a profiler slowed down, and what a script kept of an earlier one in its folder
+PASSED_OVER = r"(^|/)rocprof.*_summary\.json$|_summary\.\d+\.json$"
 OTHER_FILES = {"rows", "modules", "categories", "chains", "stages"}  # fields of other programs
 NAMES = ("precision", "mode", "seed", "group", "side", "version")
 # mean over median step, from which a run was disturbed; 67 of the 71 in exercises.json are below
@@ -286,8 +288,9 @@ def find_runs(path: Path, everything: bool = False) -> list[Run]:
     """All runs in a file, or in a folder: its own results, else its other files, else those below;
     `everything`: all of these.
 
-    Runs that a profiler slowed down are not among them. A folder without runs, and files in it that
-    are of something else, are passed over; a file that is named itself has to be of runs.
+    Runs that a profiler slowed down, and what was kept of an earlier run, are not among them. A
+    folder without runs, and files in it that are of something else, are passed over; a file that is
+    named itself has to be of runs.
     """
     if inside := file_of_runs(path):
         runs, key = inside
@@ -308,8 +311,7 @@ def find_runs(path: Path, everything: bool = False) -> list[Run]:
         found = []
         for file in files:
             place = f"{path.resolve().name}/{file.relative_to(path)}"
-            slowed_down = re.search(r"(^|/)rocprof.*_summary\.json$", place)
-            if slowed_down:
+            if re.search(PASSED_OVER, place):
                 continue
             try:
                 found += of_file(file, name_below(path, file)) or []

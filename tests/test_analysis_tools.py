@@ -166,11 +166,13 @@ def test_each_length_has_its_own_baseline_and_several_runs_of_a_name_are_repeats
 
 def test_a_tree_may_hold_several_models_and_folders_without_a_run(make, tmp_path):
     make("tree/llama")
-    make("tree/openfold", script="tiny_openfold_v2")
+    fold = make("tree/openfold", script="tiny_openfold_v2")
+    shutil.copy(fold / "tiny_llama_v2_summary.json", fold / "tiny_llama_v2_summary.1.json")
     (tmp_path / "tree/empty").mkdir()
     (tmp_path / "tree/other.json").write_text("[1]")
     status, out, err = call(compare_runs, tmp_path / "tree", tmp_path / "tree/empty")
     assert (status, out.count("| configuration")) == (0, 2), err
+    assert out.count("\n| tree/") == 2, "an earlier run of a folder is one to be named"
     assert "empty: no runs in there" in err and "passed over" in err
     assert "tiny_openfold:" in out
 
