@@ -460,7 +460,7 @@ def test_what_cannot_be_reported_is_one_line(folders, tmp_path):
     path.write_text(path.read_text().replace("tiny_llama_v1", "tiny_openfold_v1"))
     assert_refused(report(folders, "--output", output), "is a run of tiny_")
     assert not output.exists()
-    assert_refused(report((tmp_path, folders[1])), "two runs of baseline at one size")
+    assert_refused(report((tmp_path, folders[1])), "two runs of baseline at the same sizes")
     (tmp_path / "empty").mkdir()
     assert_refused(report((tmp_path / "empty", folders[1])), "nothing that both have")
     assert_refused(report((tmp_path / "none", folders[1])), "no such directory; ./run_all_prof")
