@@ -659,13 +659,9 @@ def csv_rows(rows: Sequence[dict], runs: Sequence[Run]) -> list[dict]:
     return wide
 
 
-def renamed(sides: Mapping[str, Run]) -> list[Run]:
-    return [replace(run, name=label) for label, run in sides.items()]
-
-
 def runs_section(sides: Mapping[str, Run]) -> str:
     """The table of these runs beside the first of them, and what to know about it."""
-    runs = renamed(sides)
+    runs = [replace(run, name=label) for label, run in sides.items()]
     rows = [beside(run, baseline_of(run, runs)) for run in runs]
     bad = [run for run in runs if run.status != "ok"]
     notes = [*unsteady(runs), *(f"{r.name} did not finish: {r.result.get('error')}" for r in bad)]

@@ -133,7 +133,9 @@ def fusion_teams(
     for number, chosen in enumerate(groups, 1):
         sides = {}
         for on in (tuple(fusions), *chosen, ()):
-            flags = [f"--{'enable' if fusion in on else 'disable'}-{fusion}" for fusion in fusions]
+            flags = [f"--disable-{fusion}" for fusion in fusions if fusion not in on]
+            if "--disable-all-fusion" in side.argv:  # else they are on
+                flags = [f"--enable-{fusion}" for fusion in on]
             sides[set_name(on, fusions)] = Side(side.script, [*side.argv, *flags], on)
         sides[CONTROL] = sides["all"]  # last: as far from the first as any
         yield {"group": number}, sides
@@ -199,12 +201,11 @@ class Cost:
         began = time.monotonic()
         trainer = make_trainer(script_named(side.script), side.argv)
         trainer.take(1, measured=False)
-        start = time.monotonic()
-        trainer.take(1, measured=False)
-        step = time.monotonic() - start
+        start = time.monotonic() - began
+        step = min(trainer.take(1, measured=False) for _ in range(3)) / 1e3  # of a busy machine
         trainer = None  # and its memory
         free_memory()
-        return start - began, step / self.flops(side)[0]
+        return start, step / self.flops(side)[0]
 
     def flops(self, side: Side) -> tuple[int, argparse.Namespace]:
         import torch

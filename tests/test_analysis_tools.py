@@ -179,21 +179,24 @@ def test_a_tree_may_hold_several_models_and_folders_without_a_run(make, tmp_path
 
 def test_trees_of_several_sizes_models_and_repeats_are_compared_at_the_same_sizes(make, tmp_path):
     for name, speed in (("v1", 100), ("v2", 200)):
+        top = f"pytorch_profiles_{name}"
         for seq_len in (32, 64):
             for seed in (1, 2, 3):
-                place = f"{name}/{seq_len}_{seed}"
                 training = {"seed": seed}
                 timing = {"batch_ms": 1e3 * seed / speed}
                 more = {"script": f"tiny_llama_{name}", "training": training, "timing": timing}
-                make(place, seq_len=seq_len, **more)
-        make(f"{name}/fold", seq_len=8, script=f"tiny_openfold_{name}")
-    before, after = tmp_path / "v1", tmp_path / "v2"
+                make(f"{top}/{seq_len}_{seed}", seq_len=seq_len, **more)
+        make(f"{top}/fold", seq_len=8, script=f"tiny_openfold_{name}")
+        make(f"{top}/fold/baseline", seq_len=8, script=f"tiny_openfold_{name}", fusions={})
+    before, after = (tmp_path / f"pytorch_profiles_{name}" for name in ("v1", "v2"))
 
     status, out, _ = call(compare_versions, "--v1", before, "--v2", after)
     rows = [row for row in table_of(out) if row["tiny_llama"] == "V2"]
     assert (status, [row["length"] for row in rows]) == (0, ["32", "64"])
     assert [row["of repeats"].endswith("in 3") for row in rows] == [True, True]
     assert "| tiny_openfold" in out
+    assert call(compare_versions, "--v1", before, "--v2", tmp_path)[1] == out, "what is around it"
+    assert_refused(call(compare_versions, "--v1", after), "no tiny_llama_v1_summary.json in")
 
     status, out, _ = call(
         regression_tester, "--baseline-results", before, "--current-results", after
