@@ -10,7 +10,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, assert_refused, call, strict_json
+from conftest import ROOT, TINY, assert_refused, call, read_rows, strict_json
 
 from analysis_tools import compare_versions, regression_tester, validate_numerical_accuracy
 from fusion_lab import accuracy, sweep
@@ -34,9 +34,10 @@ def changed(path: Path, before: str, after: str) -> Path:
     return path
 
 
-def test_versions_agree():
-    status, out, _ = validate(V2, "--tolerance", "1e-3")
+def test_versions_agree(tmp_path):
+    status, out, _ = validate(V2, "--tolerance", "1e-3", "--csv", tmp_path / "table.csv")
     assert (status, out.count("pass"), out.count("20 gradients")) == (0, 7, 2), out
+    assert len(read_rows(tmp_path / "table.csv")) == 7
     assert out.endswith("tiny_llama_v2.py against tiny_llama_v1.py: PASS\n")
 
 
