@@ -275,6 +275,8 @@ def of_file(path: Path, name: str) -> list[Run] | None:
         rows = [row for row in content["rows"] if isinstance(row, dict)]
         if not any(is_run(row) for row in rows):
             return None  # of operations
+        if not content.get("complete", True):
+            note(f"{path}: the study is not finished; its command goes on with it")
         return of_study(path, checked_study(content, path)) or None
     if OTHER_FILES & content.keys() or "schema_version" not in content:
         return None

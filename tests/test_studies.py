@@ -15,7 +15,7 @@ import torch
 from conftest import call, load, read_rows, table_of, words
 
 from analysis_tools import benchmark_suite, fusion_ablation_study, optimize_batch_size
-from fusion_lab import batch_size, cli, runs, study, sweep, turns
+from fusion_lab import batch_size, cli, records, runs, study, sweep, turns
 from fusion_lab.cli import ToolError, sign_of_life
 from fusion_lab.turns import Turns, compare_in_turns, in_turns, spread
 
@@ -134,6 +134,8 @@ def test_a_study_goes_on_where_it_was_interrupted(tmp_path, capsys):
     done, path = [], tmp_path / "study.json"
     with pytest.raises(KeyboardInterrupt):
         study.measure_study(path, counting(done, fails_at=2), rounds=3)
+    with pytest.raises(ToolError, match="not finished"):
+        records.read_rows(path)
     assert study.heading(json.loads(path.read_text()), "x").endswith("the same command goes on")
     with pytest.raises(ToolError, match="other settings"):
         study.measure_study(path, counting(done), rounds=4)
