@@ -417,7 +417,7 @@ def test_a_layer_in_one_launch_and_in_five(launches: int, dtype: torch.dtype):
         assert difference(found - x, exact.double()(x.double()) - x) < LIMITS[dtype]
 
 
-def test_a_layer_is_launched_cooperatively_where_its_programs_wait(monkeypatch: pytest.MonkeyPatch):
+def test_a_layer_is_launched_cooperatively_where_its_programs_wait(monkeypatch):
     """So that all of them run at the same time; programs of one phase alone need not."""
     layer, launched = random_layer(torch.float32), []
     monkeypatch.setattr(one_launch, "BACKEND", "cuda")
@@ -429,7 +429,7 @@ def test_a_layer_is_launched_cooperatively_where_its_programs_wait(monkeypatch: 
     assert found == [True] + 5 * [False]
 
 
-def test_a_layer_that_cannot_be_one_launch_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_a_layer_that_cannot_be_one_launch_is_refused(monkeypatch):
     """By an old Triton, or with more tokens than angles."""
     layer = random_layer(torch.float32)
     with pytest.raises(ValueError, match="33 tokens, but the model's seq_len is 32"):
@@ -441,7 +441,7 @@ def test_a_layer_that_cannot_be_one_launch_is_refused(monkeypatch: pytest.Monkey
         one_launch.benchmark(parse(V4, *SMALL))
 
 
-def test_inference_says_that_all_ways_agree(tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_inference_says_that_all_ways_agree(tmp_path: Path, capsys):
     args = parse(V4, *SMALL, "--use-amp", "--profile-dir", str(tmp_path))
     assert one_launch.benchmark(args) == 0
     assert re.search(r"^one launch .*relative error", capsys.readouterr().out, re.MULTILINE)

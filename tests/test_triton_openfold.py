@@ -138,9 +138,7 @@ def test_any_residue_and_any_sequence_can_be_padding(script: str):
 
 
 @every_operation
-def test_what_is_frozen_costs_no_kernel_and_changes_no_other_gradient(
-    name: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_is_frozen_costs_no_kernel_and_changes_no_other_gradient(name: str, monkeypatch):
     """Let each input alone need a gradient: its bits are the same."""
     (operation, inputs), wrap, launched = case(name), v3.wrap_triton, []
     noting = lambda kernel: launched.append(kernel.__name__) or wrap(kernel)  # noqa: E731
@@ -155,7 +153,7 @@ def test_what_is_frozen_costs_no_kernel_and_changes_no_other_gradient(
     assert min(counts) < for_all >= max(counts)
 
 
-def test_wide_offsets_change_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_wide_offsets_change_nothing(monkeypatch):
     """Those of 64 bits, which tensors of 2^31 elements need, on small ones."""
     operation, inputs = case("triangle")
     expected, options, kernels = results(operation, inputs), v3.triangle_options, []
@@ -204,7 +202,7 @@ def part_gradients(
     ],
 )
 def test_no_row_or_column_of_a_gradient_is_less_exact_than_in_v1(
-    part: str, length: int, case: str, monkeypatch: pytest.MonkeyPatch
+    part: str, length: int, case: str, monkeypatch
 ):
     """An outlier channel stands above the others at all positions, as they do in trained models."""
     monkeypatch.setitem(v3.OVERRIDES, "attention_backward_short", {"BLOCK_N": 16})
@@ -405,7 +403,7 @@ def test_every_width_trains(script: str, run):
     assert result.status == 0, result.stdout
 
 
-def test_too_large_blocks_are_one_line(run, monkeypatch: pytest.MonkeyPatch):
+def test_too_large_blocks_are_one_line(run, monkeypatch):
     error = triton.runtime.errors.OutOfResources(300000, 232448, "shared memory")
 
     def launch(*_: object) -> None:
