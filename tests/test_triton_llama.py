@@ -213,7 +213,7 @@ def test_blocks_are_recorded(run):
     assert result.status == 0, result.stderr
     assert result.summary["config"]["blocks"] == " ".join(asked)
     assert result.stderr.count("Triton's interpreter") == v3.INTERPRETED
-    assert run(V3, *HERE, *quick).stderr == ""
+    assert "interpreter" not in run(V3, *HERE, *quick).stderr
 
 
 @pytest.mark.parametrize(
