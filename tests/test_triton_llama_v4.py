@@ -7,15 +7,11 @@ Its kernels are tested beside V3's; the optimizer is the same in TinyOpenFold (p
 from __future__ import annotations
 
 import copy
-import re
-from collections import defaultdict
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import (
     DEVICE,
-    LIMITS,
     SMALLEST,
     assert_one_error,
     assert_same_gradients,
@@ -24,15 +20,11 @@ from conftest import (
     parse,
     randn,
     random_state,
-    words,
 )
 from conftest import relative_difference as difference
 from test_triton_llama import HERE, build, tokens
 from torch import Tensor, nn
 from torch.nn.utils import prune
-
-from exercises.tiny_llama_v4 import one_launch
-from fusion_lab.accuracy import InFloat64
 
 V3, V4 = "tiny_llama_v3", "tiny_llama_v4"
 v4 = load(V4)
@@ -402,61 +394,3 @@ def test_frozen_parameters_stay_and_the_others_train(frozen: str):
 
 def test_a_compiler_is_refused_in_one_line(run):
     assert_one_error(run(V4, *HERE, "--enable-torch-compile"), 2, "tiny_llama_v3.py")
-
-
-# A transformer layer in one launch
-
-
-def random_layer(dtype: torch.dtype) -> nn.Module:
-    """The first layer with random weights, whose sequences have 32 tokens."""
-    layer = one_launch.first_layer(v4, parse(V4, *HERE, *LAYER), dtype, triton_attention=True)
-    layer.load_state_dict(random_state(layer.state_dict()))
-    return layer
-
-
-LAYER = words("--hidden-dim 40 --num-heads 4 --num-kv-heads 1 --intermediate-dim 21")
-
-
-@both_types
-@pytest.mark.parametrize("launches", [1, 5])
-def test_a_layer_in_one_launch_and_in_five(launches: int, dtype: torch.dtype):
-    """The residual stream is float32; what the layer adds to it is compared with V1 in float64."""
-    layer = random_layer(dtype)
-    exact = build("tiny_llama_v1", *LAYER).layers[0]
-    exact.load_state_dict(layer.state_dict())
-    x = randn(2, 32, 40, scale=2.0)
-    found = one_launch.in_launches(launches, layer, x)
-    assert found.dtype == x.dtype
-    with InFloat64():
-        assert difference(found - x, exact.double()(x.double()) - x) < LIMITS[dtype]
-
-
-def test_a_layer_is_launched_cooperatively_where_its_programs_wait(monkeypatch):
-    """So that all of them run at the same time; programs of one phase alone need not."""
-    layer, launched = random_layer(torch.float32), []
-    monkeypatch.setattr(one_launch, "BACKEND", "cuda")
-    grids = defaultdict(lambda: lambda *_, **options: launched.append(options))
-    monkeypatch.setattr(one_launch, "wrap_triton", lambda kernel: grids)
-    for launches in (1, 5):
-        one_launch.in_launches(launches, layer, randn(1, 7, 40))
-    found = [options.get("launch_cooperative_grid", False) for options in launched]
-    assert found == [True] + 5 * [False]
-
-
-def test_a_layer_that_cannot_be_one_launch_is_refused(monkeypatch):
-    """By an old Triton, or with more tokens than angles."""
-    layer = random_layer(torch.float32)
-    with pytest.raises(ValueError, match="33 tokens, but the model's seq_len is 32"):
-        one_launch.in_launches(1, layer, randn(1, 33, 40))
-    monkeypatch.setattr(one_launch, "TOO_OLD", "a layer as one launch needs Triton 3.3")
-    with pytest.raises(RuntimeError, match=r"needs Triton 3\.3"):
-        one_launch.in_launches(1, layer, randn(1, 7, 40))
-    with pytest.raises(SystemExit, match="4"):
-        one_launch.benchmark(parse(V4, *SMALL))
-
-
-def test_inference_says_that_all_ways_agree(tmp_path: Path, capsys):
-    args = parse(V4, *SMALL, "--use-amp", "--profile-dir", str(tmp_path))
-    assert one_launch.benchmark(args) == 0
-    assert re.search(r"^one launch .*relative error", capsys.readouterr().out, re.MULTILINE)
-    assert (tmp_path / f"{V4}_benchmark.json").is_file()

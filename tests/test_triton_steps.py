@@ -14,8 +14,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from conftest import DEVICE, TRITON, load, model_of, randn, random_state, relative_difference
-from test_triton_llama_v4 import one_launch, random_layer
+from conftest import DEVICE, TRITON, load, model_of, random_state, relative_difference
 from torch import Tensor
 
 from fusion_lab.accuracy import GRADIENT, values_of
@@ -249,14 +248,3 @@ def test_a_step_is_that_of_v1_in_float64_and_stays_within_its_tensors(
     kernels = {name for name in kernels if name.endswith("_kernel")}
     assert launched <= kernels
     assert kernels - launched in NOT_IN_A_STEP.get(script, [set()])
-
-
-@in_precisions(torch.float32, torch.bfloat16)
-def test_a_layer_in_one_launch_stays_within_its_tensors(precision: torch.dtype, monkeypatch):
-    launched, layer, x = set(), random_layer(precision), randn(3, 29, 40)
-    expected = one_launch.in_launches(1, layer, x)
-    assert expected.isfinite().all()
-    guard = guarded(one_launch.wrap_triton, launched)
-    monkeypatch.setattr(one_launch, "wrap_triton", guard)
-    assert torch.equal(one_launch.in_launches(1, layer, x), expected)
-    assert launched == {"transformer_block_kernel"}
