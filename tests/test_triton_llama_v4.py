@@ -1,5 +1,4 @@
-"""TinyLlama V4's optimizer takes the steps of PyTorch's, gradients are where it reads them, and a
-layer may be one launch.
+"""TinyLlama V4's optimizer takes the steps of PyTorch's, and gradients are where it reads them.
 
 Its kernels are tested beside V3's; the optimizer is the same in TinyOpenFold (parts/optimizer.py).
 """
