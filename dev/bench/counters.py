@@ -210,7 +210,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output is None:
         raise ToolError("name a FILE.json for the study, or --table one")
     wanted = chosen(list(parts(args.limit)), args.only)
-    print(table_of_steps(measure_study(args.output, wanted, keep=True)))
+    print(table_of_steps(measure_study(args.output, wanted)))
     return 0
 
 
