@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """One HTML file with tables of all results in some folders; it needs no network and no server.
 
-Model, device and precision are chosen at the top, so no table mixes them. What took turns, in a
+Each model, device and precision unfolds by itself, so no table mixes them. What took turns, in a
 study or by --compare-fusion, has a table with time, memory, kernels, and ratios turn by turn; runs
 of their own are shown beside each other without ratios. Nothing is measured here.
 

@@ -1,5 +1,5 @@
-"""performance_dashboard.py: what is on the page is what the files have, and the page works in a
-browser."""
+"""performance_dashboard.py: what is on the page is what the files have, and it is for the right
+machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ HERE = {"device": "cuda", "device_name": "GPU", "torch": "2"}
 
 def page_in(path: Path) -> list[dict]:
     """The tables of a page."""
-    return json.loads(re.search(r"const PAGE = (.*);\n", path.read_text()).group(1))["panels"]
+    panels = []
+    for part in path.read_text().split("<summary>")[1:]:
+        choice, _, rest = part.partition("</summary>")
+        for title, table in re.findall("<section><h2>(.*?)</h2>(.*?)</section>", rest, re.DOTALL):
+            panels.append({"choice": choice.split(", "), "title": title, "html": table})
+    return panels
 
 
 def cells(panel: dict) -> list[list[str]]:

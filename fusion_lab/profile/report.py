@@ -2,9 +2,8 @@
 and no server."""
 
 import html
-import json
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +31,22 @@ from fusion_lab.runs import (
 from fusion_lab.script import model_and_version, precision_of
 
 TOP = 10  # kernels per table
+HEAD = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Kernel fusion: what was measured</title>
+<style>
+  body { margin: 16px; color: #1f2328; font: 15px/1.4 system-ui, sans-serif; }
+  summary { font-weight: bold; margin: 8px 0; cursor: pointer; }
+  h2 { font-size: 16px; margin: 14px 0 6px; }
+  section { overflow-x: auto; }
+  table { border-collapse: collapse; font-size: 14px; }
+  th, td { padding: 3px 14px 3px 0; text-align: right; }
+  th { color: #57606a; font-weight: normal; }
+  th:first-child, td:first-child { text-align: left; }
+</style>
+<h1>Kernel fusion: what was measured</h1>"""
 Choice = tuple[str, str, str]  # model, device, precision
 
 
@@ -231,18 +246,20 @@ def as_html(text: str) -> str:
 
 
 def page(panels: Sequence[Panel]) -> str:
-    """An HTML page on which model, device and precision are chosen, so no table mixes them. It
-    begins with the choice of which there is most."""
-    (start, _), *_ = Counter(panel.choice for panel in panels).most_common()
-    columns = zip(*(panel.choice for panel in panels), strict=True)
-    values = map(sorted, map(set, columns))
-    filters = zip(("model", "device", "precision"), values, start, strict=True)
-    content = {
-        "filters": [[*each] for each in filters],
-        "panels": [{"choice": p.choice, "title": p.title, "html": as_html(p.text)} for p in panels],
-    }
-    data = json.dumps(content, allow_nan=False).replace("<", "\\u003c")
-    return Path(__file__).with_suffix(".html").read_text().replace("/*HERE*/", data)
+    """An HTML page that folds what was measured for each model, device and precision, so no table
+    mixes them. Open is the first, of which there is most."""
+    chosen: dict[Choice, list[Panel]] = defaultdict(list)
+    for panel in panels:
+        chosen[panel.choice].append(panel)
+    parts = []
+    for choice, same in sorted(chosen.items(), key=lambda item: (-len(item[1]), item[0])):
+        summary = html.escape(", ".join(filter(None, choice)) or "several")
+        parts.append(f"<details{'' if parts else ' open'}>\n<summary>{summary}</summary>")
+        for panel in same:
+            title = html.escape(panel.title)
+            parts.append(f"<section><h2>{title}</h2>{as_html(panel.text)}</section>")
+        parts.append("</details>")
+    return "\n".join([HEAD, *parts, "</html>", ""])
 
 
 def write(panels: Sequence[Panel], output: Path | None, as_page: bool) -> None:
