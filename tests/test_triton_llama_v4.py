@@ -246,6 +246,15 @@ def prune_a_weight(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     prune.l1_unstructured(model.layers[0].mlp.down_proj, "weight", 0.5)
 
 
+def hooks(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def negate(parameter: Tensor) -> None:
+        parameter.grad.neg_()
+
+    for p in model.layers.parameters():
+        p.register_hook(lambda grad: 2 * grad)
+        p.register_post_accumulate_grad_hook(negate)
+
+
 BETWEEN_STEPS = [
     fail_in_a_pass,
     gradients_by_hand,
@@ -254,6 +263,7 @@ BETWEEN_STEPS = [
     vector_and_back,
     transpose_memory,
     load_by_assignment,
+    hooks,
 ]
 
 
