@@ -86,11 +86,11 @@ def kernel_table(profile: Profile) -> str:
 def operator_table(profile: Profile) -> str:
     """The first operators by self time on the host, and the time of their kernels."""
     columns = [
-        Column("operator", lambda row: f"`{short_name(row.name)}`"),
+        Column("operator", lambda row: f"`{short_name(row['name'])}`"),
         Column("category", "category", text=True),
-        Column("calls per step", lambda row: row.calls / profile.steps, ".10g"),
-        Column("self ms per step", lambda row: row.self_ns / profile.steps / 1e6, ".3f"),
-        Column("device ms per step", lambda row: row.device_ns / profile.steps / 1e6, ".3f"),
+        Column("calls per step", lambda row: row["calls"] / profile.steps, ".10g"),
+        Column("self ms per step", lambda row: row["self_ns"] / profile.steps / 1e6, ".3f"),
+        Column("device ms per step", lambda row: row["device_ns"] / profile.steps / 1e6, ".3f"),
     ]
     return render(columns, profile.operators[:TOP])
 
@@ -202,7 +202,7 @@ def profile_script(own: argparse.Namespace, rest: list[str]) -> int:
 
     content = json.dumps(as_json(profile, summary), indent=1)
     write_statistics(directory / f"{name}_kernels.csv", profile.statistics)
-    write_csv(directory / f"{name}_operators.csv", [asdict(row) for row in profile.operators])
+    write_csv(directory / f"{name}_operators.csv", profile.operators)
     write_text(directory / f"{name}_profile.json", content + "\n")
     on_host = "self time of operators (on a CPU there are no kernels)"
     clock = "device time" if profile.unit == "kernels" else on_host

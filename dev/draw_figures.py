@@ -396,6 +396,30 @@ def trunk() -> Sheet:
     return sheet
 
 
+@figure
+def lengths() -> Sheet:
+    """Time per residue pair over the residues of a protein."""
+    sheet = Sheet("A protein of any length", 470)
+    plot = Plot(sheet, (86, 84, 560, 260), (158, 194), (75, 480), log=True)
+    plot.axes("residues", range(160, 193, 8), "ns per residue pair", (100, 200, 300, 400))
+    for side in ("V2", "V2 compiled", "V3", "V4"):
+        points = []
+        for row in rows_of("lengths", side=side, precision="bf16"):
+            if row["shape"].startswith("37 x"):  # not the trunk
+                pairs = row["batch_size"] * row["seq_len"] ** 2
+                points.append((row["seq_len"], 1e6 * row["batch_ms"] / pairs))
+        color = PURPLE if "compiled" in side else VERSION[side]
+        for first, second in itertools.pairwise(points):
+            plot.line(first, second, color=color, width=2)
+        for point in points:
+            sheet.dot(*plot.at(*point), color, 5, hollow=point[0] % 8 > 0)
+        right, down = plot.at(*points[-1])
+        sheet.text(right + 12, down, side, SMALL, color, bold=True)
+    sheet.note(422, "open: no multiple of 8. 2 blocks, 37 sequences, batch 2, bf16, one H100")
+    sheet.cut(72, 396)
+    return sheet
+
+
 def build_parser() -> Parser:
     parser = documented_parser(__file__, __doc__)
     names = f"of: {', '.join(FIGURE)} (default: all)"

@@ -1,8 +1,8 @@
 """Slow float64 reference of the AlphaFold 2 Evoformer block, for tests.
 
 Written from the equations of the AlphaFold 2 supplementary information (algorithms 6 to 15), with
-explicit indices and elementary operations, so that it shares no code with a fast implementation.
-There are no masks and no dropout.
+explicit indices, so that it shares no code with a fast implementation. There are no masks and no
+dropout.
 
 Every operation takes a flat dict `p` of parameters named relative to its module and returns the
 update without the residual. Shapes: msa [B, S, N, c_m], pair [B, N, N, c_z].
@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Params = dict[str, Tensor]
@@ -24,10 +25,7 @@ Params = dict[str, Tensor]
 def layer_norm(p: Params, name: str, x: Tensor) -> Tensor:
     """Normalise the last axis to mean 0 and (biased) variance 1, scale and shift each channel."""
     assert x.dtype == torch.float64, "the reference must be given float64 tensors"
-    size = x.shape[-1]
-    centred = x - x.sum(dim=-1, keepdim=True) / size
-    variance = (centred * centred).sum(dim=-1, keepdim=True) / size
-    return centred / torch.sqrt(variance + 1e-5) * p[f"{name}.weight"] + p[f"{name}.bias"]
+    return F.layer_norm(x, x.shape[-1:], p[f"{name}.weight"], p[f"{name}.bias"], eps=1e-5)
 
 
 def linear(p: Params, name: str, x: Tensor, bias: bool = True) -> Tensor:
@@ -57,9 +55,7 @@ def attention(p: Params, x: Tensor, heads: int, bias: Tensor | None = None) -> T
     logits = torch.einsum("brihd,brjhd->brijh", q, k) / math.sqrt(q.shape[-1])
     if bias is not None:
         logits = logits + bias[:, None]
-    # the largest entry is subtracted as a constant, which does not change the result
-    e = torch.exp(logits - logits.amax(dim=3, keepdim=True).detach())
-    a = e / e.sum(dim=3, keepdim=True)
+    a = torch.softmax(logits, dim=3)
     o = gate * torch.einsum("brijh,brjhd->brihd", a, v)
     return linear(p, "linear_o", o.reshape(*o.shape[:-2], -1))
 
@@ -136,8 +132,8 @@ def evoformer_block(
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     """Compute -log softmax(logits)[target] of [..., classes] and integer [...] -> [...]."""
     assert logits.dtype == torch.float64, "the reference must be given float64 tensors"
-    of_target = logits.gather(-1, target[..., None].long())[..., 0]
-    return torch.logsumexp(logits, -1) - of_target
+    error = F.cross_entropy(logits.flatten(0, -2), target.flatten().long(), reduction="none")
+    return error.view(target.shape)
 
 
 def mean_of_each(error: Tensor, counted: Tensor) -> Tensor:

@@ -243,12 +243,10 @@ def small_files() -> Iterator[None]:
 def test_a_full_disk_costs_the_profile_and_not_the_report(small_files, run):
     """The result fits; the trace from which peak memory is read, some 600 kB, does not."""
     result = run(SCRIPT, *QUICK, "--enable-pytorch-profiler")
-    left = [path.name for path in result.directory.iterdir()]
     assert_one_error(result, 2, "cannot write")
     assert "Average training speed" in result.stdout and "Final loss" in result.stdout
     assert_record(result.summary, "failed", 2)
     assert result.summary["timing"]["samples_per_sec"] > 0
-    assert not [name for name in left if ".tmp" in name or name.endswith(".gz")]
 
 
 @pytest.mark.parametrize("mode", [[], ["--compare-fusion"]], ids=["run", "comparison"])

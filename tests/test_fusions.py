@@ -255,9 +255,7 @@ def test_no_effect_is_said_where_a_step_dispatches_the_same_operators(script: st
 @pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, needs_compiler])]
 )
-def test_torch_compile_follows_the_same_loss_curve(
-    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_torch_compile_follows_the_same_loss_curve(backend: str, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     compile_with, calls = torch.compile, []
 

@@ -24,9 +24,9 @@ def test_launches_are_read_and_summed_by_kernel():
     launches = ncu.read_ncu(SAMPLE)
     rows = {row["name"]: row for row in ncu.by_kernel(launches)}
     swiglu = rows["swiglu_forward_kernel"]
-    each = [launch for launch in launches if launch.name == "swiglu_forward_kernel"]
+    each = [launch for launch in launches if launch["name"] == "swiglu_forward_kernel"]
     assert swiglu["calls"] == len(each) > 1
-    assert swiglu["dram_read_mb"] == pytest.approx(sum(x.dram_read for x in each) / 1e6)
+    assert swiglu["dram_read_mb"] == pytest.approx(sum(x["dram_read"] for x in each) / 1e6)
     # 1024 tokens, gate and up of 2048 channels in bfloat16, are read once each time
     assert swiglu["dram_read_mb"] / len(each) == pytest.approx(1024 * 4096 * 2 / 1e6, rel=0.01)
     assert swiglu["registers"] == 32

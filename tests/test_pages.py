@@ -3,17 +3,14 @@ results, the tables of claims and of names name what exists. And the results the
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
-from collections import defaultdict
 
 import pytest
 import torch
 from conftest import ROOT, captured, load, needs_compiler
 from torch.utils.flop_counter import FlopCounterMode
 
-from dev.tables import CELLS
 from exercises.start import add_relu, attention_memory
 from exercises.tiny_openfold_v2 import forward_only
 from fusion_lab.turns import ratios
@@ -139,30 +136,3 @@ def test_the_totals_in_architecture_are_counted(script):
     assert f"**{sum(parameter.numel() for parameter in model.parameters()):,}**" in text
     whole = counter.get_total_flops() / 1e9
     assert f"**{forward / 1e9:.3f}** | **{whole:.3f}**" in text
-
-
-def rows_in(printed: str) -> list[dict[str, str]]:
-    """The rows of Markdown tables, the cells that are not empty by their columns."""
-    rows = []
-    for table in re.findall(r"(?:^\|.*\n?)+", printed, re.MULTILINE):
-        header, _, *lines = (
-            [c.strip() for c in CELLS.split(line)[1:-1]] for line in table.splitlines()
-        )
-        cells = (zip(header, line, strict=True) for line in lines)
-        rows += [{label: text for label, text in row if text not in ("", "-")} for row in cells]
-    return rows
-
-
-def test_times_of_one_step_agree_in_all_tables():
-    """Within what RESULTS.md says of tables."""
-    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/RESULTS.md")]
-    said = re.search(r"in two tables differ by up to (\d+) %", "".join(pages))
-    times = defaultdict(set)
-    for row in itertools.chain(*map(rows_in, pages)):
-        head, label = next(iter(row.items()))
-        shape = label if label.startswith("tiny_") else f"{head}, {label}"
-        for column, text in row.items():
-            if re.fullmatch(r"V\d, ms", column) and re.match(r"tiny_\w+, \w+, \w+$", shape):
-                times[shape, column].add(float(text))
-    assert max(map(len, times.values())) > 2
-    assert all(max(ms) <= (1 + int(said[1]) / 100) * min(ms) for ms in times.values()), times

@@ -335,7 +335,7 @@ def test_a_kernel_belongs_to_the_phase_that_launched_it():
     }
     assert found == {"forward": (1, 1, 0.01), "backward": (3, 0, 0.0095), "outside": (1, 0, 0.0005)}
     assert profile.categories["generated"].percent == pytest.approx(100 * 6.5 / 20)
-    assert {row.name: row.device_ns for row in profile.operators} == {
+    assert {row["name"]: row["device_ns"] for row in profile.operators} == {
         "aten::mm": 8000, "aten::copy_": 2000, "aten::mul": 3000,
     }  # fmt: skip
     with pytest.raises(ToolError, match="no ranges named graph"):  # of a step that is one graph

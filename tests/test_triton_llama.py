@@ -45,13 +45,6 @@ def tokens(*argv: str) -> dict[str, Tensor]:
     return v3.make_batches(args, DEVICE, args.seed).next_batch()
 
 
-def angles(seq: int, dim: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of a model whose sequences may be longer."""
-    config = v3.ModelConfig(hidden_dim=dim, num_heads=1, num_kv_heads=1, seq_len=seq + 5)
-    tables = v3.RotaryEmbedding(config)
-    return tables.cos.to(DEVICE), tables.sin.to(DEVICE)
-
-
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """[B, S, heads, d], with scores in memory."""
     group, later = q.shape[2] // k.shape[2], torch.ones(2 * q.shape[1:2], dtype=torch.bool).triu(1)
@@ -115,7 +108,8 @@ def test_loss_of_the_next_token(module: ModuleType, banned: bool, dtype, monkeyp
 @both
 @both_types
 def test_columns_behind_the_vocabulary_do_not_count(module: ModuleType, dtype: torch.dtype):
-    """Whatever stands there: its gradient is 0, and a label among them makes the loss NaN."""
+    """Whatever stands there: its gradient is 0, and a label among them makes the loss NaN, as do
+    logits of -inf alone."""
     logits, labels = randn(2, 4, 40, dtype=dtype), torch.tensor([[0, 32, 7, -100]] * 2).to(DEVICE)
     logits[..., 33:] = 60.0
     logits.requires_grad_()
@@ -127,17 +121,11 @@ def test_columns_behind_the_vocabulary_do_not_count(module: ModuleType, dtype: t
     assert not grads[0][..., 33:].any()
     beyond = labels.masked_fill(labels == 32, 33)
     assert next_token_loss(module, logits, beyond, 33).isnan().any()
-
-
-@both
-def test_what_has_no_loss(module: ModuleType):
-    """A label outside the vocabulary makes it NaN, as do logits of -inf alone; the first label is
-    predicted by nobody."""
-    logits, labels = randn(1, 3, 33), torch.tensor([[33, 1, 2]], device=DEVICE)
-    assert next_token_loss(module, logits, labels).isfinite().all()
-    assert next_token_loss(module, logits, labels.flip(1)).isnan().any()
-    logits[0, 1] = -torch.inf
-    assert next_token_loss(module, logits, labels).isnan().any()
+    beyond[:, 0] = 33  # which nobody predicts
+    beyond[:, 1] = 32
+    assert next_token_loss(module, logits, beyond, 33).isfinite().all()
+    nothing_possible = logits.detach().index_fill(1, torch.tensor(0, device=DEVICE), -torch.inf)
+    assert next_token_loss(module, nothing_possible, labels, 33).isnan().any()
 
 
 # The model and its command line
@@ -198,7 +186,7 @@ def test_a_launch_takes_the_block_sizes_of_its_type_and_device(
     assert v3.blocks("some", dtype) == {"BLOCK_M": 64, "num_warps": 4, **sizes.get(chosen, {})}
 
 
-def test_blocks_change_what_is_launched_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
+def test_blocks_change_what_is_launched_and_nothing_else(monkeypatch):
     changes = words("--blocks attention_forward:BLOCK_M=16,num_warps=2")
     changes += words("--blocks attention_forward:BLOCK_N=16")
     launched, results, qkv = [], [], randn(1, 33, 4, 8)
@@ -225,7 +213,7 @@ def test_blocks_are_recorded(run):
     assert result.status == 0, result.stderr
     assert result.summary["config"]["blocks"] == " ".join(asked)
     assert result.stderr.count("Triton's interpreter") == v3.INTERPRETED
-    assert run(V3, *HERE, *quick).stderr == ""
+    assert "interpreter" not in run(V3, *HERE, *quick).stderr
 
 
 @pytest.mark.parametrize(

@@ -136,9 +136,7 @@ def test_any_residue_and_any_sequence_can_be_padding(script: str):
 
 
 @every_operation
-def test_what_is_frozen_costs_no_kernel_and_changes_no_other_gradient(
-    name: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_is_frozen_costs_no_kernel_and_changes_no_other_gradient(name: str, monkeypatch):
     """Let each input alone need a gradient: its bits are the same."""
     (operation, inputs), wrap, launched = case(name), v3.wrap_triton, []
     noting = lambda kernel: launched.append(kernel.__name__) or wrap(kernel)  # noqa: E731
@@ -153,7 +151,7 @@ def test_what_is_frozen_costs_no_kernel_and_changes_no_other_gradient(
     assert min(counts) < for_all >= max(counts)
 
 
-def test_wide_offsets_change_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_wide_offsets_change_nothing(monkeypatch):
     """Those of 64 bits, which tensors of 2^31 elements need, on small ones."""
     operation, inputs = case("triangle")
     expected, options, kernels = results(operation, inputs), v3.triangle_options, []
@@ -204,7 +202,7 @@ def part_gradients(
     ],
 )
 def test_no_row_or_column_of_a_gradient_is_less_exact_than_in_v1(
-    part: str, length: int, case: str, monkeypatch: pytest.MonkeyPatch
+    part: str, length: int, case: str, monkeypatch
 ):
     """An outlier channel stands above the others at all positions, as they do in trained models."""
     monkeypatch.setitem(v3.OVERRIDES, "attention_backward_short", {"BLOCK_N": 16})
@@ -321,26 +319,21 @@ def build(script: str, *argv: str) -> tuple[nn.Module, torch.optim.Optimizer, di
     return model, optimizer, version.make_batches(args, DEVICE, 1).next_batch()
 
 
-MASKS = (  # how people write one: 0 is no, all else is yes
-    lambda mask: mask.float(),
-    lambda mask: 2 * mask.long(),
-    lambda mask: 255 * mask.byte(),
-)
-
-
 @pytest.mark.parametrize("version", [1, 2, 3, 4])
 @torch.no_grad()
 def test_a_mask_of_any_type_gives_the_loss_of_a_boolean_one_in_v1(version: int):
+    """0 is no, all else is yes."""
     (v1, _, batch), (model, _, _) = map(build, ("tiny_openfold_v1", f"tiny_openfold_v{version}"))
     batch["sequences"] = torch.tensor([[True, False], [True, True]], device=DEVICE)
     batch["residues"] = batch["observed"].clone()
     batch["residues"][0, 2] = batch["observed"][0, 2] = False
     expected = v1(**batch).item()
-    for as_written in MASKS:
-        names = "masked", "observed", "sequences", "residues"
-        other = batch | {name: as_written(batch[name]) for name in names}
-        other["tokens"] = batch["tokens"].int()
-        assert model(**other).item() == pytest.approx(expected, rel=1e-4)
+    batch["masked"] = 255 * batch["masked"].byte()
+    batch["observed"] = batch["observed"].float()
+    batch["sequences"] = 255 * batch["sequences"].byte()
+    batch["residues"] = 2 * batch["residues"].long()
+    batch["tokens"] = batch["tokens"].int()
+    assert model(**batch).item() == pytest.approx(expected, rel=1e-4)
 
 
 def test_weights_that_are_written_and_moved_are_those_of_the_next_pass():
@@ -405,7 +398,7 @@ def test_every_width_trains(script: str, run):
     assert result.status == 0, result.stdout
 
 
-def test_too_large_blocks_are_one_line(run, monkeypatch: pytest.MonkeyPatch):
+def test_too_large_blocks_are_one_line(run, monkeypatch):
     error = triton.runtime.errors.OutOfResources(300000, 232448, "shared memory")
 
     def launch(*_: object) -> None:

@@ -224,7 +224,7 @@ def check_values(script: str, argv: str, found: Sequence[dict[str, Tensor]]) -> 
 @in_precisions("", "--use-amp")
 @pytest.mark.parametrize(("script", "argv", "guards"), STEPS)
 def test_a_step_is_that_of_v1_in_float64_and_stays_within_its_tensors(
-    script: str, argv: str, guards: bool, precision: str, monkeypatch: pytest.MonkeyPatch
+    script: str, argv: str, guards: bool, precision: str, monkeypatch
 ):
     """And gives the same bits again."""
     module, launched = load(script), set()

@@ -183,7 +183,7 @@ def tensors_of(tree: object) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_each_stream_waits_for_what_it_reads_and_for_who_read_what_it_writes(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch
 ):
     script, argv, at_the_side = STEPS[name]
     module = load(script)

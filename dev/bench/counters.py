@@ -31,7 +31,7 @@ from fusion_lab.amd.compile import launches_of_step, take_step
 from fusion_lab.cli import Parser, ToolError, documented_parser, program
 from fusion_lab.files import ROOT, read_json
 from fusion_lab.profile.kernels import short_name
-from fusion_lab.profile.ncu import Counted, by_kernel, moved, ncu_command, read_ncu
+from fusion_lab.profile.ncu import by_kernel, moved, ncu_command, read_ncu
 from fusion_lab.profile.traffic import Traffic
 from fusion_lab.script import script_named
 from fusion_lab.show import Column, render
@@ -70,18 +70,18 @@ def counted(sides: tuple[str, ...], empty_caches: bool, limit: int) -> list[dict
     return [with_counters(row, group) for row, group in zip(rows, launches, strict=True)]
 
 
-def split_at_marks(launches: list[Counted]) -> list[list[Counted]]:
+def split_at_marks(launches: list[dict]) -> list[list[dict]]:
     """Return the launches of each side; a mark stands before the first of each."""
-    groups: list[list[Counted]] = []
+    groups: list[list[dict]] = []
     for launch in launches:
-        if MARK in launch.name:
+        if MARK in launch["name"]:
             groups.append([])
         else:
             groups[-1].append(launch)
     return groups
 
 
-def with_counters(row: dict, launches: list[Counted]) -> dict:
+def with_counters(row: dict, launches: list[dict]) -> dict:
     """Return the row of a side with its kernels and their sums, in MB and microseconds."""
     by_operator = row.pop("by_operator")
     kernels = by_kernel(launches)

@@ -12,44 +12,28 @@ import argparse
 import csv
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from fusion_lab.cli import Parser, ToolError, documented_parser, program
 from fusion_lab.profile.kernels import short_name, statistics_of, write_statistics
 from fusion_lab.show import Column, render
 
+TOP = 12  # kernels in the table
 SECTOR = 32  # bytes, the unit in which the L2 cache moves data
 # What stands for what in ncu. `srcunit_tex` are the requests of the SMs: without it a write that
 # crosses from one half of an H100's or H200's L2 to the other counts twice.
 METRICS = {
     "ns": "gpu__time_duration.sum",
-    "dram_read": "dram__bytes_read.sum",
+    "dram_read": "dram__bytes_read.sum",  # bytes
     "dram_written": "dram__bytes_write.sum",
-    "l2_read_sectors": "lts__t_sectors_srcunit_tex_op_read.sum",
-    "l2_written_sectors": "lts__t_sectors_srcunit_tex_op_write.sum",
+    "l2_read": "lts__t_sectors_srcunit_tex_op_read.sum",  # sectors
+    "l2_written": "lts__t_sectors_srcunit_tex_op_write.sum",
+    # cycles in which the matrix units work, in which an instruction begins; warps that an SM holds
     "tensor_percent": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
     "issue_percent": "sm__inst_issued.avg.pct_of_peak_sustained_active",
     "occupancy_percent": "sm__warps_active.avg.pct_of_peak_sustained_active",
-    "registers": "launch__registers_per_thread",
+    "registers": "launch__registers_per_thread",  # of a thread
 }
-
-
-@dataclass(frozen=True)
-class Counted:
-    """A launch of a kernel: bytes, nanoseconds, shares of what an SM can do, registers of a
-    thread."""
-
-    name: str
-    ns: float
-    dram_read: float
-    dram_written: float
-    l2_read: float  # by the SMs
-    l2_written: float
-    tensor_percent: float  # cycles in which the matrix units work
-    issue_percent: float  # cycles in which an instruction begins
-    occupancy_percent: float  # of the warps that an SM can hold, those that it holds
-    registers: float
 
 
 def ncu_command(output: Path, application: Sequence[str], empty_caches: bool) -> list[str]:
@@ -68,8 +52,9 @@ def number(text: str) -> float:
     return float(text.replace(",", "") or 0)
 
 
-def read_ncu(path: Path) -> list[Counted]:
-    """Return the launches in a file of `ncu --csv --page raw`; ToolError where it is none."""
+def read_ncu(path: Path) -> list[dict]:
+    """Return the launches in a file of `ncu --csv --page raw`: name and METRICS, all traffic in
+    bytes; ToolError where it is none."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -85,27 +70,27 @@ def read_ncu(path: Path) -> list[Counted]:
     launches = []
     for row in rows[1:]:  # the first one has the units
         values = {key: number(row[metric]) for key, metric in METRICS.items()}
-        values["l2_read"] = SECTOR * values.pop("l2_read_sectors")
-        values["l2_written"] = SECTOR * values.pop("l2_written_sectors")
-        launches.append(Counted(row["Kernel Name"], **values))
+        values["l2_read"] *= SECTOR
+        values["l2_written"] *= SECTOR
+        launches.append({"name": row["Kernel Name"], **values})
     return launches
 
 
-def by_kernel(launches: Iterable[Counted]) -> list[dict]:
+def by_kernel(launches: Iterable[dict]) -> list[dict]:
     """Return a row for each name, those that take longest first: sums of times and bytes, means of
     the shares by time, the most registers."""
-    groups: dict[str, list[Counted]] = {}
+    groups: dict[str, list[dict]] = {}
     for launch in launches:
-        groups.setdefault(launch.name, []).append(launch)
+        groups.setdefault(launch["name"], []).append(launch)
     rows = []
     for name, group in groups.items():
-        ns = sum(launch.ns for launch in group)
+        ns = sum(launch["ns"] for launch in group)
         row = {"name": name, "calls": len(group), "us": ns / 1e3}
         for key in ("dram_read", "dram_written", "l2_read", "l2_written"):
-            row[f"{key}_mb"] = sum(getattr(launch, key) for launch in group) / 1e6
+            row[f"{key}_mb"] = sum(launch[key] for launch in group) / 1e6
         for key in ("tensor_percent", "issue_percent", "occupancy_percent"):
-            row[key] = sum(getattr(launch, key) * launch.ns for launch in group) / max(1, ns)
-        row["registers"] = max(launch.registers for launch in group)
+            row[key] = sum(launch[key] * launch["ns"] for launch in group) / max(1, ns)
+        row["registers"] = max(launch["registers"] for launch in group)
         rows.append(row)
     return sorted(rows, key=lambda row: -row["us"])
 
@@ -138,15 +123,15 @@ def run(args: argparse.Namespace) -> int:
         return 0
     launches = read_ncu(args.file)
     rows = by_kernel(launches)
-    print(render(COLUMNS, rows[: args.top]))
+    print(render(COLUMNS, rows[:TOP]))
     sums = [sum(row[key] for row in rows) / 1e3 for key in ("dram_read_mb", "dram_written_mb")]
     ms = sum(row["us"] for row in rows) / 1e3
-    moved = f"DRAM read {sums[0]:.3f} GB, written {sums[1]:.3f} GB"
-    print(f"\n{len(launches)} launches, {ms:.3f} ms of kernels; {moved}")
+    traffic = f"DRAM read {sums[0]:.3f} GB, written {sums[1]:.3f} GB"
+    print(f"\n{len(launches)} launches, {ms:.3f} ms of kernels; {traffic}")
     if args.stats:
         durations: dict[str, list[int]] = {}
         for launch in launches:
-            durations.setdefault(launch.name, []).append(round(launch.ns))
+            durations.setdefault(launch["name"], []).append(round(launch["ns"]))
         write_statistics(args.stats, statistics_of(durations))
     return 0
 
@@ -157,7 +142,6 @@ def build_parser() -> Parser:
     parser.add_argument("file", type=Path, metavar="FILE.csv", help="of ncu --csv --page raw")
     parser.add_argument("--caches", choices=("all", "none"), default="all", help="emptied or not")
     parser.add_path("--stats", "FILE.csv", "also write the kernels in rocprofv3's form")
-    parser.add_count("--top", 12, "kernels to print")
     return parser
 
 

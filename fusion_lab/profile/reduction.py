@@ -143,19 +143,6 @@ def of_run(directory: Path, run: Run) -> Profile:
     return Profile(directory, "the script itself", unit, 1, [], run.result)
 
 
-def counts_report(sides: Sequence[Profile]) -> str:
-    """The counts of the scripts themselves, where a side has no kernels by name."""
-    lines = ["# Kernels, baseline and fused", ""]
-    for label, side in zip(SIDES, sides, strict=True):
-        lines.append(f"- {label}: `{side.directory}` ({side.settings['script']}, {side.source})")
-    before, after = (side.settings["kernels"]["per_step"] for side in sides)
-    unit = sides[0].settings["kernels"].get("unit") or "kernels"
-    lines += ["", f"- {unit.capitalize()} per step: {before:.10g} -> {after:.10g}"]
-    lines.append(f"- Kernel reduction: {100 * (1 - after / before):.1f} %")
-    lines.append("- Names and times are in profiles (run_pytorch_profiler.py).")
-    return "\n".join(lines) + "\n"
-
-
 def is_copy(name: str) -> bool:
     """A copy or memset of the PyTorch profiler. rocprofv3 has only kernels."""
     return name.startswith(("Memcpy", "Memset"))
@@ -259,6 +246,8 @@ def report(
         lines.append(f"- {label}: `{side.directory}` ({script}{steps}, {side.source})")
     lines += [f"- note: {note}" for note in notes]
     lines += [*counts(sides, kernels, " per step" if per_step else " in all"), ""]
+    if not kernels:
+        return "\n".join(lines)
     lines += ["## By category", ""] if top else []
     everything = total("all", kernels)
     groups = {name: [k for k in kernels if k["category"] == name] for name in CATEGORIES}
@@ -277,20 +266,24 @@ def report(
 
 
 def counts(sides: Sequence[Profile], kernels: Sequence[dict], per: str) -> list[str]:
-    """Launches, their reduction, and time, in a line each."""
-    cpu, counted = sides[0].unit == "operators", without_copies(kernels)
+    """Launches, their reduction, and time, in a line each; without kernels by name the counts of
+    the scripts themselves."""
+    cpu = sides[0].unit == "operators"
+    counted = without_copies(kernels)
     before, after = (sum(k[f"{side} launches"] for k in counted) for side in SIDES)
-    lines = []
-    if cpu:
+    if cpu or not kernels:
+        before, after = ((side.settings or {}).get("kernels", {}).get("per_step") for side in sides)
+    lines = [""]
+    if cpu and kernels:
         table = "The table has all calls of operators, views and outer ones too."
-        lines += ["", f"On a CPU there are no kernels. {table}"]
-        before, after = (side.settings.get("kernels", {}).get("per_step") for side in sides)
-    lines.append("")
+        lines += [f"On a CPU there are no kernels. {table}", ""]
     if before and after:
         what = "Operator calls, as the script counts," if cpu else "Kernels"
         of = " (of operator calls)" if cpu else ""
         lines.append(f"- {what}{per}: {before:.10g} -> {after:.10g}")
         lines.append(f"- Kernel reduction: {100 * (1 - after / before):.1f} %{of}")
+    if not kernels:
+        return [*lines, "- Names and times are in profiles (run_pytorch_profiler.py)."]
     everything = total("all", kernels)
     clock = "Self time of operators" if cpu else "Kernel time"
     ms = "{baseline ms:.3f} ms -> {fused ms:.3f} ms".format(**everything)
@@ -311,7 +304,7 @@ def compare(sides: Sequence[Profile], top: int) -> tuple[list[dict], list[str], 
     if not all(side.statistics for side in sides):
         if not all((side.settings or {}).get("kernels", {}).get("per_step") for side in sides):
             raise ToolError("one side has only its count, of which the other has none")
-        return [], notes, counts_report(sides)
+        return [], notes, report(sides, [], notes, per_step, top)
     kernels = match(sides, [side.steps if per_step else 1 for side in sides])
     for label, side in of.items():
         if not any(kernel[f"{label} launches"] for kernel in without_copies(kernels)):

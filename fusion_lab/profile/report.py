@@ -2,9 +2,8 @@
 and no server."""
 
 import html
-import json
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,14 +22,31 @@ from fusion_lab.runs import (
     differences,
     file_of_runs,
     find_runs,
-    medians,
+    matched,
     runs_section,
     runs_table,
     settings,
+    to_compare,
 )
 from fusion_lab.script import model_and_version, precision_of
 
 TOP = 10  # kernels per table
+HEAD = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Kernel fusion: what was measured</title>
+<style>
+  body { margin: 16px; color: #1f2328; font: 15px/1.4 system-ui, sans-serif; }
+  summary { font-weight: bold; margin: 8px 0; cursor: pointer; }
+  h2 { font-size: 16px; margin: 14px 0 6px; }
+  section { overflow-x: auto; }
+  table { border-collapse: collapse; font-size: 14px; }
+  th, td { padding: 3px 14px 3px 0; text-align: right; }
+  th { color: #57606a; font-weight: normal; }
+  th:first-child, td:first-child { text-align: left; }
+</style>
+<h1>Kernel fusion: what was measured</h1>"""
 Choice = tuple[str, str, str]  # model, device, precision
 
 
@@ -108,34 +124,23 @@ class Runs:
 
 
 def load_sides(place: Path) -> Runs:
-    """All runs in a folder, but for what --compare-fusion measured beside one of them."""
-    every = find_runs(place)
-    runs = [run for run in every if run.asked or not run.is_first] or every
-    return Runs(medians(replace(run, name=run.result["script"]) for run in runs))
+    return Runs(to_compare(find_runs(place)))
 
 
 def pairs_section(sides: Mapping[str, Runs]) -> str:
-    """A table for each model and size that both sides have, the only one of each in one table."""
-    if all(len(side.runs) == 1 for side in sides.values()):
-        return runs_section({label: side.runs[0] for label, side in sides.items()})
-    found: dict[tuple, dict[str, Run]] = defaultdict(dict)
-    for label, side in sides.items():
-        for run in side.runs:
-            known = settings(run.result)
-            size = {key: known[key] for key in (*SIZES, "precision") if key in known}
-            title = ", ".join(f"{key} {value}" for key, value in size.items())
-            place = found[f"{model_and_version(run.result['script'])[0]}, {title}"]
-            if label in place:
-                both = f"{place[label].path} and {run.path}"
-                raise ToolError(f"two runs of {label} at one size, name one of them: {both}")
-            place[label] = run
-    pairs = {title: pair for title, pair in found.items() if len(pair) == len(sides)}
-    if not pairs:
+    """A table for each model and size that both sides have."""
+    cells = matched({label: side.runs for label, side in sides.items()})
+    if not cells:
         raise ToolError("the two sides have no model and size in common")
-    parts = [f"### {title}\n\n{runs_section(pair)}" for title, pair in pairs.items()]
-    alone = [title for title in found if title not in pairs]
-    parts += [f"On one side only: {'; '.join(alone)}."] if alone else []
-    return "\n\n".join(parts)
+    if len(cells) == 1:
+        return runs_section(cells[0])
+    return "\n\n".join(f"### {size_of(*cell.values())}\n\n{runs_section(cell)}" for cell in cells)
+
+
+def size_of(run: Run, *others: Run) -> str:
+    known = settings(run.result)
+    sizes = [f"{key} {known[key]}" for key in (*SIZES, "precision") if key in known]
+    return ", ".join([model_and_version(run.result["script"])[0], *sizes])
 
 
 # the step of run_all_profilers.sh, its files, and what reads and shows them
@@ -241,18 +246,20 @@ def as_html(text: str) -> str:
 
 
 def page(panels: Sequence[Panel]) -> str:
-    """An HTML page on which model, device and precision are chosen, so no table mixes them. It
-    begins with the choice of which there is most."""
-    (start, _), *_ = Counter(panel.choice for panel in panels).most_common()
-    columns = zip(*(panel.choice for panel in panels), strict=True)
-    values = map(sorted, map(set, columns))
-    filters = zip(("model", "device", "precision"), values, start, strict=True)
-    content = {
-        "filters": [[*each] for each in filters],
-        "panels": [{"choice": p.choice, "title": p.title, "html": as_html(p.text)} for p in panels],
-    }
-    data = json.dumps(content, allow_nan=False).replace("<", "\\u003c")
-    return Path(__file__).with_suffix(".html").read_text().replace("/*HERE*/", data)
+    """An HTML page that folds what was measured for each model, device and precision, so no table
+    mixes them. Open is the first, of which there is most."""
+    chosen: dict[Choice, list[Panel]] = defaultdict(list)
+    for panel in panels:
+        chosen[panel.choice].append(panel)
+    parts = []
+    for choice, same in sorted(chosen.items(), key=lambda item: (-len(item[1]), item[0])):
+        summary = html.escape(", ".join(filter(None, choice)) or "several")
+        parts.append(f"<details{'' if parts else ' open'}>\n<summary>{summary}</summary>")
+        for panel in same:
+            title = html.escape(panel.title)
+            parts.append(f"<section><h2>{title}</h2>{as_html(panel.text)}</section>")
+        parts.append("</details>")
+    return "\n".join([HEAD, *parts, "</html>", ""])
 
 
 def write(panels: Sequence[Panel], output: Path | None, as_page: bool) -> None:

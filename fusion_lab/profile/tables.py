@@ -32,17 +32,6 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Operator:
-    """All calls of one operator in the profiled steps."""
-
-    name: str
-    category: str
-    calls: int
-    self_ns: int  # on the host, without the operators that it called
-    device_ns: int  # of the kernels that it launched itself
-
-
-@dataclass(frozen=True)
 class Profile:
     """What the tables are made from."""
 
@@ -51,7 +40,7 @@ class Profile:
     statistics: list[KernelStatistics]
     categories: dict[str, Share]
     phases: dict[str, Share]
-    operators: list[Operator]
+    operators: list[dict]
 
 
 def shares(kernels: Sequence[Kernel], keys: Iterable[str], steps: int) -> dict[str, Share]:
@@ -69,8 +58,9 @@ def shares(kernels: Sequence[Kernel], keys: Iterable[str], steps: int) -> dict[s
     return result
 
 
-def operator_table(events: Sequence[dict], kernels: Sequence[Kernel]) -> list[Operator]:
-    """Operators, the longest self time on the host first."""
+def operator_rows(events: Sequence[dict], kernels: Sequence[Kernel]) -> list[dict]:
+    """All calls of each operator, the longest self time on the host first; `device_ns` is of the
+    kernels that it launched itself."""
     device_ns: Counter = Counter()
     if has_gpu(events):
         for kernel in kernels:
@@ -81,11 +71,11 @@ def operator_table(events: Sequence[dict], kernels: Sequence[Kernel]) -> list[Op
         calls[call.name] += 1
         self_ns[call.name] += call.duration_ns
         on_device[call.name] += device_ns.pop(call.operator, 0)  # an id counts once
-    rows = [
-        Operator(name, category(name), calls[name], self_ns[name], on_device[name])
-        for name in calls
-    ]
-    return sorted(rows, key=lambda row: (-row.self_ns, row.name))
+    rows = []
+    for name in sorted(calls, key=lambda name: (-self_ns[name], name)):
+        row = {"name": name, "category": category(name), "calls": calls[name]}
+        rows.append({**row, "self_ns": self_ns[name], "device_ns": on_device[name]})
+    return rows
 
 
 def analyse(events: list[dict], phases: Sequence[str]) -> Profile:
@@ -109,5 +99,5 @@ def analyse(events: list[dict], phases: Sequence[str]) -> Profile:
         statistics_of(durations),
         {name: by_category[name] for name in CATEGORIES if name in by_category},
         {name: by_phase[name] for name in (*phases, "outside") if name in by_phase},
-        operator_table(events, kernels),
+        operator_rows(events, kernels),
     )

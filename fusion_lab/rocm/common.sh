@@ -136,8 +136,9 @@ own() { # DIR: be the only one that writes there, until this program and the too
 open_results() { # DIR
     results=$1
     if [[ $result_dir ]]; then
-        mkdir -p "$(dirname "$results")" 2>/dev/null && mkdir "$results" 2>/dev/null ||
+        if ! { mkdir -p "$(dirname "$results")" && mkdir "$results"; } 2>/dev/null; then
             fail 2 "--result-dir $result_dir: it exists already, or cannot be made"
+        fi
     else
         own "$(dirname "$results")"
         if [[ -e $results.previous ]]; then close_results; fi # a wrapper was killed here

@@ -44,7 +44,7 @@ def read_rocprof_compute(directory: Path) -> tuple[str, Ceilings | None, list[di
     header, dispatches = read_counters(files)
     likely = "MI200" if any(name.startswith("TCC_EA_") for name in header) else "MI300"
     gpu = next((gpu for gpu, names in BYTE_COUNTERS.items() if {*names} <= {*header}), likely)
-    refuse_incomplete(files[0], dispatches, (*FLOP_COUNTERS, *BYTE_COUNTERS[gpu]))
+    refuse_incomplete(dispatches, (*FLOP_COUNTERS, *BYTE_COUNTERS[gpu]))
     flop, moved, ns, calls, by_unit = (Counter() for _ in range(5))
     for dispatch in dispatches:
         name, counted = dispatch.name, dispatch.row.number
@@ -65,22 +65,15 @@ def read_rocprof_compute(directory: Path) -> tuple[str, Ceilings | None, list[di
     return gpu, ceilings, rows
 
 
-def refuse_incomplete(path: Path, dispatches: Sequence[Dispatch], needed: Sequence[str]) -> None:
-    """ToolError where a dispatch lacks counters, with the reason: none has them, each has others,
-    or the file is cut off."""
-
-    def lacking(dispatch: Dispatch) -> list[str]:
+def refuse_incomplete(dispatches: Sequence[Dispatch], needed: Sequence[str]) -> None:
+    """ToolError where a dispatch lacks counters, which then were not asked for, or went to others
+    by --iteration-multiplexing."""
+    for dispatch in dispatches:
         cells = dispatch.row.cells
-        return [name for name in needed if cells.get(name, "").lower() in ("", "nan")]
-
-    gaps = [lacking(dispatch) for dispatch in dispatches]
-    if all(gaps) and any(gap != gaps[0] for gap in gaps):
-        each = "it was profiled with multiplexing (each dispatch has other counters)"
-        raise ToolError(f"{path}: {each}: profile without --iteration-multiplexing")
-    for dispatch, gap in zip(dispatches, gaps, strict=True):
+        gap = [name for name in needed if cells.get(name, "").lower() in ("", "nan")]
         if gap:
-            place = path if all(gaps) else dispatch.row.place
-            raise ToolError(f"{place}: it lacks the counters {', '.join(gap)}")
+            mend = "profile all of them, without --iteration-multiplexing"
+            raise ToolError(f"{dispatch.row.place}: it lacks the counters {', '.join(gap)}: {mend}")
 
 
 def read_ceilings(path: Path, unit: str | None) -> Ceilings:
