@@ -86,6 +86,9 @@ def lane0(state: Waves, number: int, kind: type = np.uint32):
         ("v_pk_fma_f32 v[0:1], v[4:5], v[4:5], v[6:7]", (0, 0), 0x3F801001),
         ("v_rcp_f32_e32 v0, v1", (0x80400000, 0), 0xFF800000),  # denormal numbers are 0
         ("v_exp_f32_e32 v0, v1", (0xC3000000, 0), 0),  # 2**-128
+        ("v_fma_mixhi_f16 v0, v1, v2, 0", (0x3F800000, 0x40000000), 0x4000AD00),  # the upper half
+        ("v_sub_u32_e64 v0, v1, v2 clamp", (1, 2), 0),
+        ("s_lshl4_add_u32 s0, -1, 16\nv_mov_b32_e32 v0, s0", (0, 0), 0),
         ("v_div_fixup_f32 v0, v1, v2, 2.0", (0x7FC00000, 0x40000000), 0x7FC00000),
         ("v_div_fixup_f32 v0, v1, v2, 2.0", (0x3F800000, 0x80000000), 0xFF800000),
         ("v_mul_f32_e64 v0, -v1, |v2|", (0x40000000, 0xC0400000), 0xC0C00000),
@@ -199,9 +202,9 @@ def test_carry_and_64_bits():
     assert found[4:] == [0xFFFFFFF0, 0x0000001F, 0xC0000000, 0xFFFFFFFF]
 
 
-@pytest.mark.parametrize("top, bottom", [(1.0, 3.0), (2.0**-140, 3.0), (1e38, 1e-3), (3e38, 2.9e38),
-                                         (1.0, 2.0**127), (2.0**-130, 2.0**-120), (5.0, 0.0),
-                                         (2.0**100, 2.0**-10), (2.0**-20, 2.0**110)])  # fmt: skip
+@pytest.mark.parametrize("top, bottom", [(1.0, 3.0), (2.0**-140, 3.0), (3e38, 2.9e38), (5.0, 0.0),
+                                         (1.0, 2.0**127), (2.0**-130, 2.0**-120),
+                                         (2.0**-20, 2.0**110)])  # fmt: skip
 def test_a_division_of_five_instructions_is_rounded_right(top: float, bottom: float):
     """As LLVM makes it, with numbers that need scaling among them."""
     state = run(
