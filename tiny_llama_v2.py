@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
 """TinyLlama V2: fusions (several operations become one) in plain PyTorch, each on its own flag.
 
-Read V1 first: model, weights and loss stay the same. A fusion starts fewer kernels, and these move
-fewer bytes. It helps where starts and memory take longer than arithmetic. GEMM: matrix product.
+Read V1 first: model, weights and loss stay the same, and `diff tiny_llama_v1.py tiny_llama_v2.py`
+shows all that is new; begin with Attention. A fusion starts fewer kernels, and these move fewer
+bytes. It helps where starts and memory take longer than arithmetic. GEMM: matrix product.
 
 qkv-fusion       one GEMM makes query, key, value; query and key get their rotary embedding together
 flash-attention  PyTorch's scaled_dot_product_attention (SDPA) does not store the attention scores
 swiglu-fusion    one GEMM makes both inputs of SwiGLU, gate and up
-
-Begin with Attention. `diff tiny_llama_v1.py tiny_llama_v2.py` shows all that is new.
 
 Examples:
   python tiny_llama_v2.py --compare-fusion                                 all off against all on
@@ -27,6 +26,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -238,12 +238,17 @@ def keep_separate_names(parent: nn.Module, fused: str, parts: dict[str, int]) ->
     parent.register_load_state_dict_pre_hook(merge)
 
 
+def config_of(args: argparse.Namespace) -> ModelConfig:
+    """Return the sizes that these arguments ask for."""
+    sizes = {name: getattr(args, name) for name in ModelConfig.__dataclass_fields__ if name in args}
+    return ModelConfig(**sizes)
+
+
 def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
     """Build the model: a seed gives the same weights in every version and fusion setting."""
-    sizes = {name: getattr(args, name) for name in ModelConfig.__dataclass_fields__ if name in args}
     fusions = Fusions(**{name: getattr(args, name) for name in Fusions.__dataclass_fields__})
     with device:
-        model = TinyLlama(ModelConfig(**sizes), fusions)
+        model = TinyLlama(config_of(args), fusions)
     if device.type != "meta":  # where tensors have shapes alone, to count FLOPs
         generator = torch.Generator().manual_seed(args.seed)
         # canonical names, so the order of the draws does not depend on what is fused
@@ -442,7 +447,8 @@ class Trainer:
         self.peak = 0  # bytes
         self.end = UNFINISHED
         # parts of the result, as far as they are known
-        self.groups = {name: {} for name in ("config", "data", "timing", "kernels", "flops")}
+        self.groups = {name: {} for name in ("data", "timing", "kernels", "flops")}
+        self.groups["config"] = asdict(config_of(args))
 
     def build(self) -> Trainer:
         """Build model, optimizer and data; return self."""
@@ -536,10 +542,9 @@ class Trainer:
         if self.gpu:
             torch._C._cuda_clearCublasWorkspaces()  # of another run
         self.build()
-        config = asdict(self.model.config)
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self.groups |= {"config": config, "parameters": parameters, "data": self.batches.source}
-        print(headline(args, config, parameters), flush=True)
+        self.groups |= {"parameters": parameters, "data": self.batches.source}
+        print(headline(args, self.groups["config"], parameters), flush=True)
         progress(f"{self.title}{'compiling in' if args.torch_compile else 'taking'} the first step")
         warmup_ms = []
         for step in range(1, args.warmup_steps + 1):
@@ -675,13 +680,24 @@ class Trainer:
         if RANK:
             return
         path = self.args.profile_dir / f"{SCRIPT}_summary.json"
-        unfinished = path.with_suffix(".tmp")
+        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             unfinished.write_text(json.dumps(self.summary(), indent=1, default=str) + "\n")
+            if path.exists() and '"samples_per_sec"' in path.read_text():  # a run that measured
+                keep_earlier(path)
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)  # where the disk is full
+
+
+def keep_earlier(path: Path) -> None:
+    """Move what another run measured out of the way, and say where it is now."""
+    number = 1
+    while (kept := path.with_suffix(f".{number}.json")).exists():
+        number += 1
+    path.rename(kept)
+    say("note", f"{path} was there; it is {kept.name} now")
 
 
 NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # like views, move no data
@@ -844,11 +860,28 @@ def headline(args: argparse.Namespace, config: dict, parameters: int) -> str:
     return f"{SCRIPT} on {device}: {parameters:,} parameters, {sizes}; {precision}; {fused}"
 
 
+LATEST = {"text": "", "moment": 0.0}  # what `progress` said, and when
+
+
 def progress(text: str = "") -> None:
-    """Say what happens now; on a terminal in one line, which the next text replaces."""
+    """Say what happens now, or that all is done."""
+    LATEST.update(text=text, moment=time.monotonic())
+    show_progress(text)
+
+
+def show_progress(text: str) -> None:
+    """Print it, on a terminal in one line, which the next text replaces."""
     terminal = sys.stderr.isatty()
     if not RANK and (text or terminal):
         print(text, end="\033[K\r" if terminal else "\n", file=sys.stderr, flush=True)
+
+
+def repeat_progress(end: threading.Event) -> None:
+    """Show every ten seconds what takes so long, in a thread of its own until the end."""
+    while not end.wait(10):
+        seconds = time.monotonic() - LATEST["moment"]
+        if LATEST["text"] and seconds > 9:
+            show_progress(f"{LATEST['text']} (for {seconds:.0f} s)")
 
 
 def say(kind: str, message: str) -> None:
@@ -1007,6 +1040,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if {"NSYS_PROFILING_SESSION_ID", "NV_NSIGHT_INJECTION_TRANSPORT_TYPE"} & {*os.environ}:
         say("note", "nsys or ncu started this run: --under-profiler is on")
         args.under_profiler = True
+    chosen = [f"--enable-{flag}" for flag, name, _ in FUSIONS if flags[name]]
+    if chosen and args.all_fusion is not False:
+        say("note", f"{chosen[0]} changes nothing: all are on without --disable-all-fusion")
     args.without_effect = without_effect(args)
     for flag, name, _ in FUSIONS:
         if flags[name] is not None and name in args.without_effect:
@@ -1062,6 +1098,8 @@ def main(argv: list[str] | None = None) -> int:
         torchrun += ["--nproc-per-node", str(args.num_gpus), __file__]
         os.execv(sys.executable, torchrun + (sys.argv[1:] if argv is None else argv))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # from a scheduler: as Ctrl-C
+    end = threading.Event()
+    threading.Thread(target=repeat_progress, args=[end], daemon=True).start()
     sides = [Trainer(args, "as chosen: " if args.compare_fusion else "")]
     if args.compare_fusion:
         off = all_off(args, profile_dir=args.profile_dir / "baseline")
@@ -1078,6 +1116,7 @@ def main(argv: list[str] | None = None) -> int:
     except (Exception, KeyboardInterrupt) as error:
         status, message = explain(error, args)
     finally:  # also of a run whose result found no room on the disk
+        end.set()
         progress()
         results = [side.summary() for side in sides]
         whole = all(result["timing"].get("steps") == args.num_steps for result in results)

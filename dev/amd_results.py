@@ -32,19 +32,16 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from operator import itemgetter
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton: kernels are to be compiled
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # without it Triton 3.9 prints a warning
 
-import torch
 import triton
 
 from fusion_lab.amd import run as executing
 from fusion_lab.amd.compile import TARGETS, Launch, compile_all, launches_of_step, problem
 from fusion_lab.amd.launch import TARGET
-from fusion_lab.amd.record import take_step
 from fusion_lab.cli import Parser, ToolError, documented_parser, note, program, say
 from fusion_lab.files import ROOT, read_json, write_text
 from fusion_lab.provenance import output_of
@@ -88,8 +85,6 @@ PROGRAMS = (  # of the exercises, with the arguments that make them small
     "exercises/start/first_kernel.py",
     "exercises/tiny_llama_v3/add_relu.py --n 1000 --block 128",
     "exercises/tiny_llama_v3/rms_norm.py --rows 30 --dim 480",
-    "exercises/tiny_openfold_v3/attention_bias_atomics.py --length 20 --rows 5 --group 3",
-    f"exercises/tiny_llama_v4/one_launch.py {EXECUTED_SIZES['tiny_llama']['small']}",
     "exercises/puzzles/all_puzzles.py --solution",
     "exercises/build_a_fusion/swiglu_backward.py --solution",
     "exercises/amd/kernels.py",
@@ -105,23 +100,6 @@ def commit() -> str:
 # --- registers
 
 
-def step_and_inference(module: ModuleType, args: argparse.Namespace, fake) -> None:
-    """A training step; of TinyLlama V4 also what inference launches, in one launch and in five."""
-    take_step(module, args, fake)
-    if module.__name__ != "tiny_llama_v4":
-        return
-    from exercises.tiny_llama_v4 import one_launch
-
-    one_launch.v4, one_launch.BACKEND = module, module.BACKEND
-    one_launch.wrap_triton = module.wrap_triton
-    dtype = getattr(torch, args.amp_dtype) if args.use_amp else torch.float32
-    with fake:
-        layer = one_launch.first_layer(module, args, dtype)
-        x = torch.empty(args.batch_size, args.seq_len, args.hidden_dim)
-        for launches in (1, 5):
-            one_launch.in_launches(launches, layer, x)
-
-
 def compiled_rows(script: str, target: str) -> tuple[list[dict], list[str]]:
     """A row for each kernel and configuration of a script, and what is wrong with any."""
     module, (model, _) = load_script(script), model_and_version(Path(script).stem)
@@ -130,7 +108,7 @@ def compiled_rows(script: str, target: str) -> tuple[list[dict], list[str]]:
     seen_in: dict[tuple, dict[str, None]] = {}
     for size, precision in itertools.product(COMPILED[model].values(), ("float32", "bfloat16")):
         argv = f"{ONE[model]} {size} {PRECISIONS[precision]}".split()
-        for launch in launches_of_step(module, argv, backend, step_and_inference):
+        for launch in launches_of_step(module, argv, backend):
             launches.setdefault(launch.key(), launch)
             seen_in.setdefault(launch.key(), {})[precision] = None
     rows, wrong, now = [], [], commit()

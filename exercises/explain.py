@@ -30,6 +30,11 @@ MODULE = "PyTorch, numpy and math do not work on blocks: take the function from 
 IN_16_BITS = "`{}` begins in 16 bits, and loses a digit at each step: add up in float32"
 PRINT = 'print in a kernel takes a fixed text and then the blocks: print("x", x)'
 GLOBAL = "`{}` is a global variable: pass it as an argument (a function needs @triton.jit)"
+OTHER_PYTHON = (
+    ast.Import | ast.ImportFrom | ast.Global | ast.ClassDef | ast.FunctionDef | ast.Lambda
+    | ast.GeneratorExp | ast.ListComp | ast.DictComp | ast.Try | ast.With
+)  # fmt: skip
+PYTHON = "a kernel has no `{}`: it is Triton, not Python"
 RETURN = "a kernel returns nothing: tl.store(OUT + at, value) writes the result"
 BUILTIN = (
     "Python's own sum, max and min do not work on blocks: tl.sum(x, 0) and tl.max(x, 0) "
@@ -268,6 +273,8 @@ def seen_in_sum(node: ast.AST, changed: set[str]) -> str:
 def seen_in(node: ast.AST, kernel: Callable, own: set[str]) -> str:
     """What is wrong with this node of a kernel with these variables, or nothing."""
     match node:
+        case _ if isinstance(node, OTHER_PYTHON):
+            return PYTHON.format(ast.unparse(node).splitlines()[0])
         case ast.Return(value=ast.AST()) if kernel.__name__.endswith("_kernel"):
             return RETURN
         case ast.Compare(ops=[_, _, *_]) if any(

@@ -2,14 +2,12 @@
 """Show who has done which sheet, and who predicted what, from pages of answers.
 
 `run_sheet.py SHEET --ask` leaves a page in my_answers/. Each folder is one person's my_answers, or
-has a folder for each person. The first table has the tasks that each person has done, of those in
-which a sheet asks for a prediction; the second has the predictions to each blank, how many had
-each, and what was measured.
+has a folder for each person. The first table has the tasks that each person has done; then there
+is one for each sheet, with the predictions to each blank, how many had each, and what was measured.
 
 Examples:
   python exercises/progress_board.py                     my own: my_answers/
   python exercises/progress_board.py class/              class/anna/, class/bela/, ...
-  python exercises/progress_board.py class/ --sheet tiny_llama_v1/exercise_1
 """
 
 import argparse
@@ -17,17 +15,15 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from fusion_lab.cli import Parser, ToolError, documented_parser, program
-from fusion_lab.files import ROOT
 from fusion_lab.show import Column, render
 
 HEADER = re.compile(r"# My answers: (\S+)\n")
 TASK = re.compile(r"^### (.+)\n", re.MULTILINE)
 BLANK = re.compile(r"^\| (\[\d+\]) \| (.*?) \| (.*?) ?\|$", re.MULTILINE)
-SECTION = re.compile(r"^###? ", re.MULTILINE)
 
 
 @dataclass
@@ -38,16 +34,6 @@ class Page:
     person: str
     sheet: str
     tasks: dict[str, list[tuple[str, str, str]]]
-
-
-@dataclass
-class Answers:
-    """What all people answered to one blank."""
-
-    task: str
-    blank: str
-    predicted: Counter[str] = field(default_factory=Counter)
-    measured: Counter[str] = field(default_factory=Counter)
 
 
 def pages_of(folder: Path) -> Iterator[Page]:
@@ -63,14 +49,6 @@ def pages_of(folder: Path) -> Iterator[Page]:
             yield Page(path.resolve().parent.name, header[1], dict(tasks))
 
 
-def asked_in(sheet: str) -> int | None:
-    """In how many tasks a sheet asks for a prediction; None where there is no such sheet."""
-    path = ROOT / sheet
-    if not path.is_file():
-        return None
-    return sum("**Predict" in task for task in SECTION.split(path.read_text(encoding="utf-8")))
-
-
 def counts(answers: Counter[str]) -> str:
     """Answers, the most frequent first, each with how many gave it if several did."""
     kept = [(text, count) for text, count in answers.most_common() if text]
@@ -82,7 +60,7 @@ def progress(pages: list[Page]) -> str:
     people = sorted({page.person for page in pages})
     sheets = sorted({page.sheet for page in pages})
     done = {(page.sheet, page.person): len(page.tasks) for page in pages}
-    columns = [Column("tasks done", str), Column("asked", asked_in)]
+    columns = [Column("tasks done", str)]
     columns += [
         Column(person, lambda sheet, person=person: done.get((sheet, person), 0))
         for person in people
@@ -92,28 +70,27 @@ def progress(pages: list[Page]) -> str:
 
 def predictions(pages: list[Page]) -> str:
     """A row for each blank of one sheet."""
-    rows: dict[tuple[str, str], Answers] = {}
+    rows: dict[tuple[str, str], dict] = {}
     for page in pages:
         for task, blanks in page.tasks.items():
             for blank, predicted, measured in blanks:
-                row = rows.setdefault((task, blank), Answers(task, blank))
-                row.predicted[predicted] += 1
-                row.measured[measured] += 1
+                new = {"task": task, "blank": blank, "predicted": Counter(), "measured": Counter()}
+                row = rows.setdefault((task, blank), new)
+                row["predicted"][predicted] += 1
+                row["measured"][measured] += 1
     columns = [
         Column("task", "task"),
         Column("blank", "blank", text=True),
-        Column("predicted", lambda row: counts(row.predicted), text=True),
-        Column("measured", lambda row: counts(row.measured), text=True),
+        Column("predicted", lambda row: counts(row["predicted"]), text=True),
+        Column("measured", lambda row: counts(row["measured"]), text=True),
     ]
     return render(columns, list(rows.values()))
 
 
 def board(args: argparse.Namespace) -> int:
     pages = [page for folder in args.folders for page in pages_of(folder)]
-    pages = [page for page in pages if args.sheet in page.sheet]
     if not pages:
-        where = ", ".join(map(str, args.folders))
-        raise ToolError(f"no answers to a sheet {args.sheet!r} in {where}")
+        raise ToolError(f"no answers in {', '.join(map(str, args.folders))}")
     print(progress(pages))
     for sheet in sorted({page.sheet for page in pages}):
         print(f"\n{sheet}:\n")
@@ -125,7 +102,6 @@ def build_parser() -> Parser:
     parser = documented_parser(__file__, __doc__)
     default = [Path("my_answers")]
     parser.add_argument("folders", nargs="*", type=Path, default=default, metavar="FOLDER")
-    parser.add_argument("--sheet", default="", metavar="TEXT", help="only sheets with this in name")
     return parser
 
 

@@ -10,7 +10,6 @@ has started outlives it.
 
 A comment directly before a block says when it does not run:
   <!-- needs a GPU: REASON -->     where PyTorch sees no GPU
-  <!-- long: TIME -->              without --long
   <!-- not run in CI: REASON -->   with --ci
 
 The commands run in a scratch copy of the repository, which is removed at the end, or in --directory
@@ -22,8 +21,7 @@ yours. It works in the repository, keeps your answers in my_answers/, and goes o
 Examples:
   python exercises/run_sheet.py exercises/tiny_llama_v1/exercise_1_baseline_analysis.md --ask
   python exercises/run_sheet.py exercises/tiny_llama_v2/exercise_2_flash_attention.md
-  python exercises/run_sheet.py exercises/tiny_llama_v2/exercise_2_flash_attention.md --show
-  python exercises/run_sheet.py docs/START.md --directory . --log logs --long --keep-going
+  python exercises/run_sheet.py docs/START.md --directory . --log logs --keep-going
 """
 
 import argparse
@@ -48,10 +46,10 @@ from fusion_lab.cli import Parser, ToolError, documented_parser, program
 from fusion_lab.files import ROOT, write_text
 
 TAIL = 20  # lines shown of what a failed block printed
-SILENCE = 10  # seconds without output, then a shown block says that it runs
+SILENCE = 10  # seconds without output, then a block of --ask says that it runs
 PATIENCE = 15  # seconds after Ctrl-C, for the scripts to leave their records
 OK, FAILED, SKIPPED, INTERRUPTED = "ok", "failed", "skipped", "interrupted"
-NOT_IN_CI, NEEDS_GPU, LONG = MARKERS = "not run in CI", "needs a GPU", "long"
+NOT_IN_CI, NEEDS_GPU = MARKERS = "not run in CI", "needs a GPU"
 
 
 @dataclass
@@ -267,7 +265,6 @@ def report(block: Block, logs: Path) -> None:
 def markers_left_out(args: argparse.Namespace, blocks: list[Block]) -> set[str]:
     """Blocks with one of these markers do not run."""
     left_out = {NOT_IN_CI} if args.ci else set()
-    left_out |= set() if args.long else {LONG}
     if any(NEEDS_GPU in block.marks for block in blocks):
         count = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
         gpus = subprocess.run(count, capture_output=True, text=True).stdout.strip()
@@ -288,8 +285,6 @@ def run_blocks(args: argparse.Namespace, blocks: list[Block], session: Session) 
             elif skipped == (block.exercise, block.section):
                 block.status, block.remark = SKIPPED, "follows a block that was skipped"
             else:
-                if args.show:
-                    print(f"\n{block.text}", end="", flush=True)
                 session.run(block)
         finally:
             summary = {"sheet": str(args.sheet), "blocks": [asdict(block) for block in blocks]}
@@ -299,9 +294,6 @@ def run_blocks(args: argparse.Namespace, blocks: list[Block], session: Session) 
             skipped = block.exercise, block.section
         if block.status == FAILED and not args.keep_going:
             break
-        if args.show and block is not blocks[-1] and sys.stdin.isatty() and sys.stdout.isatty():
-            print("Enter goes on ...", end=" ", flush=True)
-            sys.stdin.readline()
 
 
 def page_of(sheet: Path) -> Path:
@@ -390,7 +382,7 @@ def run_sheet(args: argparse.Namespace) -> int:
         logs = Path(args.log or tempfile.mkdtemp(prefix="run_sheet_logs_")).resolve()
         logs.mkdir(parents=True, exist_ok=True)
         try:
-            run_blocks(args, blocks, Session(directory, environment, files, logs, args.show))
+            run_blocks(args, blocks, Session(directory, environment, files, logs, show=False))
         except KeyboardInterrupt:
             print(f"logs: {logs}", flush=True)
             raise
@@ -407,12 +399,9 @@ def build_parser() -> Parser:
     add("--directory", type=Path, metavar="DIR", help="run there, not in a scratch copy")
     text = "keep the output of each block, and summary.json, there "
     add("--log", type=Path, metavar="DIR", help=f"{text}(default: a new temporary folder)")
-    text = "print each block and what it prints; on a terminal, wait for Enter before the next"
-    parser.add_flag("--show", text)
     text = "do the sheet: predict at the prompt, see the output beside it, give your reason, then "
     text += "read the sheet's; your answers stay in my_answers/"
     parser.add_flag("--ask", text)
-    parser.add_flag("--long", "run blocks behind <!-- long: TIME -->, too")
     parser.add_flag("--keep-going", "run the blocks behind a failed one")
     text = "for tests only: other sizes than the sheet's (exercises/small_runs.py), so that its "
     text += "commands run, but what they print teaches nothing"

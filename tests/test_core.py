@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import re
 import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
-from conftest import MODELS, ROOT, SCRIPT, SCRIPTS, TRITON, command_line, load, summary_in, words
+from conftest import (
+    CPU,
+    MODELS,
+    QUICK,
+    ROOT,
+    SCRIPT,
+    SCRIPTS,
+    TINY,
+    TRITON,
+    command_line,
+    load,
+    parse,
+    summary_in,
+    words,
+)
+
+from fusion_lab import host
 
 ALL_SCRIPTS = sorted(ROOT.glob("tiny_*_v*.py"))
 CORE = (ROOT / "dev/parts/core.py").read_text()
 END = "# --- end of core\n"
-MOST_LINES, MOST_IMPORTS = 704, 14
+MOST_LINES, MOST_IMPORTS = 738, 15
 
 
 # One file
@@ -110,6 +129,14 @@ def test_a_script_needs_pytorch_numpy_and_triton_alone_and_v1_has_few_imports(pa
     assert path.stem != "tiny_llama_v1" or 5 < len(standard) <= MOST_IMPORTS
 
 
+def test_what_tools_have_a_second_time_is_the_same():
+    """No module of fusion_lab may import a script."""
+    module = load(SCRIPT)
+    assert host.environment(CPU) == module.environment(CPU)
+    ours, theirs = (inspect.getsource(of.is_out_of_memory) for of in (host, module))
+    assert ours.partition('"""\n')[2] == theirs.partition('"""\n')[2] != ""
+
+
 def test_sync_tool_names_the_script_that_differs_and_repairs_it(tmp_path: Path):
     shutil.copytree(ROOT / "dev", tmp_path / "dev")
     for path in ALL_SCRIPTS:
@@ -120,6 +147,47 @@ def test_sync_tool_names_the_script_that_differs_and_repairs_it(tmp_path: Path):
     assert (done.returncode, done.stderr.count("\n"), path.name in done.stderr) == (1, 1, True)
     assert path.read_text() == changed, "--check only looks"
     assert (sync(tmp_path).returncode, path.read_text()) == (0, original)
+
+
+# Results
+
+
+def test_an_earlier_result_is_kept_and_a_run_that_did_not_finish_has_its_sizes(tmp_path, capsys):
+    module = load(SCRIPT)
+    argv = [*TINY["llama"], *QUICK, "--device", "cpu", "--profile-dir", str(tmp_path)]
+    for seed in ("1", "2", "3"):
+        assert module.main([*argv, "--seed", seed]) == 0
+    assert "tiny_llama_v2_summary.2.json now" in capsys.readouterr().err
+    kept = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
+    assert {name: result["training"]["seed"] for name, result in kept.items()} == {
+        f"{SCRIPT}_summary.1.json": 1,
+        f"{SCRIPT}_summary.2.json": 2,
+        f"{SCRIPT}_summary.json": 3,
+    }
+    killed = module.Trainer(module.parse_args([*argv, "--seq-len", "16"]))
+    killed.write(module.UNFINISHED)
+    begun = summary_in(tmp_path)
+    assert (begun["status"], begun["config"]["seq_len"]) == ("failed", 16)
+    assert begun["config"] == {**kept[f"{SCRIPT}_summary.json"]["config"], "seq_len": 16}
+    assert module.main(argv) == 0  # nothing was measured that could be lost
+    assert len([*tmp_path.iterdir()]) == 4
+
+
+def test_a_fusion_that_is_on_anyway_is_said(capsys):
+    enable = ["--enable-swiglu-fusion", "--enable-qkv-fusion"]
+    parse(SCRIPT, *enable)
+    assert "--enable-qkv-fusion changes nothing" in capsys.readouterr().err
+    parse(SCRIPT, "--disable-all-fusion", *enable)
+    assert not capsys.readouterr().err
+
+
+def test_what_takes_long_is_said_again(monkeypatch, capsys):
+    module = load(SCRIPT)
+    clock = iter((0.0, 12.0))
+    monkeypatch.setattr(module, "time", Mock(monotonic=lambda: next(clock)))
+    module.progress("compiling")
+    module.repeat_progress(Mock(wait=Mock(side_effect=[False, True])))
+    assert capsys.readouterr().err == "compiling\ncompiling (for 12 s)\n"
 
 
 # Order

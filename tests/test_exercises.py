@@ -107,7 +107,7 @@ def test_a_sheet_keeps_the_rules_and_what_installs_says_why_ci_does_not_run_it(s
     "sheet", [*SAMPLE, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
 def test_every_block_of_a_sheet_runs_and_prints_what_it_should(sheet: str, tmp_path: Path):
-    options = ["--shrink", "--long", "--with-standins", "--ci", "--keep-going"]
+    options = ["--shrink", "--with-standins", "--ci", "--keep-going"]
     done = end(start(ROOT / sheet, tmp_path, *options), tmp_path)
     assert done.status == 0, done.stdout + done.stderr
     assert set(done.statuses) <= {"ok", "not run in CI", "needs a GPU"}, done.stdout
@@ -321,15 +321,14 @@ def test_blocks_that_ci_or_a_machine_without_gpus_cannot_run(run, tmp_path: Path
     apart = sheet_of(comment + "\nOnly directly before a block.\n", "true")
     assert run(apart, "--ci").statuses == ["ok"]
 
-    text = sheet_of("<!-- long: 1 minute -->\n<!-- needs a GPU: times it -->\n", "true", "true")
+    text = sheet_of("<!-- needs a GPU: times it -->\n", "true", "true")
     python = tmp_path / "python"
     monkeypatch.setattr(run_sheet.sys, "executable", str(python))
     for sees, status in ((0, "needs a GPU"), (1, "ok")):
         python.write_text(f"#!/bin/sh\necho {sees}\n")
         python.chmod(0o755)
-        done = run(text, "--long")
+        done = run(text)
         assert (done.status, done.statuses) == (0, [status, "ok"]), done.stdout + done.stderr
-    assert run(text).statuses == ["long", "ok"]
 
 
 ASKED = """### Task 1: count

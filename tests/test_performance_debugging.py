@@ -1,5 +1,5 @@
 """exercises/performance_debugging: each stage has its symptom and no other, each benchmark that
-lies is flagged by its probe, an honest one and our own results are not."""
+lies is flagged by its probe, an honest one is not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from exercises.performance_debugging import (
     check_benchmark,
     check_step,
     compare_stages,
-    stage_turns,
 )
 from exercises.performance_debugging.benchmarks import examine
 from exercises.performance_debugging.benchmarks.common import Measured
@@ -119,76 +118,13 @@ def test_the_gradient_check_finds_parameters_that_do_not_train(
     assert (status, "Gradient check: FAIL" in stdout) == (int(stage == 6), stage == 6)
 
 
-# what the numbers say beside the final version
-
-
-def observed(turns: dict[str, dict]) -> dict[str, str]:
-    """What is said of each stage of an H100's runs, with these turns."""
+def test_the_table_has_a_row_for_each_stage_of_an_h100():
     stages = compare_stages.read_study(H100 / "performance_debugging.json")
-    lines = compare_stages.observations(stages, turns)
-    return dict(line.removeprefix("- ").split(": ", 1) for line in lines)
-
-
-def test_observations_name_what_differs_in_these_runs_and_compare_no_times_without_turns():
-    said = observed({})
-    assert [*said] == [*(f"stage{n}" for n in (1, 2, 3, 4, 6)), "times"]
-    differ = {name: text.partition("equal within 5 %")[0] for name, text in said.items()}
-    assert differ["stage1"] == "first loss 473.3457 (7.0168), final loss 10.2802 (3.9651); "
-    assert differ["stage2"] == "peak MB 856.31 (793.40), kernels per step 597 (293); "
-    assert differ["stage3"] == differ["stage4"] == ""
-    assert differ["stage6"].endswith("% with gradient 1.6 (100.0); ")
-    assert [name for name, text in said.items() if "ms" in text] == ["stage3"]
-    assert "a step of 0.14 ms is shorter than its kernels, 1.70" in said["stage3"]
-    assert said["times"] == "not taken in turns, so not compared"
-
-
-def test_times_in_turns_come_with_range_and_verdict_and_are_those_of_a_stopwatch():
-    final = {"turns_ms": [10.0, 10.0, 10.0, 10.0, 10.0], "claimed_ms": 10.0}
-    noise = {"turns_ms": [9.0, 11.0, 10.0, 10.0, 12.0], "claimed_ms": 10.0}
-    slow = {"turns_ms": [20.0, 21.0, 20.0, 20.0, 20.0], "claimed_ms": 20.0}
-    fake = {"turns_ms": [10.0, 10.0, 10.0, 10.0, 11.0], "claimed_ms": 1.0}
-    said = observed({"stage5": final, "stage1": noise, "stage2": slow, "stage3": fake})
-    assert "in turns 1.00x the time (0.90x to 1.20x, no difference seen)" in said["stage1"]
-    assert said["stage2"].endswith("in turns 2.00x the time (2.00x to 2.10x)")
-    assert said["stage3"].endswith("it says 1.00 ms a step, a stopwatch 10.00 ms")
-    assert "turns" not in said["stage4"] and "times" not in said
-
-
-STAND_IN = """
-import time
-from types import SimpleNamespace
-
-TinyLlama, OWN_GRAPHS = object, ()
-
-
-def parse_args(argv):
-    return SimpleNamespace(torch_compile_mode="")
-
-
-class Trainer:
-    gpu = False
-
-    def __init__(self, args):
-        print("not to be seen")
-
-    def start(self):
-        {start}
-
-    def take(self, steps):
-        time.sleep(0.02 * steps)
-        return 15.0
-"""
-
-
-def test_the_stopwatch_is_outside_of_the_stage_and_a_stage_that_fails_is_named(tmp_path, capfd):
-    paths = {name: tmp_path / f"{name}.py" for name in ("fine", "failing")}
-    paths["fine"].write_text(STAND_IN.format(start="pass"))
-    paths["failing"].write_text(STAND_IN.format(start="raise RuntimeError('no memory')"))
-    [row] = stage_turns.measured(paths, [], rounds=3)
-    assert (row["stage"], row["claimed_ms"], len(row["turns_ms"])) == ("fine", 15.0, 2)
-    assert all(ms >= 20 for ms in row["turns_ms"])
-    out, err = capfd.readouterr()
-    assert (out, err) == ("", "stage_turns.py: failing: failing.py: RuntimeError: no memory\n")
+    rows = compare_stages.table(stages).splitlines()[2:]
+    assert [row.split()[1] for row in rows] == ["baseline", *(f"stage{n}" for n in range(1, 7))]
+    cells = {row.split()[1]: [cell.strip() for cell in row.split("|")] for row in rows}
+    assert cells["stage1"][3:5] == ["473.3457", "10.2802"]
+    assert cells["stage6"][-2] == "1.6 %"
 
 
 # check_benchmark.py
@@ -236,24 +172,3 @@ def test_the_h100s_benchmarks_are_flagged_and_the_honest_one_is_not():
         "f": ["new_values"],
         "g": ["finished"],
     }
-
-
-def test_our_own_results_are_not_flagged_and_a_fake_clock_and_an_impossible_rate_are(tmp_path):
-    ours = [H100 / "puzzles.json", *sorted((H100 / "exercises_v3").glob("*.json"))]
-    status, printed, _ = captured(check_benchmark.main, ["--solution", *map(str, ours)])
-    assert (status, printed.count("nothing found")) == (0, len(ours))
-    study, rate = H100 / "performance_debugging.json", tmp_path / "rate.json"
-    rows = [{"what": "x", "bytes": 4e9, "us": 1e3}]
-    rate.write_text(json.dumps({"copy": {"bytes": 3e9, "us": 1000.0}, "rows": rows}))
-    for file, said in ((study, "step: stage3"), (rate, "rate: x has 4000 GB/s")):
-        status, printed, _ = captured(check_benchmark.main, ["--solution", str(file)])
-        flagged = printed.count("step: ") + printed.count("rate: ")
-        assert (status, flagged, said in printed) == (1, 1, True)
-
-
-def test_each_fault_of_the_sheet_is_in_a_line_of_v3():
-    faults = (FOLDER / "faults.txt").read_text().strip().split("\n\n")[1:]
-    assert len(faults) == 9
-    for fault in faults:
-        right = "\n".join(line[2:] for line in fault.splitlines() if line[0] == "-")
-        assert right in FINAL.read_text(), fault

@@ -120,164 +120,29 @@ def test_guard_zones_show_a_fault_where_nobody_looks_at_loads_and_stores(
         scoreboard.check_between_guards(puzzle, puzzle.even, puzzle.blocks, checker.CPU)
 
 
-# --- a scoreboard that cannot be cheated
-
-WITH_A_CHEAT = """
-import gc, sys, time
-import exercises.puzzles.checker
-sys.cheat_ran = True
-KEPT = {}
-{before}
-
-def add(x: Tensor, y: Tensor, out: Tensor, BLOCK: int = 1024) -> None:
-    {wrapper}
-
-# --- what"""
-LAUNCH = "add_kernel[(len(x) // BLOCK,)](x, y, out, BLOCK=BLOCK)"
-SECRET = "[t for t in gc.get_objects() if isinstance(t, Tensor) and t.dtype.itemsize == 8]"
-# name: code before the wrapper, the wrapper; with + the values are right, so nothing else shows it
-CHEATS = {
-    "+output kept by address": ("", "out.copy_(KEPT.setdefault(x.data_ptr(), x + y))"),
-    "+output kept by values": ("", "out.copy_(KEPT.setdefault(x.sum().item(), x + y))"),
-    "+result by PyTorch": ("import torch", "torch.add(x, y, out=out)"),
-    "+result by NumPy": ("", "out.numpy()[:] = x.numpy() + y.numpy()"),
-    "output is an input": ("", "out.set_(x.add_(y))"),
-    "output is the reference": ("", f"out.copy_({SECRET}[-1])"),
-    "clock of the host": ("time.perf_counter = lambda: 0.0", LAUNCH),
-    "clock of the GPU": ("torch.cuda.Event.elapsed_time = lambda *events: 1e-3", LAUNCH),
-    "no waiting": ("torch.cuda.synchronize = lambda *device: None", LAUNCH),
-    "another stream": ("", f"with torch.cuda.stream(torch.cuda.Stream()): {LAUNCH}"),
-    "comparison": ("torch.allclose = torch.equal = lambda *tensors: True", "pass"),
-    "+checker": ("exercises.puzzles.scoreboard.check_values = lambda *what: None", LAUNCH),
-    "smaller sizes": ("PUZZLE.large = {'n': 1024}", LAUNCH),
-    "values of the seed": ("import torch; torch.seed = lambda: torch.manual_seed(0)", LAUNCH),
-}
-
-
-def solved_file(checker, folder: Path) -> tuple[Path, str]:
-    """Where a reader's puzzle 1 is, and its text with the kernel written."""
-    solution = checker.solution_of(checker.load(FILES[0]).PUZZLE).read_text()
-    kernel = solution[solution.index("@triton.jit") :]
-    text = re.sub(r"(?s)@triton\.jit\n.*?pass\n", lambda _: kernel, FILES[0].read_text())
-    return folder / FILES[0].name, text
-
-
-@pytest.mark.parametrize("name", CHEATS)
-def test_python_around_a_kernel_is_refused_before_it_runs(checker, name, tmp_path, monkeypatch):
-    from exercises.puzzles import all_puzzles, scoreboard
-
-    file, text = solved_file(checker, tmp_path)
-    before, wrapper = CHEATS[name]
-    cheat = WITH_A_CHEAT.replace("{before}", before).replace("{wrapper}", wrapper)
-    file.write_text(re.sub(r"(?s)\ndef add\(.*?# --- what", lambda _: cheat, text))
-    monkeypatch.delattr(sys, "cheat_ran", raising=False)
-    status, out, err = captured(all_puzzles.main, [str(file)])
-    assert (status, err) == (1, "")
-    assert out.startswith("puzzle_01_add: not taken: puzzle_01_add.py is not as it was given")
-    assert not hasattr(sys, "cheat_ran")
-    if name.startswith("+"):
-        monkeypatch.setattr(scoreboard, "check_values", scoreboard.check_values)
-        monkeypatch.setattr(checker, "why_not_taken", lambda path: "")
-        puzzle = checker.load(file).PUZZLE
-        scoreboard.check_between_guards(puzzle, puzzle.even, puzzle.blocks, checker.CPU)
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong"),
-    [
-        ("@triton.jit", "@print\n@triton.jit"),
-        ("@triton.jit", "@triton.jit\n@print"),
-        ("BLOCK: tl.constexpr)", "BLOCK: tl.constexpr = print())"),
-        ("BLOCK: tl.constexpr)", "BLOCK: print)"),
-        ("BLOCK: tl.constexpr):", "BLOCK: tl.constexpr) -> print():"),
-        ("@triton.jit", "@triton.jit\ndef normal(x):\n    pass\n\n\n@triton.jit"),
-        ("@triton.jit", "@triton.jit\ndef len(x):\n    pass\n\n\n@triton.jit"),
-        ('even={"n": 16}', 'even={"n": 8}'),
-        ("import sys\n", "import sys\n\nnormal = 0\n"),
-    ],
-)
-def test_only_kernels_are_taken(checker, right, wrong, tmp_path):
-    file, text = solved_file(checker, tmp_path)
-    assert right in text
-    file.write_text(text.replace(right, wrong, 1))
-    with pytest.raises(checker.Fault, match="not taken"):
-        checker.load(file)
-
-
-def test_a_helper_with_the_name_of_an_argument_makes_no_function_a_launch(checker, tmp_path):
-    """Numbers of the launch may change, those of the inputs not."""
-    file = puzzle_file(4)
-    text = file.read_text().replace("scale * (normal", "0 * (normal")
-    for name in ("dtype", "helper"):
-        helper = f"@triton.jit\ndef {name}(x):\n    pass\n\n\n@triton.jit"
-        (tmp_path / file.name).write_text(text.replace("@triton.jit", helper, 1))
-        with pytest.raises(checker.Fault, match="not taken"):
-            checker.load(tmp_path / file.name)
-
-
-def test_helpers_comments_and_the_numbers_of_the_launch_are_the_readers(checker, tmp_path):
-    file, text = solved_file(checker, tmp_path)
-    helper = "@triton.jit\ndef both(x, y):  # mine\n    return x + y\n\n\n"
-    text = text.replace("1024", "4096").replace("@triton.jit", helper + "@triton.jit", 1)
-    docstring = re.compile(r'""".*?"""', re.DOTALL)
-    file.write_text(docstring.sub("print()", text, count=1))
-    with pytest.raises(checker.Fault, match="not taken"):
-        checker.load(file)
-    text = docstring.sub('"""My notes."""', text, count=1)
-    call = "both(tl.load(X + at), tl.load(Y + at))"
-    file.write_text(text.replace("tl.load(X + at) + tl.load(Y + at)", call))
-    assert checker.verdict(checker.load(file).PUZZLE)[0]
-
-
 @pytest.mark.parametrize(
     ("line", "named"),
     [
         ("import torch", "a kernel has no `import torch`"),
-        ("global PUZZLE", "a kernel has no `global PUZZLE`"),
-        ("tl.core.inspect.currentframe()", "`tl.core.inspect.currentframe` is not of"),
-        ("core = tl.core", "`tl.core` is not of Triton's language"),
-        ("triton.runtime", "`triton.runtime` is not of"),
-        ("triton.compile", "`triton.compile` is not of"),
-        ("eval('1')", "`eval` is not of"),
-        ("at.handle", "a block is no tensor and has no .handle()"),
-        ("at.__class__", "has no .__class__()"),
-        ("add_kernel.fn", "has no .fn()"),
-        ("(i for i in range(3)).gi_frame", "has no .gi_frame()"),
         ("[0 for y in range(1)]", "a kernel has no `[0 for y in range(1)]`"),
-        ("helper(at)", "line 9: a kernel has no `import os`"),
     ],
 )
-def test_a_kernel_is_triton_and_nothing_else(checker, line, named, tmp_path):
-    helper = "@triton.jit\ndef helper(x):\n    import os\n\n\n"
+def test_a_kernel_is_triton_and_not_python(checker, line, named, tmp_path):
     changes = [("    tl.store", f"    {line}\n    tl.store")]
-    changes += [("@triton.jit", helper + "@triton.jit")] * line.startswith("helper")
     right, text, _ = checker.verdict(with_mistakes(checker, 1, changes, tmp_path / "wrong.py"))
     assert (right, named in text) == (False, True), text
 
 
-KEEPS = """    first, sum = tl.arange(0, BLOCK) == 0, tl.load(X + at) + tl.load(Y + at)
-    kept = tl.load(OUT + at)
-    same = tl.sum(tl.where(first, kept, 0.0), 0) == tl.sum(tl.where(first, sum, 0.0), 0)
-    tl.store(OUT + at, tl.where(same, kept, sum))
-"""
-
-
-def test_a_kernel_that_keeps_its_output_is_found_by_inputs_of_which_half_have_changed(
-    checker, tmp_path
-):
-    """It looks at one element of its block, and if that is right at the others no more."""
-    from exercises.puzzles import scoreboard
-
-    store = "    tl.store(OUT + at, tl.load(X + at) + tl.load(Y + at))\n"
-    for change, found in ((store, False), (KEEPS, True)):
-        puzzle = with_mistakes(checker, 1, [(store, change)], tmp_path / "wrong.py")
-        sizes = {"n": 1024}
-        areas = scoreboard.check_between_guards(puzzle, sizes, puzzle.blocks, checker.CPU)
-        try:
-            scoreboard.check_again(puzzle, areas, sizes, puzzle.blocks)
-            assert not found
-        except checker.Fault as fault:
-            assert found and str(fault).startswith("wrong in a second call: out[")
+def test_a_result_that_pytorch_computes_around_the_kernel_is_not_solved(checker, tmp_path):
+    file = tmp_path / FILES[0].name
+    file.write_text(
+        FILES[0]
+        .read_text()
+        .replace("    add_kernel[grid]", "    out[:] = x + y\n    add_kernel[grid]")
+    )
+    right, text, _ = checker.verdict(checker.load(file).PUZZLE)
+    assert not right
+    assert text.startswith("not solved yet: nothing is written to out")
 
 
 def test_results_of_a_known_seed_and_sizes_that_are_known_are_found(checker, tmp_path, monkeypatch):
@@ -298,22 +163,6 @@ def test_results_of_a_known_seed_and_sizes_that_are_known_are_found(checker, tmp
     for drawn, right in ((13, True), (23, False)):
         monkeypatch.setattr(checker.random, "randint", lambda low, high, drawn=drawn: drawn)
         assert checker.verdict(puzzle)[0] == right
-
-
-def test_a_puzzles_own_scoreboard_is_a_process_in_which_its_file_has_not_run(checker, monkeypatch):
-    commands = []
-    monkeypatch.setattr(checker.subprocess, "call", lambda command: commands.append(command) or 7)
-    assert checker.main(checker.load(FILES[0]).PUZZLE, ["--scoreboard", "--solution"]) == 7
-    [[_, program, *arguments]] = commands
-    assert program == FOLDER / "all_puzzles.py"
-    assert arguments == [FILES[0], "--scoreboard", "--solution"]
-
-
-def test_fingerprints_are_those_of_the_files_as_they_are_given(checker):
-    from exercises.puzzles import submission
-
-    files = [*FILES, puzzle_file(0)]
-    assert {f.stem: submission.fingerprint(f.read_text()) for f in files} == submission.GIVEN
 
 
 # --- what is right, and what was not the puzzle
@@ -370,13 +219,15 @@ def swiglu(checker, monkeypatch):
     """The program, with nothing written in the files of its kernels."""
     sys.modules.pop("exercises.build_a_fusion.swiglu", None)
     module = importlib.import_module("exercises.build_a_fusion.swiglu")
-    monkeypatch.setattr(module, "FILES", {3: puzzle_file(7), 4: puzzle_file(0)})
+    monkeypatch.setattr(module, "FORWARD", puzzle_file(7))
+    monkeypatch.setattr(module, "BACKWARD", puzzle_file(0))
+    monkeypatch.setattr(module, "FILES", (puzzle_file(7), puzzle_file(0)))
     return module
 
 
 def test_each_step_checks_what_the_reader_has(swiglu):
     status, _, err = captured(swiglu.main, ["kernels"])
-    assert (status, "step 3, puzzle_07_swiglu.py: not solved yet" in err) == (1, True)
+    assert (status, "puzzle_07_swiglu.py: not solved yet" in err) == (1, True)
     right = "your kernels: output and gradient are right\n"
     assert captured(swiglu.main, ["kernels", "--solution"]) == (0, right, "")
     assert captured(swiglu.main, ["--scoreboard"])[0] == 4

@@ -3,14 +3,12 @@
 Each step checks one.
 
   operators   count the bytes that each operator reads and writes, forward and backward
-  compiled    compile them, and count the kernels that torch.compile made
-  kernels     put the kernels of steps 3 and 4 into an autograd.Function, and check it
+  kernels     put the two kernels into an autograd.Function, and check it
 
 Examples:
   python exercises/build_a_fusion/swiglu.py operators
   python exercises/build_a_fusion/swiglu.py kernels --solution
   python exercises/build_a_fusion/swiglu.py --scoreboard --output times.json
-  python exercises/build_a_fusion/swiglu.py --draw results/h100/build_a_fusion.json --plot h100.png
 """
 
 from __future__ import annotations
@@ -29,18 +27,17 @@ from exercises.explain import explained
 from exercises.puzzles import checker, scoreboard
 from exercises.tiny_llama_v3 import measure
 from fusion_lab.accuracy import check_gradients
-from fusion_lab.cli import ToolError, run_tool
-from fusion_lab.files import read_json, write_file, write_text
+from fusion_lab.cli import ToolError, run_tool, sign_of_life
+from fusion_lab.files import write_text
 from fusion_lab.profile.traffic import Traffic
-from fusion_lab.show import Column, drawing, render
+from fusion_lab.show import Column, render
 from fusion_lab.turns import compare_in_turns
 
 PROG = Path(__file__).name
 HERE = Path(__file__).resolve().parent
-FILES = {  # step: the file of its kernel
-    3: HERE.parent / "puzzles/puzzle_07_swiglu.py",
-    4: HERE / "swiglu_backward.py",
-}
+FORWARD = HERE.parent / "puzzles/puzzle_07_swiglu.py"
+BACKWARD = HERE / "swiglu_backward.py"
+FILES = (FORWARD, BACKWARD)
 C = 4096
 ROWS = [2 * 4**k for k in range(8)]  # that are timed
 # tensors of the size of out that must be read or written
@@ -56,33 +53,30 @@ def operators(x: Tensor) -> Tensor:
 
 
 @functools.cache
-def puzzle(step: int) -> checker.Puzzle:
-    """That of step 3 or 4; ToolError if its file cannot be taken."""
-    file = FILES[step]
+def puzzle(file: Path) -> checker.Puzzle:
+    """That of one of the files; ToolError if it cannot be taken."""
     try:
         return checker.load(file).PUZZLE
-    except checker.Fault as fault:
-        raise ToolError(f"step {step}, {fault}", status=1) from fault
     except Exception as error:  # in what the reader wrote
         text = explained(error, {str(file)})
-        raise ToolError(f"step {step}, {file.name}: {text}", status=1) from error
+        raise ToolError(f"{file.name}: {text}", status=1) from error
 
 
 class Kernels(torch.autograd.Function):
-    """SwiGLU by the kernels of steps 3 and 4; x is all that is kept."""
+    """SwiGLU by the two kernels; x is all that is kept."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         out = x.new_empty(len(x), x.shape[1] // 2)
-        puzzle(3).launch(x, out)
+        puzzle(FORWARD).launch(x, out)
         return out
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         grad_x = torch.empty_like(x)
-        puzzle(4).launch(x, grad.contiguous(), grad_x)
+        puzzle(BACKWARD).launch(x, grad.contiguous(), grad_x)
         return grad_x
 
 
@@ -127,41 +121,25 @@ def step_operators() -> None:
         )
 
 
-def step_compiled() -> None:
-    """Compile, check, and say how many kernels were made."""
-    from torch._inductor import metrics
-
-    before = metrics.generated_kernel_count
-    try:
-        check_right("torch.compile", torch.compile(operators), 8, 64)
-    except RuntimeError as error:
-        raise ToolError(
-            f"torch.compile does not work here ({str(error).splitlines()[0]})", status=4
-        ) from error
-    count = metrics.generated_kernel_count - before
-    print(
-        f"torch.compile: output and gradient are right, {count} kernels in place of the operators"
-    )
-
-
 def check_puzzles() -> None:
     """ToolError if one of the kernels is not solved; measured() says it of compiled ones."""
-    for step, file in FILES.items():
+    for file in FILES:
         if not checker.SCOREBOARD:
-            solved, text, _ = checker.verdict(puzzle(step))
+            solved, text, _ = checker.verdict(puzzle(file))
             if not solved:
-                raise ToolError(f"step {step}, {file.name}: {text}", status=1)
+                raise ToolError(f"{file.name}: {text}", status=1)
 
 
 def step_kernels() -> None:
     """Check the kernels alone, then as an autograd.Function."""
-    check_puzzles()
-    for rows, columns in ((8, 16), (5, 13)):
-        check_right("your kernels", Kernels.apply, rows, columns)
+    with sign_of_life("your kernels"):
+        check_puzzles()
+        for rows, columns in ((8, 16), (5, 13)):
+            check_right("your kernels", Kernels.apply, rows, columns)
     print("your kernels: output and gradient are right")
 
 
-STEPS = {"operators": step_operators, "compiled": step_compiled, "kernels": step_kernels}
+STEPS = {"operators": step_operators, "kernels": step_kernels}
 
 
 def measured() -> list[dict]:
@@ -198,40 +176,17 @@ def measured() -> list[dict]:
     return rows
 
 
-def rates(row: dict) -> dict[str, float]:
-    """GB/s of each side: the bytes that SwiGLU must move over the median of the turns."""
-    return {
-        name: row["bytes"] / statistics.median(times) / 1e3 for name, times in row["us"].items()
-    }
-
-
 def table(rows: list[dict]) -> str:
-    """These rates as Markdown."""
+    """GB/s of each side as Markdown: the bytes that SwiGLU must move over the median of the
+    turns."""
+
+    def rate(row: dict, name: str) -> float:
+        return row["bytes"] / statistics.median(row["us"][name]) / 1e3
+
     columns = [Column("GB/s", "what"), Column("MB", lambda row: row["bytes"] / 1e6, ".1f")]
     for name in rows[0]["us"]:
-        columns.append(Column(name, lambda row, name=name: rates(row)[name], ".0f"))
+        columns.append(Column(name, lambda row, name=name: rate(row, name), ".0f"))
     return render(columns, rows)
-
-
-def draw(path: Path, rows: list[dict], device: str) -> None:
-    """GB/s against size, forward on the left, with the backward pass on the right."""
-    pyplot = drawing()
-    figure, both = pyplot.subplots(1, 2, figsize=(9, 3.8), sharey=True, layout="constrained")
-    for axes, what in zip(both, LEAST, strict=True):
-        shown = [row for row in rows if row["what"] == what]
-        for name, style in zip(shown[0]["us"], ("k:", "o-", "s-", "^-"), strict=True):
-            axes.plot(
-                [row["bytes"] / 1e6 for row in shown],
-                [rates(row)[name] for row in shown],
-                style,
-                label=name,
-            )
-        axes.set(xscale="log", xlabel="MB that must be moved", title=what, ylim=(0, None))
-    both[0].set_ylabel("GB/s")
-    both[0].legend()
-    figure.suptitle(f"SwiGLU, {device}")
-    write_file(path, figure.savefig)
-    pyplot.close(figure)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -239,11 +194,9 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("step", nargs="?", choices=STEPS, help="which step to check")
     add("--output", type=Path, metavar="FILE.json", help="keep what --scoreboard measured")
-    add("--draw", type=Path, metavar="FILE.json", help="print the table of such a file")
-    add("--plot", type=Path, metavar="FILE.png", help="draw it, too")
     args = parser.parse_args(argv)
-    if not args.step and not args.scoreboard and not args.draw:
-        parser.error("name a step, or --scoreboard, or --draw FILE.json")
+    if not args.step and not args.scoreboard:
+        parser.error("name a step, or --scoreboard")
 
     def body() -> int:
         if args.solution:
@@ -251,18 +204,14 @@ def main(argv: list[str] | None = None) -> int:
                 checker.use_kernels_of(one, checker.solution_of(one))
         if args.step:
             STEPS[args.step]()
-        result = read_json(args.draw) if args.draw else None
         if args.scoreboard:
             if not measure.GPU:
                 raise ToolError("the scoreboard needs a GPU", status=4)
-            result = {"environment": measure.v3.environment(measure.DEVICE), "rows": measured()}
+            rows = measured()
+            print(table(rows))
             if args.output:
+                result = {"environment": measure.v3.environment(measure.DEVICE), "rows": rows}
                 write_text(args.output, json.dumps(result, indent=1) + "\n")
-        if result:
-            print(table(result["rows"]))
-            if args.plot:
-                draw(args.plot, result["rows"], result["environment"]["device_name"])
-                print(f"drawn: {args.plot}")
         return 0
 
     return run_tool(PROG, body)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Step 4: the backward pass of SwiGLU, in one kernel.
+"""The backward pass of SwiGLU, in one kernel.
 
 x [rows, 2 * C] holds gate and up side by side, `grad` [rows, C] is the gradient of out. With
 s = sigmoid(gate), of which the derivative is s * (1 - s):

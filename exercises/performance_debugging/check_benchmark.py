@@ -6,20 +6,18 @@ author runs it, and its operation is called under our clocks. probes.py judges; 
 write, and --solution takes ours. The exit status is 1 if something is flagged, or a probe not
 written.
 
-A FILE.json is what --output wrote, to be judged again without running anything; or a study in
-results/: no rate in it may be above that of the copy in the same run, and no step shorter than the
-kernels in it.
+A FILE.json is what --output wrote, to be judged again without running anything.
 
 Examples:
   python exercises/performance_debugging/check_benchmark.py
-  python exercises/performance_debugging/check_benchmark.py --solution results/h100/puzzles.json
+  python exercises/performance_debugging/check_benchmark.py --solution \\
+      results/h100/sheets/performance_debugging/benchmarks.json
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,7 +31,6 @@ from fusion_lab.files import read_json, write_text
 PROG = Path(__file__).name
 HERE = Path(__file__).resolve().parent
 MISSING = "not written yet"
-NOISE = 1.1  # two medians of the same rate
 
 
 def judge(evidence: examine.Evidence, probes: ModuleType) -> list[str]:
@@ -53,35 +50,19 @@ def judge(evidence: examine.Evidence, probes: ModuleType) -> list[str]:
     return lines
 
 
-def impossible(study: dict) -> Iterator[str]:
-    """Rates above that of a large copy, steps shorter than their kernels."""
-    copy = study.get("copy")
-    for row in study.get("rows", ()):
-        copy = row if row.get("what") == "copy" else copy
-        if copy and row.get("bytes"):
-            us = row["us"] if isinstance(row["us"], float) else statistics.median(row["us"])
-            rate, limit = row["bytes"] / us / 1e3, copy["bytes"] / copy["us"] / 1e3
-            if rate > NOISE * limit:
-                name = row.get("what") or row.get("puzzle")
-                yield f"rate: {name} has {rate:.0f} GB/s where a large copy has {limit:.0f}"
-    for stage in study.get("stages", ()):
-        kernels, step = stage["kernel_ms"], stage["result"]["timing"]["batch_ms"]
-        if kernels and kernels > NOISE * step:
-            yield f"step: {stage['stage']} takes {step:.2f} ms, its kernels {kernels:.2f} ms"
-
-
-def gather(paths: Sequence[Path], claims: bool) -> Iterator[examine.Evidence | Path | ToolError]:
-    """What the probes look at, of each benchmark in turn; the path of a study; what went wrong."""
+def gather(paths: Sequence[Path], claims: bool) -> Iterator[examine.Evidence | ToolError]:
+    """What the probes look at, of each benchmark in turn; or what went wrong."""
     for path in paths:
-        if path.suffix != ".json":
-            try:
-                yield examine.gather(path, claims)
-            except ToolError as error:  # such as no C++ compiler; the others can be run
-                yield error
-        elif rows := read_json(path).get("benchmarks"):
+        if path.suffix == ".json":
+            rows = read_json(path).get("benchmarks")
+            if not rows:
+                raise ToolError(f"{path}: it has no benchmarks")
             yield from map(examine.Evidence.of, rows)
-        else:
-            yield path
+            continue
+        try:
+            yield examine.gather(path, claims)
+        except ToolError as error:  # such as no C++ compiler; the others can be run
+            yield error
 
 
 def check(paths: Sequence[Path], probes: ModuleType | None, output: Path | None = None) -> int:
@@ -93,12 +74,10 @@ def check(paths: Sequence[Path], probes: ModuleType | None, output: Path | None 
             say(f"error: {one}")
             failed = one.status
             continue
-        study = isinstance(one, Path)
-        print(f"{one.stem}:" if study else f"{one.name}: {one.claim.line}", flush=True)
-        if not study:
-            gathered.append(one.row())
+        print(f"{one.name}: {one.claim.line}", flush=True)
+        gathered.append(one.row())
         if probes:
-            wrong = [*impossible(read_json(one))] if study else judge(one, probes)
+            wrong = judge(one, probes)
             missing = sum(line.endswith(f": {MISSING}") for line in wrong)
             flagged += len(wrong) > missing
             print("\n".join(f"    {line}" for line in wrong or ["nothing found"]), flush=True)

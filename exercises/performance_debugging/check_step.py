@@ -65,7 +65,8 @@ def check(script: ModuleType, args: argparse.Namespace) -> int:
     def rms(tensor: Tensor) -> float:
         return float(tensor.detach().float().square().mean().sqrt())
 
-    trainer, outputs = script.Trainer(args).build(), {}
+    trainer = script.Trainer(args).build()
+    outputs = {}
     for name, module in trainer.model.named_modules():
         module.register_forward_hook(
             lambda module, inputs, output, name=name: outputs.update({name: output})
@@ -77,14 +78,15 @@ def check(script: ModuleType, args: argparse.Namespace) -> int:
     loss.backward()
     loss = float(loss.detach())
 
-    rows, elements, with_gradient, tensors = [], 0, 0, 0
+    rows = []
+    elements = 0
+    with_gradient = 0
+    tensors = 0
     for name, parameter in trainer.model.named_parameters():
         output = outputs.get(name.rpartition(".")[0])
         norm = None if parameter.grad is None else float(parameter.grad.norm())
-        elements, with_gradient = (
-            elements + parameter.numel(),
-            with_gradient + parameter.numel() * bool(norm),
-        )
+        elements += parameter.numel()
+        with_gradient += parameter.numel() * bool(norm)
         tensors += bool(norm)
         spread = float(parameter.detach().std(correction=0))
         size = None if output is None else rms(output[0] if isinstance(output, tuple) else output)

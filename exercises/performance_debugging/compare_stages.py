@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Loss, speed, memory and gradients of all stages in one Markdown table, then what the numbers say
-of each stage beside stage 5, the final version.
+"""Loss, speed, memory and gradients of all stages in one Markdown table; stage 5 is the final
+version.
 
 SOURCE is the folder that run_all_stages.sh has filled (default: results/ beside this file), or a
 file that --output wrote. In a folder each stage also gets its kernels as <stage>_profile.csv, from
@@ -8,8 +8,8 @@ rocprofv3 or from the PyTorch profiler: the columns of rocprofv3's *_kernel_stat
 semicolons for the commas in names, so that `sort -t','` works.
 
 Kernel ms per step is the sum over the kernels of a profiled step; on a CPU there are none. A dash
-stands for what a run did not measure. Times of runs one after the other are no comparison: only
-those that stage_turns.py took in turns are set beside each other.
+stands for what a run did not measure. The stages ran one after the other: small differences of
+their times are no comparison.
 
 Examples:
   python exercises/performance_debugging/compare_stages.py
@@ -21,13 +21,10 @@ Examples:
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-from typing_extensions import TypedDict
 
 from fusion_lab.cli import ToolError, documented_parser, note, run_tool
 from fusion_lab.files import write_text
@@ -39,32 +36,12 @@ from fusion_lab.profile.kernels import (
     write_statistics,
 )
 from fusion_lab.profile.tables import analyse
-from fusion_lab.records import Gradients, Number, Stages, read
+from fusion_lab.records import Gradients, Stages, read
 from fusion_lab.runs import Run, differences, load_run, report_failed
 from fusion_lab.show import NOT_FINISHED, Column, render
-from fusion_lab.turns import WIDE, spread
 
 PROG = Path(__file__).name
 RESULTS = Path(__file__).resolve().parent / "results"
-SAME = 0.05  # relative difference of numbers that are called equal
-QUANTITIES = (  # words, group and key in a result, format
-    ("first loss", "loss", "initial", ".4f"),
-    ("final loss", "loss", "final", ".4f"),
-    ("peak MB", "memory", "peak_mb", ".2f"),
-    ("per step", "kernels", "per_step", ".10g"),
-)
-
-
-class StageTurns(TypedDict):
-    stage: str
-    turns_ms: list[Number]
-    claimed_ms: Number
-
-
-class Turns(TypedDict):
-    """turns.json of stage_turns.py."""
-
-    rows: list[StageTurns]
 
 
 @dataclass(frozen=True)
@@ -137,11 +114,7 @@ def study(stages: Sequence[Stage]) -> dict:
 
 
 def table(stages: Sequence[Stage]) -> str:
-    """A row for each stage; what V1 is compared with is the row of the baseline."""
-    baseline = next(
-        (stage.run for stage in stages if stage.run.result["script"] == "tiny_llama_v1"), None
-    )
-    reference = baseline and baseline.number("timing", "samples_per_sec")
+    """A row for each stage."""
     unit = next(
         (s.run.result["kernels"]["unit"] for s in stages if "unit" in s.run.result["kernels"]),
         "kernels",
@@ -149,10 +122,6 @@ def table(stages: Sequence[Stage]) -> str:
 
     def number(group: str, key: str) -> Callable[[Stage], float | None]:
         return lambda stage: stage.run.number(group, key)
-
-    def over_v1(stage: Stage) -> float | None:
-        speed = stage.run.number("timing", "samples_per_sec")
-        return speed / reference if speed and reference else None
 
     def final_loss(stage: Stage) -> object:
         return NOT_FINISHED.get(stage.run.status) or stage.run.number("loss", "final")
@@ -163,7 +132,6 @@ def table(stages: Sequence[Stage]) -> str:
         Column("first loss", number("loss", "initial"), ".4f"),
         Column("final loss", final_loss, ".4f"),
         Column("samples/sec", number("timing", "samples_per_sec"), ".1f"),
-        Column("over V1", over_v1, ".2f", "x"),
         Column("ms per step", number("timing", "batch_ms"), ".2f"),
         Column("kernel ms per step", "kernel_ms", ".2f"),
         Column("TFLOP/s", number("flops", "achieved_tflops"), ".3g"),
@@ -172,57 +140,6 @@ def table(stages: Sequence[Stage]) -> str:
         Column("parameters with gradient", "gradient_percent", ".1f", " %"),
     ]
     return render(columns, stages)
-
-
-def beside(stage: Stage, final: Stage) -> str:
-    """Which quantities of a stage differ from the final version's, and which do not."""
-    other, same = [], []
-
-    def look(name: str, own: float | None, right: float | None, digits: str) -> None:
-        if own is None or right is None:
-            return
-        shown = f"{own:{digits}}" != f"{right:{digits}}"
-        if shown and abs(own - right) > SAME * abs(right):
-            other.append(f"{name} {own:{digits}} ({right:{digits}})")
-        else:
-            same.append(name)
-
-    unit = final.run.result["kernels"].get("unit", "kernels")
-    for words, group, key, digits in QUANTITIES:
-        name = f"{unit} {words}" if group == "kernels" else words
-        look(name, stage.run.number(group, key), final.run.number(group, key), digits)
-    look("% with gradient", stage.gradient_percent, final.gradient_percent, ".1f")
-    equal = f"equal within {100 * SAME:.0f} %: {', '.join(same)}"
-    return "; ".join([", ".join(other)] * bool(other) + [equal] * bool(same))
-
-
-def in_turns(own: dict, final: dict) -> str:
-    """What turns show of a stage's time, and whether the stage says the same."""
-    ratios = [a / b for a, b in zip(own["turns_ms"], final["turns_ms"], strict=True)]
-    ms, claimed = statistics.median(own["turns_ms"]), own["claimed_ms"]
-    text = f"{statistics.median(ratios):.2f}x the time ({spread(ratios)})"
-    if claimed * WIDE < ms:
-        text += f"; it says {claimed:.2f} ms a step, a stopwatch {ms:.2f} ms"
-    return text
-
-
-def observations(stages: Sequence[Stage], turns: dict[str, dict]) -> list[str]:
-    """A line for each stage beside the final version, all of it from these numbers."""
-    final = next((stage for stage in stages if stage.run.name == "stage5"), None)
-    lines = []
-    for stage in stages if final else ():
-        if stage is final or not stage.run.name.startswith("stage"):
-            continue
-        text = beside(stage, final)
-        step = stage.run.number("timing", "batch_ms")
-        if stage.kernel_ms and step and stage.kernel_ms > WIDE * step:
-            text += f"; a step of {step:.2f} ms is shorter than its kernels, {stage.kernel_ms:.2f}"
-        if {stage.run.name, "stage5"} <= {*turns}:
-            text += f"; in turns {in_turns(turns[stage.run.name], turns['stage5'])}"
-        lines.append(f"- {stage.run.name}: {text}")
-    if lines and not turns:
-        lines.append("- times: not taken in turns, so not compared")
-    return lines
 
 
 def compare(source: Path, output: Path | None) -> int:
@@ -237,10 +154,6 @@ def compare(source: Path, output: Path | None) -> int:
         raise ToolError(f"{source}: it has no results of stages")
     note(*differences((stage.run.name, stage.run.result) for stage in stages))
     print(table(stages), flush=True)
-    timed = source / "turns.json"
-    rows = read(Turns, timed)["rows"] if timed.exists() else []
-    if lines := observations(stages, {row["stage"]: row for row in rows}):
-        print("\nKey observations, beside stage5 (its number in brackets):", *lines, sep="\n")
     if output:
         write_text(output, json.dumps(study(stages), indent=1) + "\n")
     return report_failed([stage.run for stage in stages])

@@ -40,8 +40,7 @@ PYTHON names another interpreter than python3.
 In the result folder:
   <stage>_output.log    what the stage printed, and one step of it looked at from inside
   <stage>_profile.csv   its kernels (on a CPU: operators); sort -t',' -k4 -nr shows the slowest
-  comparison.md         loss, speed, memory and gradients of all in one table, and what these say beside stage 5
-  turns.json            with a GPU: a step's time, all stages in turns
+  comparison.md         loss, speed, memory and gradients of all in one table
   <stage>/              the files of the script and of the profiler; <stage>_rocprofv3.log has what rocprofv3 printed
 USAGE
 }
@@ -135,16 +134,11 @@ for ((i = 0; i < ${#stages[@]}; i += 2)); do
         echo "$name: status $status: $(tail -n 1 "$log")" >&2
     fi
 done
-if [[ ${arguments[*]} != "$cpu_sizes"* ]]; then # an interpreter's times are no kernel's
-    echo "all stages in turns"
-    "$python" "$here/stage_turns.py" --result-dir "$new" "${arguments[@]}" </dev/null || failed+=(turns)
-fi
 echo
 "$python" "$here/compare_stages.py" "$new" | tee "$new/comparison.md" || ((${#failed[@]})) || failed+=(comparison)
 for ((i = 0; i < ${#stages[@]}; i += 2)); do
     rm -rf "${results:?}/${stages[i]}" "$results/${stages[i]}"_{output.log,rocprofv3.log,profile.csv}
 done
-rm -f "$results/turns.json"
 mv -f "$new"/* "$results"
 rmdir "$new"
 ((${#failed[@]} == 0)) || fail 1 "failed: ${failed[*]}"

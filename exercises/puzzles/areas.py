@@ -34,7 +34,8 @@ class Area:
             self.bits += 1  # still NaN, but not what a read beside an input finds
             self.before = self.bits.clone()
         else:
-            self.fill(values)
+            self.tensor.copy_(values)
+            self.before = self.bits.clone()
         self.first = self.tensor.data_ptr()
         self.last = self.first + self.tensor.nbytes - 1
         self.written_by = np.full(
@@ -95,11 +96,6 @@ class Area:
     def changed_input(self) -> bool:
         """Was anything written to it, though it is only to be read?"""
         return not self.output and not self.bits.equal(self.before)
-
-    def fill(self, values: Tensor) -> None:
-        """Give an input other values."""
-        self.tensor.copy_(values)
-        self.before = self.bits.clone()
 
     def untouched(self) -> np.ndarray:
         """Places that are as they were."""

@@ -13,7 +13,6 @@ import argparse
 import itertools
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,14 +29,12 @@ from exercises.puzzles import moved
 from exercises.puzzles.areas import CPU, NOBODY, Area, drawn
 from exercises.puzzles.mistakes import formulas_of
 from exercises.puzzles.recorder import KINDS, Recorder
-from exercises.puzzles.submission import foreign, why_not_taken
 from fusion_lab.accuracy import ROUNDING, pattern
 from fusion_lab.cli import documented_parser, run_tool
 from fusion_lab.script import import_file
 
 SCOREBOARD = "--scoreboard" in sys.argv
-# compiled: a step of build_a_fusion
-if not (SCOREBOARD or "compiled" in sys.argv) or not torch.cuda.is_available():
+if not SCOREBOARD or not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton looks at it when it is imported
 
 OTHER_SIZES = "at other sizes and blocks only, "
@@ -167,7 +164,7 @@ def kernel_files(puzzle: Puzzle) -> set[str]:
 def launch(puzzle: Puzzle, areas: list[Area], blocks: dict[str, int]) -> None:
     """Run the kernel; a Fault for what it raises, or a compiler would."""
     for kernel in functions(puzzle):
-        if text := visible_mistake(kernel) or foreign(kernel):
+        if text := visible_mistake(kernel):
             raise Fault("error", text)
     try:
         puzzle.launch(*(area.tensor for area in areas), **blocks)
@@ -208,17 +205,12 @@ def check_written(untouched: dict[Area, np.ndarray]) -> None:
 
 
 class Wrong(NamedTuple):
-    """The largest error over the largest value, the first wrong element, the formula that it is
-    instead, and where else to look."""
+    """What is wrong with an output."""
 
-    error: float
-    text: str
-    formula: str
-    pattern: str
-
-    @property
-    def step(self) -> str:
-        return self.formula or self.pattern
+    error: float  # the largest, over the largest value
+    text: str  # the first wrong element
+    formula: str  # what it is instead, or nothing
+    step: str  # that, or where else to look
 
 
 def tolerances(puzzle: Puzzle, area: Area, right: Tensor) -> Tensor:
@@ -234,7 +226,7 @@ def named(puzzle: Puzzle, areas: list[Area], area: Area) -> str:
     """Which other formula this output is, or nothing."""
     inputs = [one.tensor.double() for one in areas if not one.output]
     found = area.tensor.double()
-    for text, other in formulas_of(puzzle.file.stem, area.name, inputs).items():
+    for text, other in formulas_of(puzzle.file.stem, inputs).items():
         error = (found - other).abs().nan_to_num(torch.inf)
         error[(found == other) | (found.isnan() & other.isnan())] = 0.0
         if (error <= tolerances(puzzle, area, other.nan_to_num())).all():
@@ -264,7 +256,8 @@ def difference(puzzle: Puzzle, areas: list[Area], expected: dict[str, Tensor]) -
                 largest = (error.max() / scale).nan_to_num(torch.inf).item()
                 common = pattern(found, right, wrong)
                 formula = named(puzzle, areas, area)
-                return Wrong(largest, f"{text} are wrong", formula, common or never_read(areas))
+                step = formula or common or never_read(areas)
+                return Wrong(largest, f"{text} are wrong", formula, step)
     return None
 
 
@@ -346,8 +339,6 @@ def try_run(puzzle: Puzzle, run: Run) -> tuple[list[Area], Recorder, Wrong | Non
 def check(puzzle: Puzzle) -> tuple[list[Area], str]:
     """Try all runs; returns the areas of a small one and what was not practised. A Fault names what
     is wrong."""
-    if text := why_not_taken(puzzle.file):
-        raise Fault("not taken", text)
     wrong, right, missed = [], [], ""
     for run in runs_of(puzzle):
         try:
@@ -425,9 +416,7 @@ def kind_of(puzzle: Puzzle, wrong: list[tuple[Run, Wrong]]) -> str:
 
 
 def load(path: Path) -> ModuleType:
-    """The file of a puzzle as a module; a Fault if more than its kernels was changed."""
-    if text := why_not_taken(path):
-        raise Fault("not taken", text)
+    """The file of a puzzle as a module."""
     return import_file(path, f"{path.parent.name}_{path.stem}")
 
 
@@ -475,12 +464,12 @@ def main(puzzle: Puzzle, argv: list[str] | None = None) -> int:
     args = parser_for(file.name, documentation).parse_args(argv)
 
     def body() -> int:
-        if args.scoreboard:  # by a process in which nothing of this file has run
-            program = Path(__file__).with_name("all_puzzles.py")
-            command = [sys.executable, program, file, "--scoreboard"]
-            return subprocess.call([*command, *(["--solution"] if args.solution else [])])
         if args.solution:
             use_kernels_of(puzzle, solution_of(puzzle))
+        if args.scoreboard:
+            from exercises.puzzles import scoreboard
+
+            return scoreboard.measured([puzzle], None)
         solved, text, areas = verdict(puzzle)
         if any(area.touched() for area in areas):
             print("\n".join(map(drawn, areas)))

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fusion_lab.cli import ToolError, at_least, documented_parser, run_tool
+from fusion_lab.cli import ToolError, at_least, documented_parser, run_tool, sign_of_life
 from fusion_lab.turns import spread
 
 PROG = Path(__file__).name
@@ -64,7 +64,8 @@ def measure(n: int, turns: int) -> int:
     two_kernels(x, y, t, z)
     before = metrics.generated_kernel_count
     try:
-        one_kernel(x, y, fused)
+        with sign_of_life("compiling"):
+            one_kernel(x, y, fused)
     except RuntimeError as error:
         raise ToolError(
             f"torch.compile does not work here ({str(error).splitlines()[0]})", status=4

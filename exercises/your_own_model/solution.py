@@ -89,9 +89,3 @@ class AddNorm(torch.autograd.Function):
 
 
 add_norm = AddNorm.apply
-
-
-def fused() -> tuple[vit.VisionTransformer, dict[str, Tensor]]:
-    """The model with it, for find-fusions."""
-    vit.add_norm = add_norm
-    return vit.small()

@@ -166,7 +166,9 @@ def launches_of_step(
         return tensor.storage_offset() * tensor.element_size()  # of one without contents
 
     module.wrap_triton = lambda kernel: Launching(kernel, seen)
-    with mock.patch("torch.Tensor.data_ptr", address):
+    # a storage without contents has no address, and PyTorch warns of one
+    storage = mock.patch("torch.UntypedStorage.data_ptr", lambda storage: 0)
+    with storage, mock.patch("torch.Tensor.data_ptr", address):
         take(module, step_arguments(module, argv, backend), FakeTensorMode())
     return list(launches.values())
 

@@ -75,17 +75,12 @@ class Loaded:
             elif place["value_kind"] == "hidden_group_size_x":
                 struct.pack_into("<H", packed, int(place["offset"]), 64 * kernel.waves)
         self.address = self.memory.add("the arguments", np.frombuffer(bytes(packed), np.uint8))
-        self.spilled = kernel.program.descriptor["private_segment_fixed_size"]  # bytes of a lane
-        room = np.zeros(AT_ONCE * 64 * self.spilled, np.uint8)
-        self.scratch = self.memory.add("the spilled registers", room)
 
     def start(self, groups: np.ndarray) -> Waves:
         """Waves of these workgroups [groups, 3] at the first instruction."""
         kernel, described = self.kernel, self.kernel.program.descriptor
         waves = Waves(kernel.program, kernel.registers, len(groups), kernel.waves, kernel.lds)
         waves.memory = self.memory
-        lanes = np.arange(64 * waves.count, dtype=np.uint64).reshape(-1, 64)
-        waves.scratch = self.scratch + self.spilled * lanes
         wave = np.arange(waves.count)[:, None]
         # the work-item's number; in higher bits those of other dimensions, which are 0
         waves.put(0, (wave % kernel.waves * 64 + np.arange(64)).astype(np.uint32))

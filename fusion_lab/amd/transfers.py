@@ -1,5 +1,5 @@
-"""Instructions that move data between registers and tensors (buffer_, global_, s_load_), a lane's
-own memory (scratch_) or LDS (ds_)."""
+"""Instructions that move data between registers and tensors (buffer_, global_, s_load_) or LDS
+(ds_)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ FORMS = {
     "sbyte": (1, 1, True),
     "sshort": (2, 1, True),
 }
-ACCESS = re.compile(
-    r"(buffer|global|scratch|ds|s)_(load|store|read|write)(2?)(st64)?_(\w+?)(_d16_hi)?$"
-)
+ACCESS = re.compile(r"(buffer|global|ds|s)_(load|store|read|write)(2?)(st64)?_(\w+?)(_d16_hi)?$")
 ATOMIC = re.compile(r"(?:buffer|global)_atomic_(\w+)$")
 # the first row are modifiers that say where, the others concern caches only
 KNOWN_MODIFIERS = {"offset", "offset0", "offset1", "offen", "off",
@@ -42,7 +40,6 @@ def addresses(waves: Waves, instruction: Instruction, place: int) -> tuple[np.nd
     A buffer is four scalar registers: base, stride, how many bytes it has, flags; beyond them
     nothing is done and 0 is read, which is how Triton masks lanes. That of global memory goes to an
     address in two vector registers, the operand `place`, or in scalar ones with an offset in that.
-    To scratch memory registers are spilled.
     """
     inside, active = np.uint64(constant(instruction) & (1 << 64) - 1), waves.lanes
     op, last = instruction.operands[place], instruction.operands[-1]
@@ -53,11 +50,6 @@ def addresses(waves: Waves, instruction: Instruction, place: int) -> tuple[np.nd
             inside = inside + word(waves, offset)
         active = active & (inside < word(waves, buffer, 2))
         address = (long_word(waves, buffer) & 0xFFFFFFFFFFFF) + inside
-    elif instruction.mnemonic.startswith("scratch"):
-        address = waves.scratch + inside
-        for each in (op, last):
-            if each.text != "off":
-                address = address + word(waves, each)
     elif last.kind == "s":
         address = long_word(waves, last) + word(waves, op) + inside
     else:

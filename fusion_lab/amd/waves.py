@@ -37,7 +37,6 @@ class Waves:
         self.scalars = np.full((self.count, 128), UNSET, np.uint32)
         self.scc = np.zeros((self.count, 1), bool)
         self.memory: Memory | None = None
-        self.scratch: np.ndarray | None = None  # addresses of the lanes' own memory
         self.lds = Lds(groups, waves, lds)
         self.pc = 0  # of the waves that are here
         self.at = np.zeros(self.count, np.int64)  # of the others
