@@ -107,7 +107,7 @@ def kernel_of(launch: Recorded) -> triton.JITFunction:
         kernel = getattr(kernel, "fn", None)  # of an autotuner or heuristics
     if kernel is None:
         reason = f": {error!r}" if error else ""
-        raise ToolError(f"{path.name}, imported, has no kernel of the name {launch.kernel}{reason}")
+        raise ToolError(f"{path.name}: importing it makes no kernel {launch.kernel}{reason}")
     return kernel
 
 
