@@ -11,11 +11,10 @@ data and the graph.
 
 Written to --profile-dir beside the script's own files:
   <script>_kernels.csv    in the format of rocprofv3's *_kernel_stats.csv, over all profiled
-                          steps; and as text, .txt
+                          steps
   <script>_operators.csv  operators by self time on the host, on a GPU also the time of their
-                          kernels; and as text, .txt
-  <script>_phases.csv     data, forward, backward, optimizer; or data, graph
-  <script>_profile.json   all of this, and what it was measured on
+                          kernels
+  <script>_profile.json   categories and phases, and what they were measured on
   <script>_report.md      with --generate-report
 
 Examples:
@@ -71,8 +70,8 @@ def share_table(profile: Profile, title: str, parts: dict[str, Share]) -> str:
     return render(columns, [*parts.items(), ("all", total)])
 
 
-def kernel_table(profile: Profile, limit: int | None = None) -> str:
-    """Kernels (on a CPU, operators), the longest total first."""
+def kernel_table(profile: Profile) -> str:
+    """The first kernels (on a CPU, operators), the longest total first."""
     columns = [
         Column(profile.unit.removesuffix("s"), lambda row: f"`{short_name(row.name)}`"),
         Column("category", lambda row: category(row.name), text=True),
@@ -81,11 +80,11 @@ def kernel_table(profile: Profile, limit: int | None = None) -> str:
         Column("mean, us", lambda row: row.average_ns / 1e3, ".1f"),
         Column("share", "percentage", ".1f", " %"),
     ]
-    return render(columns, profile.statistics[:limit])
+    return render(columns, profile.statistics[:TOP])
 
 
-def operators_text(profile: Profile, limit: int | None = None) -> str:
-    """Operators by self time on the host; on a GPU also the time of their kernels."""
+def operator_table(profile: Profile) -> str:
+    """The first operators by self time on the host, and the time of their kernels."""
     columns = [
         Column("operator", lambda row: f"`{short_name(row.name)}`"),
         Column("category", "category", text=True),
@@ -93,17 +92,7 @@ def operators_text(profile: Profile, limit: int | None = None) -> str:
         Column("self ms per step", lambda row: row.self_ns / profile.steps / 1e6, ".3f"),
         Column("device ms per step", lambda row: row.device_ns / profile.steps / 1e6, ".3f"),
     ]
-    return render(columns if profile.unit == "kernels" else columns[:-1], profile.operators[:limit])
-
-
-def communication_line(profile: Profile) -> list[str]:
-    """What the collectives of a run on several GPUs cost; no line for one GPU."""
-    if not (found := profile.communication):
-        return []
-    share, exposed = 100 * found.ms / found.step_ms, 100 * found.exposed_ms / found.step_ms
-    whole = f"{found.ms:.3f} ms of {found.step_ms:.3f} ms per profiled step ({share:.1f} %)"
-    alone = f"{found.exposed_ms:.3f} ms ({exposed:.1f} %) with nothing else running beside it"
-    return [f"Communication: {whole}, {alone}"]
+    return render(columns, profile.operators[:TOP])
 
 
 def as_json(profile: Profile, summary: dict) -> dict:
@@ -120,7 +109,6 @@ def as_json(profile: Profile, summary: dict) -> dict:
         "ms_per_step": sum(part.ms_per_step for part in profile.phases.values()),
         "categories": {name: asdict(part) for name, part in profile.categories.items()},
         "phases": {name: asdict(part) for name, part in profile.phases.items()},
-        "communication": asdict(profile.communication) if profile.communication else None,
         "top": [{"category": category(row.name), **asdict(row)} for row in longest],
     }
 
@@ -154,11 +142,10 @@ def report(
         f"{clock} in {profile.steps} profiled steps. {slower}",
         *("", share_table(profile, "category", profile.categories)),
         *("", "## Phases", "", share_table(profile, "phase", profile.phases)),
-        *(line for text in communication_line(profile) for line in ("", text)),
-        *("", f"## Top {TOP} {profile.unit}", "", kernel_table(profile, TOP)),
+        *("", f"## Top {TOP} {profile.unit}", "", kernel_table(profile)),
     ]
     if profile.unit == "kernels":  # on a CPU this would be the same table again
-        lines += ["", f"## Top {TOP} operators", "", operators_text(profile, TOP)]
+        lines += ["", f"## Top {TOP} operators", "", operator_table(profile)]
     lines += ["", "## Files", "", *(f"- `{name}`" for name in sorted({p.name for p in files})), ""]
     where = "https://ui.perfetto.dev (drag it there; it stays on this machine)"
     lines.append(f"Open `{trace.name}` in {where}.")
@@ -213,21 +200,16 @@ def profile_script(own: argparse.Namespace, rest: list[str]) -> int:
         raise ToolError(NO_KERNELS, status=1)
     profile = analyse(events, GRAPH_PHASES if args.cuda_graph else PHASES)
 
-    phases = [{"phase": phase, **asdict(share)} for phase, share in profile.phases.items()]
     content = json.dumps(as_json(profile, summary), indent=1)
     write_statistics(directory / f"{name}_kernels.csv", profile.statistics)
-    write_text(directory / f"{name}_kernels.txt", kernel_table(profile) + "\n")
     write_csv(directory / f"{name}_operators.csv", [asdict(row) for row in profile.operators])
-    write_text(directory / f"{name}_operators.txt", operators_text(profile) + "\n")
-    write_csv(directory / f"{name}_phases.csv", phases)
     write_text(directory / f"{name}_profile.json", content + "\n")
     on_host = "self time of operators (on a CPU there are no kernels)"
     clock = "device time" if profile.unit == "kernels" else on_host
     print(f"\n{name}, {profile.steps} profiled steps, {clock}:\n")
     print(share_table(profile, "category", profile.categories) + "\n")
-    print(share_table(profile, "phase", profile.phases), *communication_line(profile), sep="\n")
-    print()
-    print(f"Tables: {directory}/{name}_{{kernels,operators,phases}}.csv, {name}_profile.json")
+    print(share_table(profile, "phase", profile.phases) + "\n")
+    print(f"Tables: {directory}/{name}_{{kernels,operators}}.csv, {name}_profile.json")
     print(f"Trace for ui.perfetto.dev: {trace}")
     if own.generate_report:
         path = directory / f"{name}_report.md"

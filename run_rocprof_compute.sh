@@ -3,11 +3,10 @@
 # shellcheck source=fusion_lab/rocm/common.sh
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/fusion_lab/rocm/common.sh" || exit 4
 
-flags="--roof-only --list-stats"
+flags="--roof-only"
 values="--mode --dispatch"
 mode=profile
 roof_only=
-list_stats=
 dispatch=
 
 usage() {
@@ -22,7 +21,6 @@ lists dispatch, kernel and time of the last profile. Which GPUs it knows depends
   --mode profile      collect (the default)
   --mode analyze      report on the last profile
   --dispatch ID       of one dispatch, or of several, as "ID ID" (with --mode analyze)
-  --list-stats        of kernels by time and all dispatches (implies --mode analyze)
 $common_options
 
 Examples:
@@ -49,7 +47,6 @@ takes() { # OPTION
 }
 
 parse_arguments "$@"
-if [[ $list_stats ]]; then mode=analyze; fi
 [[ $mode == profile || $mode == analyze ]] || fail 2 "--mode must be profile or analyze"
 [[ $mode == analyze || -z $dispatch ]] || fail 2 "--dispatch goes with --mode analyze"
 find_tool rocprofiler-compute rocprof-compute
@@ -66,7 +63,6 @@ if [[ $mode == analyze ]]; then
         echo "$program: note: $last is of --roof-only: it has the counters of the roofline and no others" >&2
     fi
     command=("$tool" analyze -p "$last")
-    if [[ $list_stats ]]; then command+=(--list-stats); fi
     read -ra dispatches <<<"$dispatch"
     if [[ $dispatch ]]; then command+=(--dispatch "${dispatches[@]}"); fi
     show "${command[@]}"
@@ -115,7 +111,7 @@ if [[ -n $result_dir ]]; then
     echo "Dispatches: $parent/roofline_analysis.csv; next, with one of them as N:"
     echo "$(show "$tool" analyze -p "$folder/rocprof") --dispatch N"
 else
-    analyze=("$0" --mode analyze --list-stats)
+    analyze=("$0" --mode analyze)
     if [[ $0 != */* ]]; then analyze[0]=./$0; fi
     if [[ $output_dir != . ]]; then analyze+=(--output-dir "$output_dir"); fi
     echo "Dispatches: $parent/roofline_analysis.csv; next: $(show "${analyze[@]}")"

@@ -3,10 +3,9 @@
 # shellcheck source=fusion_lab/rocm/common.sh
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/fusion_lab/rocm/common.sh" || exit 4
 
-flags="--compare --hsa"
+flags="--hsa"
 values="--mode --counters --from-db"
 mode=hotspots
-compare=
 hsa=
 from_db=
 known= # what rocprofv3 --help says
@@ -27,13 +26,12 @@ there, they are compared per step. Between two models there is no comparison: th
   --mode counters     hardware counters of every dispatch, in one pass
   --counters "A B"    which counters (default: $counters); rocprofv3 --list-avail lists them
   --hsa               also HSA calls (with --mode trace)
-  --compare           hotspots with all fusions off, then on
   --from-db FILE.db   make stats.csv from a database that rocprofv3 of ROCm 7 wrote; runs no script
 $common_options
 
 Examples:
   ./$program --batch-size 4 --seq-len 64 --disable-all-fusion
-  ./$program --compare --script tiny_llama_v2.py --seq-len 128 --num-steps 10
+  ./$program --batch-size 4 --seq-len 64 --enable-all-fusion
 END
 }
 
@@ -48,7 +46,7 @@ show_statistics() { # SIDE: the top kernels, and what fusion saved if both sides
         echo "Next: run_rocprofv3.sh --mode trace (when they ran), run_rocprof_compute.sh (why one is slow)."
         return
     fi
-    if [[ $1 == partial || ($1 == baseline && $compare) ]]; then return; fi # --compare: fused is still to run
+    if [[ $1 == partial ]]; then return; fi
     baseline=$(results_of baseline)
     fused=$(results_of fused)
     if [[ -f $baseline/stats.csv && -f $fused/stats.csv ]]; then
@@ -76,7 +74,7 @@ knows() { # OPTION: does this rocprofv3 have it? Without one (--dry-run) that of
     [[ -z $known || $known == *"$1"* ]]
 }
 
-profile() { # SIDE [ARGUMENT...]: run the script once
+profile() { # SIDE: run the script once
     local folder raw command regions=(--selected-regions)
     knows --selected-regions || regions=()
     if given --enable-cuda-graph && [[ $known == *--hip-graph-trace* ]]; then regions+=(--hip-graph-trace); fi
@@ -94,7 +92,7 @@ profile() { # SIDE [ARGUMENT...]: run the script once
         ;;
     counters) command+=(--pmc "${counter_names[@]}" --marker-trace --output-format csv) ;;
     esac
-    application "$raw" "${@:2}"
+    application "$raw"
     command+=(${regions[@]+"${regions[@]}"} -d "$raw" -o %pid% -- "${app[@]}")
     if [[ $dry_run ]]; then
         show "${command[@]}"
@@ -110,7 +108,7 @@ profile() { # SIDE [ARGUMENT...]: run the script once
     hotspots) read_files statistics "$results" "$folder/stats.csv" ;;
     kernels) read_files statistics "$results" "$results/stats.csv" ;;
     trace) read_files require "$results" '*_results.pftrace' ;;
-    counters) read_files counters "$results" '*_counter_collection.csv' ;;
+    counters) read_files require "$results" '*_counter_collection.csv' ;;
     esac
     keep_results
     case $mode in
@@ -137,32 +135,17 @@ from_db=${from_db/#-/./-}
 if [[ $from_db ]]; then
     folder=$(results_of "$(side)")
     if [[ $dry_run ]]; then
-        show "$python" "$root/fusion_lab/rocm/files.py" convert "$from_db" "$folder/stats.csv"
+        show "$python" "$root/fusion_lab/rocm/files.py" statistics "$from_db" "$folder/stats.csv"
         exit
     fi
     [[ -f $from_db ]] || fail 2 "--from-db $from_db: no such file"
     own "$folder"
-    read_files convert "$from_db" "$folder/stats.csv"
+    read_files statistics "$from_db" "$folder/stats.csv"
     show_statistics "$(side)"
     exit
 fi
 
 name_default
-if [[ $compare ]]; then
-    [[ $script != *_v1.py ]] || fail 2 "--compare: $(basename "$script") has no fusions; give a later version"
-    if given --disable-all-fusion || given --enable-all-fusion; then
-        fail 2 "--compare sets --disable-all-fusion and --enable-all-fusion itself"
-    fi
-    if single_fusion enable || single_fusion disable; then fail 2 "$flag: --compare has all fusions off, then on"; fi
-    [[ $mode == hotspots ]] || fail 2 "--compare goes with --mode hotspots"
-    [[ -z $result_dir ]] || fail 2 "--compare needs two folders: give --output-dir instead of --result-dir"
-fi
 find_tool rocprofiler-sdk rocprofv3
 if [[ $mode == counters ]] && ! knows --pmc; then fail 4 "this rocprofv3 does not know --pmc: --mode counters needs it"; fi
-if [[ $compare ]]; then
-    profile baseline --disable-all-fusion
-    echo
-    profile fused --enable-all-fusion
-else
-    profile "$(side)"
-fi
+profile "$(side)"

@@ -10,8 +10,7 @@ norm-from-output   a norm keeps its normalised input in the type of the GEMMs, n
 overlap            weight gradients and updates on streams (kernel queues) beside the backward pass
 
 Begin with Projection.backward: `compute` writes a weight's gradient to `out`, where FusedAdamW
-reads it. Then read the drawing in SideStreams. exercises/tiny_llama_v4/one_launch.py is inference
-with a layer as one launch.
+reads it. Then read the drawing in SideStreams.
 
 By default, a step on a GPU is one graph: recorded once, then started as a whole. In it, kernels of
 different streams overlap where none needs the other. `overlap` needs the graph, and

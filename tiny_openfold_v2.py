@@ -513,24 +513,21 @@ def keep_separate_names(
     within a head, part by part; `biased` are the parts that have a bias.
     """
 
-    def names(prefix: str) -> dict[str, list[str]]:
-        owners = {"weight": parts, "bias": biased}
-        return {
-            f"{prefix}{fused}.{kind}": [f"{prefix}{part}.{kind}" for part in with_kind]
-            for kind, with_kind in owners.items()
-        }
+    owners = {"weight": parts, "bias": biased}
 
     def split(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: dict) -> None:
-        for merged, separate in names(prefix).items():
-            rows = state.pop(merged).unflatten(0, (heads, len(separate), -1))
-            state.update({name: rows[:, i].flatten(0, 1) for i, name in enumerate(separate)})
+        for kind, names in owners.items():
+            rows = state.pop(f"{prefix}{fused}.{kind}").unflatten(0, (heads, len(names), -1))
+            for i, name in enumerate(names):
+                state[f"{prefix}{name}.{kind}"] = rows[:, i].flatten(0, 1)
 
     def merge(module: nn.Module, state: dict[str, Tensor], prefix: str, *unused) -> None:
-        for merged, separate in names(prefix).items():
+        for kind, names in owners.items():
+            separate = [f"{prefix}{name}.{kind}" for name in names]
             # Otherwise load_state_dict reports what is missing.
             if all(name in state for name in separate):
                 rows = [state.pop(name).unflatten(0, (heads, -1)) for name in separate]
-                state[merged] = torch.stack(rows, dim=1).flatten(0, 2)
+                state[f"{prefix}{fused}.{kind}"] = torch.stack(rows, dim=1).flatten(0, 2)
 
     parent.register_state_dict_post_hook(split)
     parent.register_load_state_dict_pre_hook(merge)

@@ -1064,9 +1064,9 @@ def triangle_project_kernel(
 def triangle_output_kernel(
     X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, OUT_STATISTICS,
     PRODUCT, OUT, M, eps: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, RESIDUAL: tl.constexpr,
+    BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute out = sigmoid(y W_g) * (LayerNorm(X) W_z), with RESIDUAL plus x; y = LayerNorm(x).
+    """Compute out = x + sigmoid(y W_g) * (LayerNorm(X) W_z); y = LayerNorm(x).
 
     X and OUT are [M, C], PRODUCT [C, M] is channel first. STATISTICS [2, M] are mean and rstd of
     the norm of x, OUT_STATISTICS those of the norm of X. A program owns BLOCK_M positions, and goes
@@ -1083,14 +1083,11 @@ def triangle_output_kernel(
     for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
         row = first + tl.arange(0, BLOCK_C)
         weight = WEIGHT + (row + G * C)[None, :] * C + channel[:, None]
-        gate = tl.dot(y, tl.load(weight), input_precision=PRECISION)  # y W_g
-        gate = gate + tl.load(BIAS + G * C + row)[None, :]
-        out = tl.dot(normed, tl.load(weight + C * C), input_precision=PRECISION)  # LayerNorm(X) W_z
-        out = out + tl.load(BIAS + Z * C + row)[None, :]
+        gate = project(y, weight, BIAS + G * C, row, PRECISION)  # y W_g
+        out = project(normed, weight + C * C, BIAS + Z * C, row, PRECISION)  # LayerNorm(X) W_z
         out *= sigmoid(gate)
         at_out = position[:, None] * C + row[None, :]
-        if RESIDUAL:
-            out += load_tile(X, at_out, inside)
+        out += load_tile(X, at_out, inside)
         tl.store(OUT + at_out, out, mask=inside)
 
 
@@ -1133,10 +1130,8 @@ def triangle_output_backward_kernel(
     for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
         row = first + tl.arange(0, BLOCK_C)
         weight = WEIGHT + (row + G * C)[None, :] * C + channel[:, None]
-        gate = tl.dot(y, tl.load(weight), input_precision=PRECISION)  # y W_g
-        gate = sigmoid(gate + tl.load(BIAS + G * C + row)[None, :])
-        z = tl.dot(normed, tl.load(weight + C * C), input_precision=PRECISION)  # LayerNorm(X) W_z
-        z = z + tl.load(BIAS + Z * C + row)[None, :]
+        gate = sigmoid(project(y, weight, BIAS + G * C, row, PRECISION))  # sigmoid(y W_g)
+        z = project(normed, weight + C * C, BIAS + Z * C, row, PRECISION)  # LayerNorm(X) W_z
         grad_z = load_tile(GRAD_OUT, m * C + row[None, :], inside) * gate
         grad_g = grad_z * (1 - gate) * z
         tl.store(GRAD_Z + m * C + row[None, :], grad_z, mask=inside)
@@ -1164,13 +1159,12 @@ def triangle_project_backward_kernel(
     X, NORM_WEIGHT, WEIGHT, BIAS, STATISTICS, WEIGHT_T, NORMED, GRAD_LINEAR, GRAD_OUT, PRESENT,
     GRAD_AB, GRAD_X, GRAD_NORM, M, TRANSPOSED: tl.constexpr, C: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-    RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients before the product, from those of a and b (GRAD_AB [2 C, M]).
 
     With s = sigmoid(y W_ag) and p = y W_ap:  dp = da * s,  ds = da * p * s * (1 - s), for b
-    likewise;  dy = dg W_g^T + sum of dp W_p^T and ds W_s^T,  dx through the norm, plus GRAD_OUT if
-    RESIDUAL. Read are y (NORMED [M, C + ONES]) and dg (in GRAD_LINEAR [M, 5 C]); written are dx
+    likewise;  dy = dg W_g^T + sum of dp W_p^T and ds W_s^T,  dx through the norm, plus GRAD_OUT.
+    Read are y (NORMED [M, C + ONES]) and dg (in GRAD_LINEAR [M, 5 C]); written are dx
     (GRAD_X [M, C]), dp and ds (in GRAD_LINEAR, too) and sums over the program's positions for the
     norm's parameters (GRAD_NORM [programs, 2, C]). A program owns BLOCK_M positions.
     """
@@ -1188,10 +1182,8 @@ def triangle_project_backward_kernel(
     for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
         row = first + tl.arange(0, BLOCK_C)
         weight = WEIGHT + row[None, :] * C + channel[:, None]
-        gate = tl.dot(y, tl.load(weight + A_G * C * C), input_precision=PRECISION)  # y W_ag
-        gate = gate + tl.load(BIAS + A_G * C + row)[None, :]
-        value = tl.dot(y, tl.load(weight), input_precision=PRECISION)  # y W_ap
-        value = value + tl.load(BIAS + row)[None, :]
+        gate = project(y, weight + A_G * C * C, BIAS + A_G * C, row, PRECISION)  # y W_ag
+        value = project(y, weight, BIAS, row, PRECISION)  # y W_ap
         gate = sigmoid(gate)
         grad_p = load_tile(GRAD_AB, index(row, WIDE)[None, :] * M + m, inside) * gate
         if PRESENT is not None:
@@ -1208,8 +1200,7 @@ def triangle_project_backward_kernel(
     x, rstd = normalise_again(load_tile(X, at, inside), position, STATISTICS, M)
     store_norm_gradients(GRAD_NORM, grad_y, x, C)
     grad_x = norm_backward(grad_y * tl.load(NORM_WEIGHT + channel)[None, :], x, rstd, C)
-    if RESIDUAL:
-        grad_x += load_tile(GRAD_OUT, at, inside)
+    grad_x += load_tile(GRAD_OUT, at, inside)
     tl.store(GRAD_X + at, grad_x, mask=inside)
 
 
@@ -1294,17 +1285,15 @@ def store_norm_gradients(GRAD_NORM, grad, x, C: tl.constexpr):
 @operator
 def triangle_forward(
     x: Tensor, present: Tensor | None, in_weight: Tensor, in_bias: Tensor, out_weight: Tensor,
-    out_bias: Tensor, weight: Tensor, bias: Tensor, incoming: bool, eps: float, residual: bool,
+    out_bias: Tensor, weight: Tensor, bias: Tensor, incoming: bool, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Multiply triangles: the update of x [B, N, N, C], a and b [2 C, M], their product [C, M].
+    """Multiply triangles: x [B, N, N, C] + update, a and b [2 C, M], their product [C, M].
 
     Then mean and rstd of the norm before the product [2, M], and of that after it. present
     [B, N, N] is False for padding, where a becomes 0.
-    With `residual` the first is x + update, else it has the weight's type.
     """
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
-    dtype = torch.promote_types(x.dtype, weight.dtype) if residual else weight.dtype
-    out = torch.empty_like(x, dtype=dtype)
+    out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
     ab = weight.new_empty(2 * dim, positions)
     # two tensors, as torch.compile mistakes the size of what a kernel writes into a part of one
     in_statistics = x.new_empty(2, positions, dtype=torch.float32)
@@ -1319,7 +1308,7 @@ def triangle_forward(
     launch = wrap_triton(triangle_output_kernel)[(programs,)]
     inputs = x, in_weight, in_bias, out_weight, out_bias, weight, bias
     statistics = in_statistics, out_statistics
-    launch(*inputs, *statistics, product, out, eps=eps, RESIDUAL=residual, **options)
+    launch(*inputs, *statistics, product, out, eps=eps, **options)
     return out, ab, product, *statistics
 
 
@@ -1327,7 +1316,7 @@ def triangle_forward(
 def triangle_backward(
     grad_out: Tensor, x: Tensor, present: Tensor | None, in_weight: Tensor, in_bias: Tensor,
     out_weight: Tensor, out_bias: Tensor, weight: Tensor, bias: Tensor, ab: Tensor, product: Tensor,
-    in_statistics: Tensor, out_statistics: Tensor, incoming: bool, residual: bool, norms: bool,
+    in_statistics: Tensor, out_statistics: Tensor, incoming: bool, norms: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradient of x, and what those of the parameters are made of.
 
@@ -1365,7 +1354,7 @@ def triangle_backward(
         torch.bmm(grad_product.mT, a, out=grad_b)
 
     programs, options = triangle_options("triangle_project_backward", x, weight)
-    options |= {"TRANSPOSED": transposed, "RESIDUAL": residual}
+    options["TRANSPOSED"] = transposed
     sums_in = x.new_empty(programs, 2, dim, dtype=torch.float32)
     grad_x = torch.empty_like(x)
     launch = wrap_triton(triangle_project_backward_kernel)[(programs,)]
@@ -1379,15 +1368,11 @@ def triangle_backward(
 
 def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> tuple[int, dict[str, int | str]]:
     """Return how many programs a kernel of the triangle multiplication has, and its settings."""
-    dim = x.shape[-1]
-    rows = x.numel() // dim
-    chosen = blocks(kernel, weight.dtype)
-    chosen["BLOCK_C"] = min(chosen["BLOCK_C"], dim)
+    options = row_options(kernel, x, weight.dtype, x.shape[-1])
     # Where channels are few more warps leave too little for each: one kernel spills on an MI300.
-    chosen["num_warps"] = min(chosen["num_warps"], max(4, chosen["BLOCK_M"] * dim // 512))
-    chosen |= {"M": rows, "C": dim, "WIDE": 5 * x.numel() >= 2**31}
-    chosen["PRECISION"] = dot_precision(weight.dtype)
-    return triton.cdiv(rows, chosen["BLOCK_M"]), chosen
+    most = max(4, options["BLOCK_M"] * options["C"] // 512)
+    options["num_warps"] = min(options["num_warps"], most)
+    return triton.cdiv(options["M"], options["BLOCK_M"]), options
 
 
 @operator
@@ -1421,7 +1406,7 @@ def triangle_weight_gradients(
 
 
 class TriangleMultiplicationFunction(torch.autograd.Function):
-    """Multiply the triangles of x [B, N, N, C] -> its update in `dtype`, x + update if `residual`.
+    """Multiply the triangles of x [B, N, N, C] -> x + update.
 
     present [B, N, N] is False for padding, where a becomes 0. The parameters: weight and bias of
     the norm before the product and of that after it, then the weights of a_p, b_p, a_g, b_g, g and
@@ -1432,25 +1417,24 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, present: Tensor | None, incoming: bool, residual: bool, eps: float,
-        dtype: torch.dtype, *parameters: Tensor,
-    ) -> Tensor:  # fmt: skip
+        ctx, x: Tensor, present: Tensor | None, incoming: bool, eps: float, *parameters: Tensor
+    ) -> Tensor:
         *norms, weight, bias = parameters
-        inputs = x.contiguous(), present, *norms, weight.to(dtype), bias
-        out, *saved = triangle_forward(*inputs, incoming, eps, residual)
+        inputs = x.contiguous(), present, *norms, weight.to(gemm_dtype(x)), bias
+        out, *saved = triangle_forward(*inputs, incoming, eps)
         ctx.save_for_backward(*inputs, *saved)
-        ctx.options = incoming, residual
+        ctx.incoming = incoming
         return out
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        norms = any(ctx.needs_input_grad[6:10])
-        linears = any(ctx.needs_input_grad[10:])
-        inputs = grad_out.contiguous(), *ctx.saved_tensors, *ctx.options
+        norms = any(ctx.needs_input_grad[4:8])
+        linears = any(ctx.needs_input_grad[8:])
+        inputs = grad_out.contiguous(), *ctx.saved_tensors, ctx.incoming
         grad_x, *read, norm_in, norm_out = triangle_backward(*inputs, norms)
         grads = [*norm_in.unbind(), *norm_out.unbind()] if norms else 4 * [None]
         grads += triangle_weight_gradients(*read) if linears else 2 * [None]
-        return grad_x, *5 * [None], *grads
+        return grad_x, None, None, None, *grads
 
 
 class TriangleMultiplication(nn.Module):
@@ -1473,17 +1457,12 @@ class TriangleMultiplication(nn.Module):
                 setattr(self, part, nn.Linear(dim, dim))
         self.layer_norm_out = LayerNorm(dim, fusions)
 
-    def forward(
-        self, pair: Tensor, residues: Tensor | None = None, residual: bool = False
-    ) -> Tensor:
-        """Compute the update of pair [B, N, N, c_z], or pair + update with `residual`.
-
-        residues [B, N] are False for padding.
-        """
+    def forward(self, pair: Tensor, residues: Tensor | None = None) -> Tensor:
+        """Update pair [B, N, N, c_z]; residues [B, N] are False for padding."""
         present = None if residues is None else residues[:, :, None] & residues[:, None]
         if self.fused:
-            settings = self.incoming, residual, self.layer_norm_in.eps, gemm_dtype(pair)
             norms = *self.layer_norm_in.parameters(), *self.layer_norm_out.parameters()
+            settings = self.incoming, self.layer_norm_in.eps
             parameters = *norms, *self.linears.parameters()
             return TriangleMultiplicationFunction.apply(pair, present, *settings, *parameters)
         x = self.layer_norm_in(pair)
@@ -1492,8 +1471,7 @@ class TriangleMultiplication(nn.Module):
         if residues is not None:
             a = a * present[..., None]
         product = self.layer_norm_out(torch.einsum(self.equation, a, b))
-        update = torch.sigmoid(self.linear_g(x)) * self.linear_z(product)
-        return pair + update if residual else update
+        return pair + torch.sigmoid(self.linear_g(x)) * self.linear_z(product)
 
 
 class TriangleMultiplicationOutgoing(TriangleMultiplication):
@@ -1673,7 +1651,7 @@ class OuterProductMean(nn.Module):
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
         hidden = config.outer_product_dim
-        self.triton = fusions.triton_outer_product
+        self.fused = fusions.triton_outer_product
         self.layer_norm = LayerNorm(config.msa_dim, fusions)
         self.linear_1 = Linear(config.msa_dim, hidden, fusions)
         self.linear_2 = Linear(config.msa_dim, hidden, fusions)
@@ -1684,7 +1662,7 @@ class OuterProductMean(nn.Module):
         depth = msa.shape[1]
         msa = self.layer_norm(msa)
         a, b = self.linear_1(msa), self.linear_2(msa)
-        if self.triton:
+        if self.fused:
             out = self.linear_out
             return OuterProductMeanFunction.apply(a, b, sequences, out.weight, out.bias)
         if sequences is not None:
@@ -1786,7 +1764,7 @@ class Transition(nn.Module):
 
     def __init__(self, dim: int, factor: int, fusions: Fusions):
         super().__init__()
-        self.triton = fusions.triton_transition
+        self.fused = fusions.triton_transition
         self.layer_norm = LayerNorm(dim, fusions)
         self.linear_1 = Linear(dim, factor * dim, fusions)
         self.linear_2 = Linear(factor * dim, dim, fusions)
@@ -1794,7 +1772,7 @@ class Transition(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute the update of x [..., C]."""
         x = self.layer_norm(x)
-        if self.triton:
+        if self.fused:
             hidden = F.linear(x, self.linear_1.weight)
             return self.linear_2(BiasReLU.apply(hidden, self.linear_1.bias))
         return self.linear_2(F.relu(self.linear_1(x)))
@@ -1937,6 +1915,13 @@ def sigmoid(x):
 
 
 @triton.jit
+def project(x, weight, BIAS, column, PRECISION: tl.constexpr):
+    """Compute x W^T + b [rows, columns]; `weight` is where W^T [C, columns] is in memory."""
+    out = tl.dot(x, tl.load(weight), input_precision=PRECISION)
+    return out + tl.load(BIAS + column)[None, :]
+
+
+@triton.jit
 def normalise(x, inside, eps, C: tl.constexpr):
     """Compute x_hat = (x - mean(x)) * rstd and rstd = 1 / sqrt(var(x) + eps) for rows [rows, C].
 
@@ -2014,6 +1999,22 @@ def sum_parts(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return out
 
 
+def row_options(
+    kernel: str, x: Tensor, dtype: torch.dtype, width: int
+) -> dict[str, int | bool | str]:
+    """Return how a kernel is launched that holds whole rows of x [..., C]: sizes and block sizes.
+
+    It multiplies matrices of this type, and goes over `width` columns in blocks.
+    """
+    options = blocks(kernel, dtype)
+    for size in {"BLOCK_C", "BLOCK_K", "BLOCK_N"} & options.keys():
+        options[size] = min(options[size], width)
+    dim = x.shape[-1]
+    options |= {"M": x.numel() // dim, "C": dim, "PRECISION": dot_precision(dtype)}
+    options["WIDE"] = 5 * x.numel() >= 2**31  # results are up to five times as wide as x
+    return options
+
+
 def wrap_triton(kernel: Callable) -> Callable:
     """Return what launches a kernel by `[grid](TENSOR, ..., NAME=value, ...)`.
 
@@ -2082,6 +2083,7 @@ class EvoformerBlock(nn.Module):
         """Update msa [B, S, N, c_m] and pair [B, N, N, c_z].
 
         sequences [B, S] and residues [B, N] are False for padding, which changes nothing elsewhere.
+        The triangle multiplications add their update: a kernel that has the pair at hand does so.
         What does not fit is refused here, as a kernel goes by the sizes of one input.
         """
         (samples, depth, length, _), (msa_dim, pair_dim) = msa.shape, self.dims
@@ -2094,8 +2096,8 @@ class EvoformerBlock(nn.Module):
         msa = msa + self.msa_att_col(msa, sequences)
         msa = msa + self.msa_transition(msa)
         pair = pair + self.outer_product_mean(msa, sequences)
-        pair = self.tri_mul_out(pair, residues, residual=True)
-        pair = self.tri_mul_in(pair, residues, residual=True)
+        pair = self.tri_mul_out(pair, residues)
+        pair = self.tri_mul_in(pair, residues)
         pair = pair + self.tri_att_start(pair, residues)
         pair = pair + self.tri_att_end(pair, residues)
         pair = pair + self.pair_transition(pair)
@@ -2199,24 +2201,21 @@ def keep_separate_names(
     within a head, part by part; `biased` are the parts that have a bias.
     """
 
-    def names(prefix: str) -> dict[str, list[str]]:
-        owners = {"weight": parts, "bias": biased}
-        return {
-            f"{prefix}{fused}.{kind}": [f"{prefix}{part}.{kind}" for part in with_kind]
-            for kind, with_kind in owners.items()
-        }
+    owners = {"weight": parts, "bias": biased}
 
     def split(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: dict) -> None:
-        for merged, separate in names(prefix).items():
-            rows = state.pop(merged).unflatten(0, (heads, len(separate), -1))
-            state.update({name: rows[:, i].flatten(0, 1) for i, name in enumerate(separate)})
+        for kind, names in owners.items():
+            rows = state.pop(f"{prefix}{fused}.{kind}").unflatten(0, (heads, len(names), -1))
+            for i, name in enumerate(names):
+                state[f"{prefix}{name}.{kind}"] = rows[:, i].flatten(0, 1)
 
     def merge(module: nn.Module, state: dict[str, Tensor], prefix: str, *unused) -> None:
-        for merged, separate in names(prefix).items():
+        for kind, names in owners.items():
+            separate = [f"{prefix}{name}.{kind}" for name in names]
             # Otherwise load_state_dict reports what is missing.
             if all(name in state for name in separate):
                 rows = [state.pop(name).unflatten(0, (heads, -1)) for name in separate]
-                state[merged] = torch.stack(rows, dim=1).flatten(0, 2)
+                state[f"{prefix}{fused}.{kind}"] = torch.stack(rows, dim=1).flatten(0, 2)
 
     parent.register_state_dict_post_hook(split)
     parent.register_load_state_dict_pre_hook(merge)

@@ -6,7 +6,7 @@ update) and sums of gradients are passes of their own over memory. Here a neighb
 them on its way: in 16 bits often a GEMM (matrix product).
 
 triton-attention      V3's kernels; GEMMs around them do norm and residual (in 16 bits, small sizes)
-triton-triangle       V3's kernels, the last of which adds the residual
+triton-triangle       V3's kernels, and one for products of small matrices
 triton-outer-product  norm and residual as above; a new kernel for the gradients of its factors
 transition-fusion     narrow rows: one kernel forward, the hidden layer is never stored. Wide rows:
                       the first GEMM adds bias and ReLU
@@ -15,8 +15,8 @@ loss-fusion           a head's loss (distances, masked residues) is one kernel a
 fused-optimizer       AdamW is one kernel
 overlap               gradients of parameters on a stream (kernel queue) beside the backward pass
 
-Begin with norm_project_kernel, with H = 0 (no pair bias): it loads x, norms it, and multiplies by
-the weight. Then read the drawing in SideStreams.
+Begin with project_residual_kernel: it multiplies x by a weight, and adds bias and residual on the
+way. Then read norm_project_kernel, and the drawing in SideStreams.
 
 By default, a step on a GPU is one graph: recorded once, then started as a whole; `overlap` needs
 it, and fused-optimizer. torch.compile does not see what V4 launches: compile V3. Where a flag is
@@ -108,8 +108,6 @@ class Fusions:
 # their order would change the bits: each writes the sum over its own rows, and one more launch adds
 # these up. Pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas. What
 # a kernel calls stands below it, or in the section "what all kernels share".
-# A backward pass launches what the gradient of its input needs. The gradients of its parameters
-# are for its function `compute`, which may run on a side stream: see parameter_gradients.
 # --- blocks
 # Copied from dev/parts/blocks.py by dev/sync_parts.py: edit it there.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the kernels run on the CPU, in Python
@@ -144,6 +142,133 @@ def block_sizes(
 # --- end of blocks
 
 
+# --- projection: out = residual + x W^T + b
+# One kernel projects and adds: the update x W^T + b is never in memory. In the backward pass the
+# gradient of the bias is a sum over all rows.
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_K": 64},
+    hip={"BLOCK_K": 32, "num_stages": 1},
+)
+@triton.jit
+def project_residual_kernel(
+    X, WEIGHT, BIAS, FACTORS, RESIDUAL, OUT, M, rows_of_factor,
+    C: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute out = residual + x W^T + b.
+
+    X is [M, K], WEIGHT [C, K], RESIDUAL and OUT [M, C]. If there are FACTORS [samples], b is
+    multiplied by them, each in its sample's rows. A program owns BLOCK_M rows: `at` is where the
+    elements of the residual are, `inside` which of them exist. It goes over the K columns of x
+    BLOCK_K at a time.
+    """
+    position, at, inside = tile_of_rows(tl.program_id(0) * BLOCK_M, M, C, C, BLOCK_M, WIDE)
+    channel = tl.arange(0, C)
+    out = tl.zeros([BLOCK_M, C], tl.float32)
+    for first in tl.range(0, K, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        x = tl.load(X + position[:, None] * K + k[None, :], mask=inside, other=0.0)
+        weight = tl.load(WEIGHT + channel[None, :] * K + k[:, None])
+        out = tl.dot(x, weight, out, input_precision=PRECISION)  # out += x W^T
+    bias = tl.load(BIAS + channel)[None, :]
+    if FACTORS is not None:
+        factor = tl.load(FACTORS + position // rows_of_factor, mask=position < M, other=0.0)
+        bias *= factor[:, None]
+    out += bias + load_tile(RESIDUAL, at, inside)
+    tl.store(OUT + at, out, mask=inside)
+
+
+@block_sizes({"TILE": 1024, "PROGRAMS": 528, "num_warps": 1})
+@triton.jit
+def column_sums_kernel(
+    X, FACTORS, SUMS, rows, rows_of_factor,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Add up rows: sums_pc = sum of x_rc over the rows r of program p, times FACTORS.
+
+    X is [rows, C], SUMS [PROGRAMS, C]. A program owns every PROGRAMS-th block of ROWS rows.
+    """
+    program = tl.program_id(0)
+    channel = tl.arange(0, BLOCK_C)
+    total = tl.zeros([ROWS, BLOCK_C], tl.float32)
+    for start in range(program * ROWS, rows, PROGRAMS * ROWS):
+        row, at, inside = tile_of_rows(start, rows, C, BLOCK_C, ROWS, True)
+        x = load_tile(X, at, inside)
+        if FACTORS is not None:
+            factor = tl.load(FACTORS + row // rows_of_factor, mask=row < rows, other=0.0)
+            x *= factor[:, None]
+        total += x
+    tl.store(SUMS + program * C + channel, tl.sum(total, 0), mask=channel < C)
+
+
+def project_residual(
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, factors: Tensor | None = None
+) -> Tensor:
+    """Compute residual + x W^T + b [samples, ..., C], with factors [samples] times b."""
+    dim, width = weight.shape
+    if not multiplies(x.dtype, dim, 256):
+        if factors is None:
+            return residual + F.linear(x, weight, bias.to(x.dtype))
+        return residual + F.linear(x, weight).add_(factors[:, None, None, None] * bias)
+    options = projection_options("project_residual", residual, x.dtype, width)
+    out = torch.empty_like(residual)
+    launch = wrap_triton(project_residual_kernel)[(triton.cdiv(options["M"], options["BLOCK_M"]),)]
+    options["rows_of_factor"] = options["M"] // (1 if factors is None else len(factors))
+    launch(x, weight, bias, factors, residual, out, K=width, **options)
+    return out
+
+
+def projection_options(
+    kernel: str, x: Tensor, dtype: torch.dtype, width: int
+) -> dict[str, int | bool | str]:
+    """Return row_options of a kernel that projects rows of x to `width` columns in `dtype`.
+
+    The width is 0 if there is nothing to multiply.
+    """
+    dim = x.shape[-1]
+    options = row_options(kernel, x, dtype, width or dim)
+    # two tiles of whole rows fit into shared memory
+    rows = min(options["BLOCK_M"], max(16, 2**16 // (dim * dtype.itemsize)))
+    while rows > 32 and options["M"] < 128 * rows:  # to occupy the device
+        rows //= 2
+    options["BLOCK_M"] = rows
+    if width:  # whole rows are in registers
+        options["num_warps"] = max(options["num_warps"], rows * dim // 2048)
+    else:  # many small programs keep the memory busy
+        options |= {"BLOCK_M": 16, "num_warps": max(2, dim // 128)}
+    return options
+
+
+def multiplies(dtype: torch.dtype, dim: int, most: int = 128) -> bool:
+    """Return whether these kernels multiply rows of this type and width; else the library does.
+
+    The library is faster at wide rows. In TF32 Triton's products are less exact: with all of these
+    the outputs exceeded their limit.
+    """
+    return (INTERPRETED or dtype != torch.float32) and dim <= most
+
+
+def linear_gradients_out(
+    grad: Tensor, x: Tensor, out: Tensor, factors: Tensor | None = None
+) -> None:
+    """Write the gradients of a weight [N, K] and its bias [N] into `out`, one after the other.
+
+    grad is [..., N], x [..., K]. If `out` has N x K elements only, there is no bias. If given, the
+    bias was added times factors [samples].
+    """
+    grad = grad.flatten(0, -2)
+    x = x.flatten(0, -2)
+    weight, bias = out.tensor_split([grad.shape[1] * x.shape[1]])
+    matmul_out(grad, x, weight.view(grad.shape[1], x.shape[1]), direct=True)
+    if len(bias):
+        rows, programs, options = row_launch("column_sums", grad)
+        rows_of_factor = rows if factors is None else rows // len(factors)
+        sums = grad.new_empty(programs, grad.shape[1], dtype=torch.float32)
+        launch = wrap_triton(column_sums_kernel)[(programs,)]
+        launch(grad, factors, sums, rows, rows_of_factor, **options)
+        sum_parts(sums, bias)
+
+
 def without_second_derivative(backward: Callable) -> staticmethod:
     """Make a Function's backward pass fail where it would have to be differentiated itself."""
 
@@ -155,11 +280,32 @@ def without_second_derivative(backward: Callable) -> staticmethod:
     return staticmethod(checked)
 
 
+class Projection(torch.autograd.Function):
+    """Compute x W^T + b [..., C] from x [..., K], plus a residual [..., C] if there is one."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor) -> Tensor:
+        cast = cast_of(weight, gemm_dtype(x))
+        x = x.contiguous()
+        ctx.save_for_backward(x, cast)
+        ctx.parameters = weight, bias
+        if residual is None:
+            return F.linear(x, cast, cast_of(bias, cast.dtype))
+        return project_residual(x, cast, cast_of(bias, bias.dtype), residual.contiguous())
+
+    @without_second_derivative
+    def backward(ctx, grad: Tensor):
+        x, cast = ctx.saved_tensors
+        residual = grad if ctx.needs_input_grad[1] else None
+        grad = grad.contiguous().to(x.dtype)
+        compute = partial(linear_gradients_out, grad, x)
+        return grad @ cast, residual, *parameter_gradients(ctx, (ctx.parameters,), compute, grad, x)
+
+
 # --- norm and projection: out = y W^T + b with y = norm(x), and the pair bias of an attention
-# Norm and projection are one kernel; projection and residual, x + (o W^T + b), are another. So
-# neither y nor an update is ever in memory, and no kernel is needed to add gradients of x. The
-# backward pass makes y again. The norm of a pair also makes a pair bias, by the weight HEADS
-# [H, C]. C must be a power of two.
+# Norm and projection are one kernel, so y is never in memory; the backward pass makes it again, and
+# adds all gradients of x in one kernel. The norm of a pair also makes a pair bias, by the weight
+# HEADS [H, C]. C must be a power of two.
 @block_sizes(
     {"BLOCK_M": 64, "BLOCK_N": 128, "num_stages": 2},
     float32={"num_warps": 8},
@@ -172,12 +318,11 @@ def norm_project_kernel(
     H: tl.constexpr, BLOCK_H: tl.constexpr, ENDING: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute out = y W^T + b from y = LayerNorm(x), and a pair bias for H heads.
+    """Compute y = LayerNorm(x), then a pair bias for H heads, and out = y W^T + b or y itself.
 
-    X is [M, C], WEIGHT [WIDTH, C], BIAS [WIDTH] or None, OUT [M, WIDTH]; without a WEIGHT out is y,
-    and OUT may be None. PAIR_BIAS_h = sum_c y_c HEADS_hc in [B, H, N, N], and -1e4 for keys that
-    are padding by PRESENT [B, N], if it is not None. A program owns BLOCK_M rows, and goes over the
-    columns BLOCK_N at a time.
+    X is [M, C], WEIGHT [WIDTH, C], BIAS [WIDTH] or None, OUT [M, WIDTH]. Without a pair bias H is
+    0. Without a projection WIDTH is 0: out is y then, or None if only the pair bias is wanted. A
+    program owns BLOCK_M rows, and goes over the columns of out BLOCK_N at a time.
     """
     position, at, inside = tile_of_rows(tl.program_id(0) * BLOCK_M, M, C, C, BLOCK_M, WIDE)
     channel = tl.arange(0, C)
@@ -187,7 +332,7 @@ def norm_project_kernel(
         heads = load_heads(HEADS, H, BLOCK_H, C).to(dtype)
         pair_bias = tl.dot(y, tl.trans(heads), input_precision=PRECISION)  # y HEADS^T
         store_pair_bias(PAIR_BIAS, pair_bias, position, PRESENT, M, N, H, BLOCK_H, ENDING, ALIGNED)
-    if WEIGHT is not None:
+    if WIDTH > 0:
         for first in tl.range(0, WIDTH, BLOCK_N):
             column = first + tl.arange(0, BLOCK_N)
             weight = tl.load(WEIGHT + column[None, :] * C + channel[:, None])
@@ -206,44 +351,42 @@ def norm_project_kernel(
 )
 @triton.jit
 def norm_project_backward_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, BIAS, HEADS, GRAD, GRAD_PAIR_BIAS, RESIDUAL, GRAD_X, SUMS,
+    X, NORM_WEIGHT, NORM_BIAS, WEIGHT, HEADS, GRAD, GRAD_PAIR_BIAS, RESIDUAL, GRAD_X, SUMS,
     M, N, eps: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
     H: tl.constexpr, BLOCK_H: tl.constexpr, ENDING: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dx from GRAD = dout and dPAIR_BIAS, plus RESIDUAL, what x has from elsewhere.
 
-    dy = dout W + sum_h dPAIR_BIAS_h HEADS_h, then through the norm. GRAD is [M, WIDTH] or, without
-    a WEIGHT, dout W [M, C]; X, RESIDUAL (or None) and GRAD_X are [M, C]. SUMS [programs, 2 + H, C]
-    are those over the program's rows for the norm's weight, its bias and HEADS. A program owns
-    BLOCK_M rows.
+    dy = dout W + sum_h dPAIR_BIAS_h HEADS_h, then through the norm. GRAD is [M, WIDTH]; if WIDTH is
+    0 it is dout W [M, C] or None. X, RESIDUAL (or None) and GRAD_X are [M, C]. SUMS
+    [programs, 2 + H, C] are those over the program's rows for the norm's weight, its bias and
+    HEADS. A program owns BLOCK_M rows.
     """
     position, at, inside = tile_of_rows(tl.program_id(0) * BLOCK_M, M, C, C, BLOCK_M, WIDE)
     channel = tl.arange(0, C)
     grad_y = tl.zeros([BLOCK_M, C], tl.float32)
-    if GRAD is not None:
-        if WEIGHT is None:
-            grad_y += load_tile(GRAD, at, inside)
-        else:
-            for first in tl.range(0, WIDTH, BLOCK_K):
-                column = first + tl.arange(0, BLOCK_K)
-                wide = GRAD + position[:, None] * WIDTH + column[None, :]
-                grad = tl.load(wide, mask=inside, other=0.0)
-                weight = tl.load(WEIGHT + column[:, None] * C + channel[None, :])
-                grad_y = tl.dot(grad, weight, grad_y, input_precision=PRECISION)  # dy += dout W
+    if WIDTH > 0:
+        for first in tl.range(0, WIDTH, BLOCK_K):
+            column = first + tl.arange(0, BLOCK_K)
+            at_grad = GRAD + position[:, None] * WIDTH + column[None, :]
+            grad = tl.load(at_grad, mask=inside, other=0.0)
+            weight = tl.load(WEIGHT + column[:, None] * C + channel[None, :])
+            grad_y = tl.dot(grad, weight, grad_y, input_precision=PRECISION)  # dy += dout W
+    elif GRAD is not None:
+        grad_y += load_tile(GRAD, at, inside)
     x, rstd = normalise(load_tile(X, at, inside), True, eps, C)
     SUMS += tl.program_id(0) * (2 + H) * C + channel
     if H > 0:
         head = tl.arange(0, BLOCK_H)
         pair = pair_bias_offset(position[:, None], head[None, :], N, H, ENDING, ALIGNED)
         bias = tl.load(GRAD_PAIR_BIAS + pair, mask=inside & (head < H)[None, :], other=0.0)
-        projection = load_heads(HEADS, H, BLOCK_H, C).to(bias.dtype)
-        # dy += dPAIR_BIAS HEADS
-        grad_y = tl.dot(bias, projection, grad_y, input_precision=PRECISION)
+        heads = load_heads(HEADS, H, BLOCK_H, C).to(bias.dtype)
+        grad_y = tl.dot(bias, heads, grad_y, input_precision=PRECISION)  # dy += dPAIR_BIAS HEADS
         y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(bias.dtype)
         grad_heads = tl.dot(tl.trans(bias), y, input_precision=PRECISION)  # dPAIR_BIAS^T y
         to = SUMS[None, :] + (2 + head)[:, None] * C
-        tl.store(to, grad_heads, mask=(head < H)[:, None] & (channel < C)[None, :])
+        tl.store(to, grad_heads, mask=(head < H)[:, None])
     tl.store(SUMS, tl.sum(grad_y * x, 0))
     tl.store(SUMS + C, tl.sum(grad_y, 0))
     grad_x = norm_backward(grad_y * tl.load(NORM_WEIGHT + channel)[None, :], x, rstd, C)
@@ -272,7 +415,10 @@ def store_pair_bias(
     PAIR_BIAS, pair_bias, position, PRESENT, M, N, H: tl.constexpr, BLOCK_H: tl.constexpr,
     ENDING: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Store what pairs give to the bias of an attention [positions, heads], -1e4 for padding."""
+    """Store the bias that pairs give an attention, [positions, heads], in PAIR_BIAS [B, H, N, N].
+
+    It is -1e4 for keys that are padding by PRESENT [B, N], if that is not None.
+    """
     head = tl.arange(0, BLOCK_H)[None, :]
     if PRESENT is not None:  # a weight of 0, and no NaN where all keys are padding
         key = position // N if ENDING else position // (N * N) * N + position % N
@@ -317,27 +463,6 @@ def norm_project(
     return out, pair_bias
 
 
-def norm_project_backward(
-    x: Tensor, norm: Norm, grad: Tensor | None, grad_pair_bias: Tensor | None, residual: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute the gradient of x, and parts [programs, 2 + H, C] of those of the norm and the heads.
-
-    grad is that of the projection or, without a weight, of y; residual is what x has from
-    elsewhere, which is added. Each may be None.
-    """
-    if grad is None:
-        norm = norm._replace(weight=None)
-    if grad_pair_bias is None:
-        norm = norm._replace(heads=None)
-    options = norm_options("norm_project_backward", x, norm)
-    programs = triton.cdiv(options["M"], options["BLOCK_M"])
-    grad_x = torch.empty_like(x)
-    sums = x.new_empty(programs, 2 + options["H"], x.shape[-1], dtype=torch.float32)
-    launch = wrap_triton(norm_project_backward_kernel)[(programs,)]
-    launch(x, *norm[:5], grad, grad_pair_bias, residual, grad_x, sums, **options)
-    return grad_x, sums
-
-
 def norm_options(kernel: str, x: Tensor, norm: Norm) -> dict[str, int | float | bool | str]:
     """Return what both kernels of a norm and the projections after it are told."""
     width = 0 if norm.weight is None else len(norm.weight)
@@ -350,39 +475,6 @@ def norm_options(kernel: str, x: Tensor, norm: Norm) -> dict[str, int | float | 
     options |= {"WIDTH": width, "H": count, "BLOCK_H": max(16, triton.next_power_of_2(count))}
     options |= {"N": length, "ALIGNED": length % 16 == 8, "ENDING": norm.ending}
     return options | {"eps": norm.eps}
-
-
-def projection_options(
-    kernel: str, x: Tensor, dtype: torch.dtype, width: int
-) -> dict[str, int | bool | str]:
-    """Return what a kernel that holds whole rows of x [..., C] is told.
-
-    Their projection in `dtype` has `width` columns, 0 if there is nothing to multiply.
-    """
-    dim = x.shape[-1]
-    rows = x.numel() // dim
-    chosen = blocks(kernel, dtype)
-    for size in {"BLOCK_N", "BLOCK_K"} & chosen.keys():
-        chosen[size] = min(chosen[size], width or dim)
-    # two tiles of whole rows fit into shared memory
-    chosen["BLOCK_M"] = min(chosen["BLOCK_M"], max(16, 2**16 // (dim * dtype.itemsize)))
-    while chosen["BLOCK_M"] > 32 and rows < 128 * chosen["BLOCK_M"]:  # to occupy the device
-        chosen["BLOCK_M"] //= 2
-    if width:  # whole rows are in registers
-        chosen["num_warps"] = max(chosen["num_warps"], chosen["BLOCK_M"] * dim // 2048)
-    else:  # many small programs keep the memory busy
-        chosen |= {"BLOCK_M": 16, "num_warps": max(2, dim // 128)}
-    chosen |= {"M": rows, "C": dim, "WIDE": 4 * x.numel() >= 2**31}
-    return {**chosen, "PRECISION": dot_precision(dtype)}
-
-
-def multiplies(dtype: torch.dtype, dim: int, most: int = 128) -> bool:
-    """Return whether these kernels multiply rows of this type and width; else the library does.
-
-    The library is faster at wide rows. In TF32 Triton's products are less exact: with all of these
-    the outputs exceeded their limit.
-    """
-    return (INTERPRETED or dtype != torch.float32) and dim <= most
 
 
 class NormProjection(torch.autograd.Function):
@@ -431,14 +523,24 @@ class NormProjection(torch.autograd.Function):
         *of_norm, weight, bias, heads = ctx.parameters
         groups = [of_norm if grad_pair_bias is None else [*of_norm, heads]]
         read = [x] if normed is None else [x, normed]
-        if grad is not None:
+        if grad is None:
+            norm = norm._replace(weight=None)
+        else:
             groups.append([weight] if bias is None else [weight, bias])
             grad_rows = grad.flatten(0, -2)
             read.append(grad_rows)
             if norm.relu or not multiplies(norm.dtype, x.shape[-1]):
                 grad = grad_rows @ norm.weight
                 norm = norm._replace(weight=None)
-        grad_x, sums = norm_project_backward(x, norm, grad, grad_pair_bias, residual)
+        if grad_pair_bias is None:
+            norm = norm._replace(heads=None)
+        options = norm_options("norm_project_backward", x, norm)
+        programs = triton.cdiv(options["M"], options["BLOCK_M"])
+        grad_x = torch.empty_like(x)
+        sums = x.new_empty(programs, 2 + options["H"], x.shape[-1], dtype=torch.float32)
+        launch = wrap_triton(norm_project_backward_kernel)[(programs,)]
+        inputs = x, norm.norm_weight, norm.norm_bias, norm.weight, norm.heads
+        launch(*inputs, grad, grad_pair_bias, residual, grad_x, sums, **options)
 
         def compute(grad_norm: Tensor, *grad_linears: Tensor) -> None:
             sum_parts(sums, grad_norm)
@@ -461,121 +563,6 @@ def normed_projection(
     parameters = norm.weight, norm.bias, weight, bias, None if heads is None else heads.weight
     settings = norm.eps, gemm_dtype(x), ending, present, relu
     return NormProjection.apply(x, settings, *parameters)
-
-
-# --- projection: y = x W^T + bias
-# One kernel adds a residual to it; the gradient of the bias is the sum over all rows.
-@block_sizes({"TILE": 1024, "PROGRAMS": 528, "num_warps": 1})
-@triton.jit
-def column_sums_kernel(
-    X, FACTORS, SUMS, rows, rows_of_factor,
-    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
-    """Add up rows: sums_pc = sum of x_rc over the rows r of program p, times FACTORS.
-
-    X is [rows, C], SUMS [PROGRAMS, C]. A program owns every PROGRAMS-th block of ROWS rows.
-    """
-    program = tl.program_id(0)
-    channel = tl.arange(0, BLOCK_C)
-    total = tl.zeros([ROWS, BLOCK_C], tl.float32)
-    for start in range(program * ROWS, rows, PROGRAMS * ROWS):
-        row, at, inside = tile_of_rows(start, rows, C, BLOCK_C, ROWS, True)
-        x = load_tile(X, at, inside)
-        if FACTORS is not None:
-            factor = tl.load(FACTORS + row // rows_of_factor, mask=row < rows, other=0.0)
-            x *= factor[:, None]
-        total += x
-    tl.store(SUMS + program * C + channel, tl.sum(total, 0), mask=channel < C)
-
-
-@block_sizes(
-    {"BLOCK_M": 64, "BLOCK_K": 64},
-    hip={"BLOCK_K": 32, "num_stages": 1},
-)
-@triton.jit
-def project_residual_kernel(
-    X, WEIGHT, BIAS, FACTORS, RESIDUAL, OUT, M, rows_of_factor,
-    C: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute out = residual + x W^T + b, with FACTORS [samples] times b.
-
-    X is [M, K], WEIGHT [C, K], RESIDUAL and OUT [M, C]. A program owns BLOCK_M rows.
-    """
-    position, at, inside = tile_of_rows(tl.program_id(0) * BLOCK_M, M, C, C, BLOCK_M, WIDE)
-    channel = tl.arange(0, C)
-    out = tl.zeros([BLOCK_M, C], tl.float32)
-    for first in tl.range(0, K, BLOCK_K):
-        k = first + tl.arange(0, BLOCK_K)
-        x = tl.load(X + position[:, None] * K + k[None, :], mask=inside, other=0.0)
-        weight = tl.load(WEIGHT + channel[None, :] * K + k[:, None])
-        out = tl.dot(x, weight, out, input_precision=PRECISION)  # out += x W^T
-    bias = tl.load(BIAS + channel)[None, :]
-    if FACTORS is not None:
-        factor = tl.load(FACTORS + position // rows_of_factor, mask=position < M, other=0.0)
-        bias *= factor[:, None]
-    out += bias + load_tile(RESIDUAL, at, inside)
-    tl.store(OUT + at, out, mask=inside)
-
-
-def linear_gradients_out(
-    grad: Tensor, x: Tensor, out: Tensor, factors: Tensor | None = None
-) -> None:
-    """Write the gradients of a weight [N, K] and its bias [N] into `out`, one after the other.
-
-    grad is [..., N], x [..., K]. If `out` has N x K elements only, there is no bias. If given, the
-    bias was added times factors [samples].
-    """
-    grad = grad.flatten(0, -2)
-    x = x.flatten(0, -2)
-    weight, bias = out.tensor_split([grad.shape[1] * x.shape[1]])
-    matmul_out(grad, x, weight.view(grad.shape[1], x.shape[1]), direct=True)
-    if len(bias):
-        rows, programs, options = row_launch("column_sums", grad)
-        rows_of_factor = rows if factors is None else rows // len(factors)
-        sums = grad.new_empty(programs, grad.shape[1], dtype=torch.float32)
-        launch = wrap_triton(column_sums_kernel)[(programs,)]
-        launch(grad, factors, sums, rows, rows_of_factor, **options)
-        sum_parts(sums, bias)
-
-
-def project_residual(
-    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, factors: Tensor | None = None
-) -> Tensor:
-    """Compute residual + x W^T + b [samples, ..., C], with factors [samples] times b."""
-    dim, width = weight.shape
-    if not multiplies(x.dtype, dim, 256):
-        if factors is None:
-            return residual + F.linear(x, weight, bias.to(x.dtype))
-        return residual + F.linear(x, weight).add_(factors[:, None, None, None] * bias)
-    options = projection_options("project_residual", residual, x.dtype, width)
-    out = torch.empty_like(residual)
-    launch = wrap_triton(project_residual_kernel)[(triton.cdiv(options["M"], options["BLOCK_M"]),)]
-    options["rows_of_factor"] = options["M"] // (1 if factors is None else len(factors))
-    launch(x, weight, bias, factors, residual, out, K=width, **options)
-    return out
-
-
-class Projection(torch.autograd.Function):
-    """Compute x W^T + b [..., C] from x [..., K], plus a residual [..., C] if there is one."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor) -> Tensor:
-        cast = cast_of(weight, gemm_dtype(x))
-        x = x.contiguous()
-        ctx.save_for_backward(x, cast)
-        ctx.parameters = weight, bias
-        if residual is None:
-            return F.linear(x, cast, cast_of(bias, cast.dtype))
-        return project_residual(x, cast, cast_of(bias, bias.dtype), residual.contiguous())
-
-    @without_second_derivative
-    def backward(ctx, grad: Tensor):
-        x, cast = ctx.saved_tensors
-        residual = grad if ctx.needs_input_grad[1] else None
-        grad = grad.contiguous().to(x.dtype)
-        compute = partial(linear_gradients_out, grad, x)
-        return grad @ cast, residual, *parameter_gradients(ctx, (ctx.parameters,), compute, grad, x)
 
 
 # --- attention: update = linear_o(sigmoid(gate) * softmax(q k^T / sqrt(D) + bias) v)
@@ -1138,7 +1125,7 @@ class GatedAttention(nn.Module):
             bias = torch.where(every, 0.0, -1e4)
         qkvg = qkvg.unflatten(-1, (self.heads, 4, -1))
         out = GatedAttentionFunction.apply(qkvg, linear.bias, bias, columns)
-        return Projection.apply(out, x, *parameters_of(self.linear_o))
+        return Projection.apply(out, x, *self.linear_o.parameters())
 
 
 class QKVGLinear(nn.Module):
@@ -1291,10 +1278,8 @@ def triangle_output_kernel(
     for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
         row = first + tl.arange(0, BLOCK_C)
         weight = WEIGHT + (row + G * C)[None, :] * C + channel[:, None]
-        gate = tl.dot(y, tl.load(weight), input_precision=PRECISION)  # y W_g
-        gate = gate + tl.load(BIAS + G * C + row)[None, :]
-        out = tl.dot(normed, tl.load(weight + C * C), input_precision=PRECISION)  # LayerNorm(X) W_z
-        out = out + tl.load(BIAS + Z * C + row)[None, :]
+        gate = project(y, weight, BIAS + G * C, row, PRECISION)  # y W_g
+        out = project(normed, weight + C * C, BIAS + Z * C, row, PRECISION)  # LayerNorm(X) W_z
         out *= sigmoid(gate)
         at_out = position[:, None] * C + row[None, :]
         out += load_tile(X, at_out, inside)
@@ -1340,10 +1325,8 @@ def triangle_output_backward_kernel(
     for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
         row = first + tl.arange(0, BLOCK_C)
         weight = WEIGHT + (row + G * C)[None, :] * C + channel[:, None]
-        gate = tl.dot(y, tl.load(weight), input_precision=PRECISION)  # y W_g
-        gate = sigmoid(gate + tl.load(BIAS + G * C + row)[None, :])
-        z = tl.dot(normed, tl.load(weight + C * C), input_precision=PRECISION)  # LayerNorm(X) W_z
-        z = z + tl.load(BIAS + Z * C + row)[None, :]
+        gate = sigmoid(project(y, weight, BIAS + G * C, row, PRECISION))  # sigmoid(y W_g)
+        z = project(normed, weight + C * C, BIAS + Z * C, row, PRECISION)  # LayerNorm(X) W_z
         grad_z = load_tile(GRAD_OUT, m * C + row[None, :], inside) * gate
         grad_g = grad_z * (1 - gate) * z
         tl.store(GRAD_Z + m * C + row[None, :], grad_z, mask=inside)
@@ -1394,10 +1377,8 @@ def triangle_project_backward_kernel(
     for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
         row = first + tl.arange(0, BLOCK_C)
         weight = WEIGHT + row[None, :] * C + channel[:, None]
-        gate = tl.dot(y, tl.load(weight + A_G * C * C), input_precision=PRECISION)  # y W_ag
-        gate = gate + tl.load(BIAS + A_G * C + row)[None, :]
-        value = tl.dot(y, tl.load(weight), input_precision=PRECISION)  # y W_ap
-        value = value + tl.load(BIAS + row)[None, :]
+        gate = project(y, weight + A_G * C * C, BIAS + A_G * C, row, PRECISION)  # y W_ag
+        value = project(y, weight, BIAS, row, PRECISION)  # y W_ap
         gate = sigmoid(gate)
         grad_p = load_tile(GRAD_AB, index(row, WIDE)[None, :] * M + m, inside) * gate
         if PRESENT is not None:
@@ -1652,15 +1633,11 @@ def triangle_backward(
 
 def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> tuple[int, dict[str, int | str]]:
     """Return how many programs a kernel of the triangle multiplication has, and its settings."""
-    dim = x.shape[-1]
-    rows = x.numel() // dim
-    chosen = blocks(kernel, weight.dtype)
-    chosen["BLOCK_C"] = min(chosen["BLOCK_C"], dim)
+    options = row_options(kernel, x, weight.dtype, x.shape[-1])
     # Where channels are few more warps leave too little for each: one kernel spills on an MI300.
-    chosen["num_warps"] = min(chosen["num_warps"], max(4, chosen["BLOCK_M"] * dim // 512))
-    chosen |= {"M": rows, "C": dim, "WIDE": 5 * x.numel() >= 2**31}
-    chosen["PRECISION"] = dot_precision(weight.dtype)
-    return triton.cdiv(rows, chosen["BLOCK_M"]), chosen
+    most = max(4, options["BLOCK_M"] * options["C"] // 512)
+    options["num_warps"] = min(options["num_warps"], most)
+    return triton.cdiv(options["M"], options["BLOCK_M"]), options
 
 
 def triangle_weight_gradients(
@@ -1750,9 +1727,9 @@ class TriangleMultiplication(nn.Module):
         """Update pair [B, N, N, c_z]; residues [B, N] are False for padding."""
         present = None if residues is None else residues[:, :, None] & residues[:, None]
         if self.fused:
-            norms = parameters_of(self.layer_norm_in, self.layer_norm_out)
+            norms = *self.layer_norm_in.parameters(), *self.layer_norm_out.parameters()
             settings = self.incoming, self.layer_norm_in.eps
-            parameters = *norms, *parameters_of(self.linears)
+            parameters = *norms, *self.linears.parameters()
             return TriangleMultiplicationFunction.apply(pair, present, *settings, *parameters)
         x = self.layer_norm_in(pair)
         a = torch.sigmoid(self.linear_a_g(x)) * self.linear_a_p(x)
@@ -1933,9 +1910,9 @@ class OuterProductMean(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Update pair [B, N, N, c_z] from msa [B, S, N, c_m], sequences [B, S]; return both."""
         if self.fused:
-            msa, ab, _ = normed_projection(self.layer_norm, msa, *parameters_of(self.linears))
+            msa, ab, _ = normed_projection(self.layer_norm, msa, *self.linears.parameters())
             inputs = ab.unflatten(-1, (2, -1)).movedim(-2, 0), pair, sequences
-            return msa, OuterProductWithResidual.apply(*inputs, *parameters_of(self.linear_out))
+            return msa, OuterProductWithResidual.apply(*inputs, *self.linear_out.parameters())
         depth = msa.shape[1]
         normed = self.layer_norm(msa)
         a, b = self.linear_1(normed), self.linear_2(normed)
@@ -1976,8 +1953,8 @@ def transition_forward_kernel(
     out = tl.zeros([BLOCK_M, C], tl.float32)
     for first in tl.range(0, HIDDEN, BLOCK_N):
         hidden = first + tl.arange(0, BLOCK_N)
-        weight = tl.load(WEIGHT_1 + hidden[None, :] * C + channel[:, None])
-        h = tl.dot(y, weight, input_precision=PRECISION) + tl.load(BIAS_1 + hidden)[None, :]
+        weight = WEIGHT_1 + hidden[None, :] * C + channel[:, None]
+        h = project(y, weight, BIAS_1, hidden, PRECISION)
         h = tl.maximum(h, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dtype)  # relu(y W1^T + b1)
         weight = tl.load(WEIGHT_2 + channel[None, :] * HIDDEN + hidden[:, None])
         out = tl.dot(h, weight, out, input_precision=PRECISION)  # out += h W2^T
@@ -1995,7 +1972,7 @@ def transition_forward_kernel(
 )
 @triton.jit
 def transition_backward_input_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, WEIGHT_1, BIAS_1, WEIGHT_2, BIAS_2, GRAD_OUT, GRAD_X, SUMS, M,
+    X, NORM_WEIGHT, NORM_BIAS, WEIGHT_1, BIAS_1, WEIGHT_2, GRAD_OUT, GRAD_X, SUMS, M,
     eps: tl.constexpr, C: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -2035,7 +2012,7 @@ def transition_backward_input_kernel(
 )
 @triton.jit
 def transition_backward_weights_kernel(
-    X, NORM_WEIGHT, NORM_BIAS, WEIGHT_1, BIAS_1, WEIGHT_2, BIAS_2, GRAD_OUT, SUMS, M,
+    X, NORM_WEIGHT, NORM_BIAS, WEIGHT_1, BIAS_1, WEIGHT_2, GRAD_OUT, SUMS, M,
     eps: tl.constexpr, C: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PROGRAMS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -2087,17 +2064,15 @@ class TransitionFunction(torch.autograd.Function):
     def forward(ctx, x: Tensor, eps: float, *parameters: Tensor) -> Tensor:
         dtype = gemm_dtype(x)
         x = x.contiguous()
-        inputs = x, *with_casts(parameters, dtype)
+        *inputs, last_bias = x, *with_casts(parameters, dtype)
         ctx.save_for_backward(*inputs)
         ctx.parameters = parameters
-        hidden, dim = parameters[2].shape
-        ctx.sizes = {"M": x.numel() // dim, "eps": eps, "C": dim, "HIDDEN": hidden}
-        ctx.sizes |= {"WIDE": x.numel() >= 2**31, "PRECISION": dot_precision(dtype)}
+        ctx.sizes = {"HIDDEN": len(parameters[2]), "eps": eps}
         out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, dtype))
-        chosen = blocks("transition_forward", dtype)
-        programs = triton.cdiv(ctx.sizes["M"], chosen["BLOCK_M"])
+        options = row_options("transition_forward", x, dtype, len(parameters[2]))
+        programs = triton.cdiv(options["M"], options["BLOCK_M"])
         launch = wrap_triton(transition_forward_kernel)[(programs,)]
-        launch(*inputs, out, **ctx.sizes, **chosen)
+        launch(*inputs, last_bias, out, **ctx.sizes, **options)
         return out
 
     @without_second_derivative
@@ -2106,22 +2081,21 @@ class TransitionFunction(torch.autograd.Function):
         x, _, _, weight_1, *_ = inputs
         grad_out = grad_out.contiguous()
         grad_x = torch.empty_like(x)
-        rows, hidden = ctx.sizes["M"], ctx.sizes["HIDDEN"]
-        chosen = blocks("transition_backward_input", weight_1.dtype)
-        programs = triton.cdiv(rows, chosen["BLOCK_M"])
+        hidden = len(weight_1)
+        options = row_options("transition_backward_input", x, weight_1.dtype, hidden)
+        programs = triton.cdiv(options["M"], options["BLOCK_M"])
         sums = x.new_empty(programs, 3, x.shape[-1], dtype=torch.float32)
         launch = wrap_triton(transition_backward_input_kernel)[(programs,)]
-        launch(*inputs, grad_out, grad_x, sums, **ctx.sizes, **chosen)
+        launch(*inputs, grad_out, grad_x, sums, **ctx.sizes, **options)
 
         def compute(grad_linears: Tensor, grad_bias_and_norm: Tensor) -> None:
-            chosen = blocks("transition_backward_weights", weight_1.dtype)
-            chosen["BLOCK_N"] = min(chosen["BLOCK_N"], hidden)
-            slices = triton.cdiv(hidden, chosen["BLOCK_N"])
-            most = triton.cdiv(rows, chosen["BLOCK_M"])
-            programs = min(triton.cdiv(chosen.pop("PROGRAMS"), slices), most)
+            options = row_options("transition_backward_weights", x, weight_1.dtype, hidden)
+            slices = triton.cdiv(hidden, options["BLOCK_N"])
+            most = triton.cdiv(options["M"], options["BLOCK_M"])
+            programs = min(triton.cdiv(options.pop("PROGRAMS"), slices), most)
             parts = x.new_empty(programs, len(grad_linears), dtype=torch.float32)
             launch = wrap_triton(transition_backward_weights_kernel)[(slices, programs)]
-            launch(*inputs, grad_out, parts, PROGRAMS=programs, **ctx.sizes, **chosen)
+            launch(*inputs, grad_out, parts, PROGRAMS=programs, **ctx.sizes, **options)
             sum_parts(parts, grad_linears)
             sum_parts(sums, grad_bias_and_norm)
 
@@ -2143,12 +2117,13 @@ class Transition(nn.Module):
         """Update x [..., C]."""
         if not self.fused:
             return x + self.linear_2(F.relu(self.linear_1(self.layer_norm(x))))
+        first = self.linear_1.parameters()
+        second = self.linear_2.parameters()
         if x.shape[-1] <= 256 // gemm_dtype(x).itemsize:  # a row fits into the registers whole
-            parameters = parameters_of(self.layer_norm, self.linear_1, self.linear_2)
+            parameters = *self.layer_norm.parameters(), *first, *second
             return TransitionFunction.apply(x, self.layer_norm.eps, *parameters)
-        first = parameters_of(self.linear_1)
         x, hidden, _ = normed_projection(self.layer_norm, x, *first, relu=True)
-        return x + Projection.apply(hidden, None, *parameters_of(self.linear_2))
+        return x + Projection.apply(hidden, None, *second)
 
 
 class MSATransition(Transition):
@@ -2240,7 +2215,7 @@ class EmbeddingFunction(torch.autograd.Function):
 def embed(parts: Sequence[tuple[nn.Linear, Tensor]]) -> Tensor:
     """Embed by several projections, given where the vector of each has its one [...]."""
     linears, places = zip(*parts, strict=True)
-    parameters = parameters_of(*linears)
+    parameters = [parameter for linear in linears for parameter in linear.parameters()]
     ends = [*itertools.accumulate(linear.in_features for linear in linears)]
     places = [place.long() + first for place, first in zip(places, (0, *ends), strict=False)]
     places = torch.broadcast_tensors(*places, torch.full_like(places[0], ends[-1]))
@@ -2457,6 +2432,13 @@ def sigmoid(x):
 
 
 @triton.jit
+def project(x, weight, BIAS, column, PRECISION: tl.constexpr):
+    """Compute x W^T + b [rows, columns]; `weight` is where W^T [C, columns] is in memory."""
+    out = tl.dot(x, tl.load(weight), input_precision=PRECISION)
+    return out + tl.load(BIAS + column)[None, :]
+
+
+@triton.jit
 def normalise(x, inside, eps, C: tl.constexpr):
     """Compute x_hat = (x - mean(x)) * rstd and rstd = 1 / sqrt(var(x) + eps) for rows [rows, C].
 
@@ -2536,6 +2518,22 @@ def sum_parts(
     return out
 
 
+def row_options(
+    kernel: str, x: Tensor, dtype: torch.dtype, width: int
+) -> dict[str, int | bool | str]:
+    """Return how a kernel is launched that holds whole rows of x [..., C]: sizes and block sizes.
+
+    It multiplies matrices of this type, and goes over `width` columns in blocks.
+    """
+    options = blocks(kernel, dtype)
+    for size in {"BLOCK_C", "BLOCK_K", "BLOCK_N"} & options.keys():
+        options[size] = min(options[size], width)
+    dim = x.shape[-1]
+    options |= {"M": x.numel() // dim, "C": dim, "PRECISION": dot_precision(dtype)}
+    options["WIDE"] = 5 * x.numel() >= 2**31  # results are up to five times as wide as x
+    return options
+
+
 def wrap_triton(kernel: Callable) -> Callable:
     """Return what launches a kernel by `[grid](TENSOR, ..., NAME=value, ...)`: on a GPU itself."""
     return Interpreted(kernel) if INTERPRETED else kernel
@@ -2553,18 +2551,14 @@ def with_casts(parameters: Sequence[Tensor | None], dtype: torch.dtype) -> list[
     return [p if p is None else cast_of(p, dtype if p.ndim == 2 else p.dtype) for p in parameters]
 
 
-def parameters_of(*modules: nn.Module) -> list[nn.Parameter]:
-    """Return weight and bias of each module in turn."""
-    return [parameter for module in modules for parameter in (module.weight, module.bias)]
-
-
 def parameter_gradients(
     ctx, groups: Sequence[Sequence[Tensor]], compute: Callable[..., None], *inputs: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of ctx.parameters, in their order; None for those in no group.
 
-    `compute` writes them from these inputs, see gradients_of. What one launch writes side by side
-    is a group.
+    `compute` writes them from these inputs, maybe on a side stream: see gradients_of. So a backward
+    pass itself launches only what the gradient of its input needs. What one launch writes side by
+    side is a group.
     """
     grads = {}
     parameters = [parameter for group in groups for parameter in group]
@@ -2683,7 +2677,7 @@ class TinyOpenFold(nn.Module):
             pair.register_hook(self.side.join)
         fused_loss = self.fusions.loss_fusion and true_tokens is not None
         weights = fused_parameters(self.blocks)
-        of_heads = parameters_of(self.distogram.linear, self.masked_msa.linear)
+        of_heads = [*self.distogram.parameters(), *self.masked_msa.parameters()]
         weights += of_heads if fused_loss else []
         with cast_weights(weights, gemm_dtype(msa), self.side):
             for block in self.blocks:
@@ -2726,24 +2720,21 @@ def keep_separate_names(
     within a head, part by part; `biased` are the parts that have a bias.
     """
 
-    def names(prefix: str) -> dict[str, list[str]]:
-        owners = {"weight": parts, "bias": biased}
-        return {
-            f"{prefix}{fused}.{kind}": [f"{prefix}{part}.{kind}" for part in with_kind]
-            for kind, with_kind in owners.items()
-        }
+    owners = {"weight": parts, "bias": biased}
 
     def split(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: dict) -> None:
-        for merged, separate in names(prefix).items():
-            rows = state.pop(merged).unflatten(0, (heads, len(separate), -1))
-            state.update({name: rows[:, i].flatten(0, 1) for i, name in enumerate(separate)})
+        for kind, names in owners.items():
+            rows = state.pop(f"{prefix}{fused}.{kind}").unflatten(0, (heads, len(names), -1))
+            for i, name in enumerate(names):
+                state[f"{prefix}{name}.{kind}"] = rows[:, i].flatten(0, 1)
 
     def merge(module: nn.Module, state: dict[str, Tensor], prefix: str, *unused) -> None:
-        for merged, separate in names(prefix).items():
+        for kind, names in owners.items():
+            separate = [f"{prefix}{name}.{kind}" for name in names]
             # Otherwise load_state_dict reports what is missing.
             if all(name in state for name in separate):
                 rows = [state.pop(name).unflatten(0, (heads, -1)) for name in separate]
-                state[merged] = torch.stack(rows, dim=1).flatten(0, 2)
+                state[f"{prefix}{fused}.{kind}"] = torch.stack(rows, dim=1).flatten(0, 2)
 
     parent.register_state_dict_post_hook(split)
     parent.register_load_state_dict_pre_hook(merge)

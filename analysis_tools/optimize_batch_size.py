@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """The best batch size under a memory limit, measured: for throughput, latency or memory per sample.
 
-The batch size doubles from 1 until a run is out of memory or takes more than the wanted part of the
-device's memory; then the search halves the gap, down to an eighth of the size. Each size is
-measured alone, as a graph where there is a GPU; at each of --seq-lengths there is a search of its
-own. On a CPU the memory is that of the machine and peaks are of tensors; a size that by its number
-of samples would not fit is not tried, and without sizes small ones are taken, up to 32 samples.
+Batch sizes 1, 2, 3, 4, 6, 8, 12 and so on, or --batch-sizes, are measured until a run is out of
+memory or takes more than the wanted part of the device's memory; each alone, as a graph where there
+is a GPU, and anew at each of --seq-lengths. On a CPU the memory is that of the machine and peaks
+are of tensors; a size that by its number of samples would not fit is not tried, and without sizes
+small ones are taken, up to 32 samples.
 
 A finished search answers for all three targets. The same command goes on after an interruption;
 other arguments need another --output.
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fusion_lab import study, sweep
-from fusion_lab.batch_size import TARGETS, report, search
+from fusion_lab.batch_size import TARGETS, growing, report, sizes_up_to
 from fusion_lab.cli import Parser, ToolError, positive, program
 from fusion_lab.host import memory_mb
 from fusion_lab.script import load_script
@@ -50,15 +50,15 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if not path:
         module, rows = load_script(args.script), []
         small = sweep.small_sizes(args, argv, module)
-        sizes, args.batch_sizes = args.batch_sizes, [None]
+        if args.batch_sizes == [None]:
+            args.batch_sizes = sizes_up_to(args.max_batch_size or (32 if small else 65536))
         points = sweep.sweep_points(args, [*small, *argv], [[module.SCRIPT]])
         limits = {"limit_mb": args.target_memory_usage * memory}
-        limits["most"] = args.max_batch_size or (32 if small else 65536)
         limits["host_mb"] = None if on_gpu(argv) else memory
-        parts = search(rows, points, args.rounds, sizes, **limits)
+        parts = growing(rows, points, args.rounds, **limits)
         path = args.output or Path(f"batch_size_{module.SCRIPT}.json")
         settings = {"script": module.SCRIPT, "argv": [*argv], "rounds": args.rounds}
-        study.measure_study(path, parts, keep=True, rows=rows, **settings)
+        study.measure_study(path, parts, rows=rows, **settings)
     return report(args, path, memory)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Peak memory or speed-up against sequence length, or any other size, of several runs.
+"""Peak memory, throughput or speed-up against sequence length, or any other size, of several runs.
 
 NAME=PATH starts a line; the paths after it, until the next NAME=, belong to it too. A path is a
 file or folder with runs, as compare_runs.py takes it, or a quoted pattern of such. --x takes any
@@ -40,7 +40,9 @@ def plot(args: argparse.Namespace) -> int:
     if output and output.suffix not in (".png", ".svg", ".pdf"):
         raise ToolError(f"--output {output}: must end in .png, .svg, .pdf")
     # a baseline has no speed-up of its own
-    shown = [run for run in runs if args.what == "memory" or not run.is_first]
+    shown = [run for run in runs if args.what != "speedup" or not run.is_first]
+    if not shown:
+        raise ToolError("each of these is a baseline, and none has a speed-up over another")
     points = points_of(shown, args.x)
     values = values_of(points, what, runs)
     label = "sequence length" if args.x == "seq_len" else args.x.replace("_", " ")

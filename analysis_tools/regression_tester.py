@@ -18,12 +18,11 @@ Examples:
 
 import argparse
 import sys
-from dataclasses import replace
 from operator import itemgetter
 
 from fusion_lab.cli import Parser, ToolError, documented_parser, note, positive, program
 from fusion_lab.files import write_text
-from fusion_lab.runs import Run, find_runs, medians, point_of, settings
+from fusion_lab.runs import Run, find_runs, matched, settings
 from fusion_lab.script import model_and_version
 from fusion_lab.show import Column, cell, ended, render
 
@@ -41,21 +40,18 @@ def same_in(run: Run) -> dict:
 
 
 def pair(old: list[Run], new: list[Run]) -> dict[str, tuple[Run, Run]]:
-    """What is compared; ToolError if nothing has the same name, or what does cannot be."""
+    """What is compared, by name: of the same name, else as `matched` has it; ToolError if there is
+    nothing, or if a setting differs on which times depend."""
     before, after = ({run.name: run for run in runs} for runs in (old, new))
-    if len(old) > 1 and len(new) > 1 and not before.keys() & after.keys():
-        before, after = by_settings(old, new)
     pairs = {name: (run, after[name]) for name, run in before.items() if name in after}
-    alone = sorted(before.keys() ^ after.keys())
-    if len(before) == len(after) == 1 and not pairs:
-        ((first, second),) = zip(before.values(), after.values(), strict=True)
-        if "arguments" not in first.result["config"]:
-            pairs = {second.name: (first, second)}  # whatever they are called
-            alone = []
-    if not pairs:
-        raise ToolError("nothing has the same name in both files")
-    if alone:
+    if pairs and (alone := sorted(before.keys() ^ after.keys())):
         note(f"{len(alone)} are in one file only and left out, first {alone[0]}")
+    if not pairs:
+        sides = {"the baseline": old, "what is now": new}
+        cells = matched(sides, exact=True) or matched(sides)
+        pairs = {second.name: (first, second) for first, second in map(dict.values, cells)}
+    if not pairs:
+        raise ToolError("the two have no run of the same name, nor any with the same settings")
     notes: dict[str, None] = {}
     for name, both in pairs.items():
         known, other = (same_in(run) for run in both)
@@ -67,23 +63,6 @@ def pair(old: list[Run], new: list[Run]) -> dict[str, tuple[Run, Run]]:
                 notes[f"{key} differs: {first} and {second}"] = None
     note(*notes)
     return pairs
-
-
-def by_settings(old: list[Run], new: list[Run]) -> list[dict[str, Run]]:
-    """The runs of each side, repeats as their median; what was asked to do the same has the name of
-    the new side. Where that is nothing, versions of one model are compared at the same settings."""
-    sides = []
-    for runs in (old, new):
-        names = {run.path: run.name for run in runs}
-        found = medians(replace(run, name=point_of(run)) for run in runs)
-        sides.append([replace(run, name=names[run.path]) for run in found])
-    points = [{point_of(run): run for run in runs} for runs in sides]
-    if not points[0].keys() & points[1].keys():
-        points = [{point_of(run, False): run for run in runs} for runs in sides]
-        if any(len(found) < len(runs) for found, runs in zip(points, sides, strict=True)):
-            raise ToolError("several versions or fusions of one size on a side: name one of them")
-    common = {point: run.name for point, run in points[1].items() if point in points[0]}
-    return [{common.get(point, run.name): run for point, run in s.items()} for s in points]
 
 
 def compare_times(old: Run, new: Run, least: float | None) -> tuple[list[str | None], bool]:

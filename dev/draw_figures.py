@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Draws what docs/figures shows of results.
 
-Whatever number a figure shows is read from a file in results/, but for the sizes of memories, which
-are the vendors'. A figure is drawn whole, or is a drawing in which the texts with an id are filled
-in. All other drawings are edited by hand.
+Whatever number a figure shows is read from a file in results/, but for sizes of memories and peaks
+of a GPU, which are the vendors'. A figure is drawn whole, or is a drawing in which the texts with
+an id are filled in. All other drawings are edited by hand.
 
 Examples:
   python dev/draw_figures.py                        all figures that show results
@@ -23,6 +23,7 @@ from dev.sheet import (
     BLUE,
     GREEN,
     GREY,
+    INK,
     ORANGE,
     PALE,
     PURPLE,
@@ -33,7 +34,6 @@ from dev.sheet import (
     VERSION,
     Plot,
     Sheet,
-    tint,
 )
 from dev.traces import two_layers
 from fusion_lab.cli import Parser, ToolError, documented_parser, program
@@ -136,8 +136,8 @@ def of_versions(title: str, note: str, groups: dict[str, dict[str, float]]) -> S
         sheet.text(left, top + 14, SHAPES[shape], bold=True)
         for y, (version, value) in zip(itertools.count(top + 36, 48), values.items()):
             sheet.text(left, y + 20, version)
-            part = (240 * value / values["V1"], VERSION[version])
-            sheet.bar(left + 42, y, [part], three_digits(value))
+            width = 240 * value / values["V1"]
+            sheet.bar(left + 42, y, width, VERSION[version], three_digits(value))
         if not i % 2:
             sheet.cut(top, top + high - 16, shape.partition(",")[0] if lines > 1 else "slide")
     sheet.note(sheet.height - 24, note)
@@ -170,15 +170,6 @@ def kernels() -> Sheet:
 
 
 @figure
-def traffic() -> Sheet:
-    """GB that the operators of a step read and write."""
-    shapes = "tiny_llama, medium", "tiny_openfold, default"
-    groups = by_version("gb", "traffic", *shapes, precision="bf16")
-    note = "bf16; every operator reads its tensors and writes its results, once each"
-    return of_versions("GB read and written in one training step", note, groups)
-
-
-@figure
 def counted() -> Sheet:
     """Bytes of operations before and after their fusion: predicted, and counted by an H200."""
     shown = ("residual and RMS norm", "SwiGLU", "SwiGLU, backward", "cross-entropy", "layer norm")
@@ -192,13 +183,46 @@ def counted() -> Sheet:
         for y, side, color in ((top, "before", GREY), (top + 42, "after", BLUE)):
             row = by_name[name, side]
             width = scale * moved(row)
-            sheet.bar(190, y, [(width, color)], f"{moved(row):.0f} MB", height=36)
+            sheet.bar(190, y, width, color, f"{moved(row):.0f} MB", height=36)
             predicted = 190 + scale * row["predicted_mb"]
             sheet.line(predicted, y - 3, predicted, y + 39, color=ORANGE, width=4)
     below = 84 + 92 * len(shown)
     colors = {"PyTorch's operators": GREY, "one kernel": BLUE, "predicted": ORANGE}
     sheet.legend(below, (20, 270, 430), colors)
     sheet.note(below + 54, "read from DRAM, caches emptied, and written to L2; one H200, ncu")
+    sheet.cut(56, 340)  # the first three
+    return sheet
+
+
+@figure
+def roofline() -> Sheet:
+    """A step of each version under a roof, over the bytes that an H200 counted."""
+    small = "tiny_llama, small"
+    flop = rows_of("step", shape=small)[0]["flop"]
+    peak, bandwidth = 989, 4.8  # TFLOP/s in bfloat16 and TB/s
+    sheet = Sheet("The roofline: the same step, with fewer bytes", 500)
+    plot = Plot(sheet, (110, 92, 620, 282), (20, 700), (20, 1300), log=True)
+    marks = (20, 50, 100, 200, 500, 1000)
+    plot.axes("FLOP per byte", marks[:-1], "TFLOP/s", marks)
+    ridge = peak / bandwidth
+    plot.line((20, 20 * bandwidth), (ridge, peak), (700, peak), color=INK, width=3)
+    x, y = plot.at(64, 64 * bandwidth)
+    sheet.text(x - 12, y - 12, "memory, 4.8 TB/s", SMALL, at="end")
+    x, y = plot.at(700, peak)
+    sheet.text(x, y - 18, "arithmetic, 989 TFLOP/s", SMALL, at="end")
+    for row in read_json(COUNTERS)["rows"]:
+        if row["what"] != "step" or (row["shape"], row["precision"]) != (small, "bf16"):
+            continue
+        version = row["script"][-2:].upper()
+        emptied = row["caches"] == "emptied"
+        x, y = plot.at(flop / moved(row) / 1e6, flop / row["us"] / 1e6)
+        sheet.dot(x, y, VERSION[version], hollow=not emptied)
+        if emptied:
+            y += -24 if version in ("V2", "V4") else 24
+            sheet.text(x, y, version, SMALL, VERSION[version], at="middle", bold=True)
+    sheet.note(454, "filled: caches emptied before each kernel; open: as they come (V1 and V4)")
+    sheet.note(482, "small TinyLlama, bf16; bytes and times counted by ncu on one H200")
+    sheet.cut(72, 432)
     return sheet
 
 
@@ -259,7 +283,7 @@ def lanes(sheet: Sheet, top: float, distance: float, traces: dict[str, tuple[lis
         rows += [("GPU", y + 26 * len(rows), 36, kernels)]
         for name, lane, height, events in rows:
             sheet.note(lane + height / 2, name, left - 8, "end")
-            sheet.box(left, lane, right - left, height, tint(GREY, 0.08))
+            sheet.box(left, lane, right - left, height, "#f3f3f3")
             for kind, start, us, _ in events:
                 place = left + start * scale, lane, max(us * scale, 0.8), height
                 sheet.box(*place, KERNEL.get(kind, GREY))
@@ -317,7 +341,7 @@ def house() -> Sheet:
     middle = {room: 92 + 42 * number for number, room in enumerate(rooms)}
     words = {room: f"{room}/" for room in PROGRAMS} | {"scripts": "tiny_*.py"}
     top, bottom = middle["amd"] - 19, middle["ground"] + 19
-    sheet.box(14, top, 316, bottom - top, tint(SKY, 0.25))
+    sheet.box(14, top, 316, bottom - top, "#d5ecf9")
     sheet.text(26, top + 18, "fusion_lab", SMALL, BLUE, bold=True)
     for room, y in middle.items():
         sheet.text(316, y, words.get(room, room), at="end")
@@ -364,36 +388,11 @@ def trunk() -> Sheet:
             below = 20 if name != side else 0  # two lines stay below the dashed one
             sheet.text(right - 16, down + below, name, SMALL, color, at="end", bold=True)
         else:
-            sheet.arrow(right, down + 12, right, down - 4, color=color)
             above = 12 * (2 + name.count("\n"))
             sheet.text(right, down - above, name, SMALL, color, at="middle", bold=True)
     sheet.note(474, "filled: activations kept; open: --checkpoint-blocks")
-    sheet.note(508, "arrow: out of memory, which is 80 GB (dashed); bf16, one H100")
+    sheet.note(508, "dotted: out of memory, which is 80 GB (dashed); bf16, one H100")
     sheet.cut(72, 436)
-    return sheet
-
-
-@figure
-def lengths() -> Sheet:
-    """Time per residue pair over the residues of a protein."""
-    sheet = Sheet("A protein of any length", 470)
-    plot = Plot(sheet, (86, 84, 560, 260), (158, 194), (75, 480), log=True)
-    plot.axes("residues", range(160, 193, 8), "ns per residue pair", (100, 200, 300, 400))
-    for side in ("V2", "V2 compiled", "V3", "V4"):
-        points = []
-        for row in rows_of("lengths", side=side, precision="bf16"):
-            if row["shape"].startswith("37 x"):  # not the trunk
-                pairs = row["batch_size"] * row["seq_len"] ** 2
-                points.append((row["seq_len"], 1e6 * row["batch_ms"] / pairs))
-        color = PURPLE if "compiled" in side else VERSION[side]
-        for first, second in itertools.pairwise(points):
-            plot.line(first, second, color=color, width=2)
-        for point in points:
-            sheet.dot(*plot.at(*point), color, 5, hollow=point[0] % 8 > 0)
-        right, down = plot.at(*points[-1])
-        sheet.text(right + 12, down, side, SMALL, color, bold=True)
-    sheet.note(422, "open: no multiple of 8. 2 blocks, 37 sequences, batch 2, bf16, one H100")
-    sheet.cut(72, 396)
     return sheet
 
 

@@ -1,16 +1,11 @@
-#!/usr/bin/env python3
 """The rooms of this repository and what each imports, read from the code.
 
 A room is a folder of programs, or a floor of fusion_lab: the modules that may import each other. A
 room imports what stands below it. tests/test_imports.py holds that; docs/figures/house.svg shows
 it (dev/draw_figures.py).
-
-Example:
-  python dev/house.py                 each room with those that it imports
 """
 
 import ast
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,13 +66,3 @@ def arrows() -> dict[str, set[str]]:
         needed = map(room_of, imports(path, top=room == "scripts"))
         found[room] |= {other for other in needed if other not in (None, room)}
     return found
-
-
-def main() -> int:
-    for room, needed in reversed(arrows().items()):
-        print(f"{room:15} {', '.join(sorted(needed, key=ROOMS.index)) or 'nothing of ours'}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""What the figures are drawn with: a sheet of SVG with boxes, bars, words, arrows and axes.
+"""What the figures are drawn with: a sheet of SVG with boxes, bars, words and axes.
 
 A picture is 800 pixels wide, and its smallest words have 18: at half a page's width, and on a
 slide, they can be read.
@@ -6,23 +6,16 @@ slide, they can be read.
 
 import html
 import math
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Iterable
 
 WIDTH = 800
 TITLE, BODY, SMALL = 26, 20, 18
 
 # Okabe and Ito's colours, which differ for colour-blind readers, too.
-INK, GREY, FAINT, PALE, WHITE = "#1a1a1a", "#5f6368", "#a8adb2", "#ececec", "#ffffff"
+INK, GREY, PALE, WHITE = "#1a1a1a", "#5f6368", "#ececec", "#ffffff"
 BLUE, SKY, GREEN, ORANGE = "#0072b2", "#56b4e9", "#009e73", "#e69f00"
-RED, PURPLE, PINK = "#d55e00", "#aa4499", "#cc79a7"
+RED, PURPLE = "#d55e00", "#aa4499"
 VERSION = {"V1": "#8a8f94", "V2": SKY, "V3": BLUE, "V4": RED}
-
-
-def tint(color: str, share: float) -> str:
-    """This share of the colour, the rest white."""
-    parts = (int(color[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(255 + (part - 255) * share):02x}" for part in parts)
 
 
 def shown(value: object) -> str:
@@ -81,43 +74,21 @@ class Sheet:
     def note(self, y: float, words: str, x: float = 20, at: str = "") -> None:
         self.text(x, y, words, SMALL, GREY, at)
 
-    def box(
-        self,
-        x: float,
-        y: float,
-        width: float,
-        height: float,
-        fill: str,
-        words: str = "",
-        edge: str = "",
-        **style,
-    ) -> None:
-        """A rectangle from its upper left corner, with words in its middle."""
-        line = {"stroke": edge, "stroke_width": 1.5} if edge else {}
-        self.add("rect", x=x, y=y, width=width, height=height, fill=fill, **line)
-        if words:
-            self.text(x + width / 2, y + height / 2, words, at="middle", **style)
+    def box(self, x: float, y: float, width: float, height: float, fill: str) -> None:
+        """A rectangle from its upper left corner."""
+        self.add("rect", x=x, y=y, width=width, height=height, fill=fill)
 
     def bar(
-        self,
-        x: float,
-        y: float,
-        parts: Sequence[tuple[float, str]],
-        number: str,
-        height: float = 41,
+        self, x: float, y: float, width: float, color: str, number: str, height: float = 41
     ) -> None:
-        """A bar of parts, each a width and a colour, and the number behind it."""
-        for width, color in parts:
-            self.box(x, y, width, height, color)
-            x += width
-        self.text(x + 10, y + height / 2, number)
+        """A bar, and the number behind it."""
+        self.box(x, y, width, height, color)
+        self.text(x + width + 10, y + height / 2, number)
 
-    def legend(
-        self, y: float, places: Iterable[float], colors: dict[str, str], edge: str = ""
-    ) -> None:
+    def legend(self, y: float, places: Iterable[float], colors: dict[str, str]) -> None:
         """A line of squares in these colours, each with its name; `places` are their left sides."""
         for x, (name, color) in zip(places, colors.items(), strict=True):
-            self.box(x, y, 20, 20, color, edge=edge)
+            self.box(x, y, 20, 20, color)
             self.text(x + 28, y + 10, name, SMALL)
 
     def line(self, *places: float, color: str = GREY, width: float = 1.5, dash: str = "") -> None:
@@ -126,17 +97,6 @@ class Sheet:
             self.add("line", **dict(zip(("x1", "y1", "x2", "y2"), places, strict=True)), **style)
         else:
             self.add("polyline", points=" ".join(map(shown, places)), fill="none", **style)
-
-    def arrow(self, *places: float, color: str = INK, width: float = 3, gap: float = 0) -> None:
-        """From one point to another, with this gap at both: x, y, x, y."""
-        x0, y0, x1, y1 = places
-        length = math.hypot(x1 - x0, y1 - y0)
-        right, down = (x1 - x0) / length, (y1 - y0) / length
-        back, half = gap + 4 + 1.9 * width, 2 + width
-        foot, x1, y1 = (x1 - back * right, y1 - back * down), x1 - gap * right, y1 - gap * down
-        self.line(x0 + gap * right, y0 + gap * down, *foot, color=color, width=width)
-        sides = ((foot[0] + s * half * down, foot[1] - s * half * right) for s in (1.0, -1.0))
-        self.add("polygon", points=" ".join(map(shown, (x1, y1, *chain(*sides)))), fill=color)
 
     def dot(self, x: float, y: float, color: str, size: float = 7, hollow: bool = False) -> None:
         edge = {"stroke": color, "stroke_width": 3} if hollow else {}

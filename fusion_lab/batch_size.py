@@ -1,4 +1,4 @@
-"""The best batch size that fits: it doubles, and then the gap is halved."""
+"""The best batch size that fits: one after the other is measured, until one is too large."""
 
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,8 +10,8 @@ from fusion_lab.records import read_study
 from fusion_lab.runs import Run, of_study
 from fusion_lab.show import Column, cell, range_of_speeds
 from fusion_lab.study import Part, heading, is_of
-from fusion_lab.sweep import Point, show_runs, silence
-from fusion_lab.turns import in_turns, speed
+from fusion_lab.sweep import Point, Side, measured, show_runs
+from fusion_lab.turns import speed
 
 TARGETS = {  # most samples per second, shortest step, fewest MB per sample: the smaller the better
     "throughput": lambda row: -speed(row),
@@ -21,56 +21,43 @@ TARGETS = {  # most samples per second, shortest step, fewest MB per sample: the
 GROWTH = 1.03  # more samples per second than by this factor is growth
 
 
-def next_size(
-    rows: Sequence[dict], limit_mb: float, most: int, host_mb: float | None = None
-) -> int | None:
-    """The batch size to measure after these rows, up to `most` and `limit_mb`; None at the end.
-    What would by its samples take more than `host_mb` counts as too large."""
-    if any(row.get("status") == "failed" for row in rows):
-        return None
-    fitting = [row for row in rows if "status" not in row and row["peak_mb"] <= limit_mb]
-    good, peak = max(((row["batch_size"], row["peak_mb"]) for row in fitting), default=(0, 0.0))
-    bad = min((row["batch_size"] for row in rows if row not in fitting), default=None)
-    while good < most:
-        step = 1 << max(0, good.bit_length() - 4)  # a power of two, about an eighth
-        size = min(max(1, 2 * good), most) if bad is None else (good + bad) // 2 // step * step
-        if not good < size < (bad or size + 1):
-            return None
-        if host_mb is None or not good or peak * size / good <= host_mb:
-            return size
-        bad = size
-    return None
+def sizes_up_to(most: int) -> list[int]:
+    """Powers of two, and what lies halfway between them: no more than a third of memory is left."""
+    sizes = {1, most} | {part << n for n in range(most.bit_length()) for part in (2, 3)}
+    return sorted(size for size in sizes if size <= most)
 
 
-def search(
-    rows: Sequence[dict],
-    points: Iterable[Point],
-    rounds: int,
-    sizes: Sequence[int | None],
-    **limits: float | None,
+def is_too_large(
+    size: int, rows: Sequence[dict], limit_mb: float, host_mb: float | None = None
+) -> bool:
+    """Did a smaller batch not finish, or take more than the limit? Would this one by its samples
+    take more than the machine has?"""
+    smaller = [row for row in rows if row["batch_size"] < size]
+    peaks = [row["peak_mb"] * size / row["batch_size"] for row in smaller if "status" not in row]
+    return (
+        len(peaks) < len(smaller)
+        or any(row["peak_mb"] > limit_mb for row in smaller)
+        or bool(host_mb and peaks and min(peaks) > host_mb)
+    )
+
+
+def growing(
+    rows: Sequence[dict], points: Iterable[Point], rounds: int, **limits: float | None
 ) -> Iterator[Part]:
-    """Parts of a study for each side of each point: these sizes, or else what follows from the rows
-    that are there."""
+    """Parts of a study, batch size by batch size, without those that are too large by the rows that
+    are there."""
     for names, sides in points:
         for name, side in sides.items():
-            cell = {key: names[key] for key in names if key != "batch_size"} | {"side": name}
-            asked = iter(filter(None, sizes))
-
-            def following(cell: dict = cell, asked: Iterator[int] = asked) -> int | None:
-                if any(sizes):
-                    return next(asked, None)
-                return next_size([row for row in rows if is_of(cell, row)], **limits)
-
-            while size := following():
-                argv = [*side.argv, "--batch-size", str(size)]
-                measure = partial(measured_alone, side.script, argv, rounds)
-                yield {**cell, "batch_size": size}, measure
+            names = {**names, "side": name}
+            cell = {key: value for key, value in names.items() if key != "batch_size"}
+            before = [row for row in rows if is_of(cell, row)]
+            if not is_too_large(names["batch_size"], before, **limits):
+                yield names, partial(with_peak, name, side, rounds)
 
 
-def measured_alone(script: str, argv: list[str], rounds: int) -> dict:
-    """The row of a batch size; ToolError where peak memory cannot be told."""
-    with silence():
-        row = in_turns({"": (script, argv)}, rounds)[""]
+def with_peak(name: str, side: Side, rounds: int) -> dict:
+    """The row of a side; ToolError where peak memory cannot be told."""
+    (row,) = measured({name: side}, rounds)
     if "status" not in row and row["peak_mb"] is None:
         reason = "graphs of torch.compile share their memory, so no peak is known"
         raise ToolError(f"{reason}: use another mode")

@@ -3,7 +3,6 @@ their memory.
 """
 
 import contextlib
-import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -12,8 +11,7 @@ import torch
 from torch import Tensor
 
 from fusion_lab.cli import note
-from fusion_lab.host import seconds
-from fusion_lab.turns import captured, failure, scheduled, warm_up
+from fusion_lab.turns import GraphSide, failure, scheduled
 
 Step = Callable[[], Sequence[Tensor]]  # what is done once, and what it leaves
 GPU = torch.cuda.is_available()
@@ -80,21 +78,16 @@ def memory_of(step: Step) -> dict[str, float | None]:
     return {"extra_mb": extra, "held_mb": held}
 
 
-class GraphSide:
-    """A step that is measured: its graph of `repeats` steps, and the memory that it takes."""
+class StepSide(GraphSide):
+    """A step that is measured: its graph, and the memory that it takes."""
 
     def __init__(self, step: Step, pools: list):
         step()
         self.memory = memory_of(step)
-        self.repeats = max(1, min(10, math.ceil(ENOUGH_MS / 1e3 / seconds(step, DEVICE))))
-        warm_up(step)
-        self.graph = captured(step, self.repeats, pools[-1])
+        super().__init__(step, ENOUGH_MS, pools[-1], most=10)
         self.graph()
         if GPU:
             torch.cuda.empty_cache()  # what it took outside its graph is for the next one's
-
-    def take(self) -> float:
-        return 1e3 * seconds(self.graph, DEVICE) / self.repeats
 
     def finish(self, times: list[float]) -> dict:
         turns = [1e3 * ms for ms in times[1:]]  # the first one warms up
@@ -115,5 +108,5 @@ def steps_in_turns(sides: dict[str, Step], rounds: int) -> dict[str, dict]:
             pools.append(torch.cuda.graph_pool_handle())
         return row
 
-    starts = {name: partial(GraphSide, step, pools) for name, step in sides.items()}
+    starts = {name: partial(StepSide, step, pools) for name, step in sides.items()}
     return scheduled(starts, rounds + 1, failed)

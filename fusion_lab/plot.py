@@ -26,6 +26,14 @@ def gains(run: Run, every: Sequence[Run]) -> list[float]:
     return ratios(before.result["timing"], run.result["timing"])
 
 
+def speeds(run: Run, every: Sequence[Run]) -> list[float]:
+    """Samples per second in each turn or repeat, else of the run."""
+    if run.repeats or run.number("timing", "turns_ms"):
+        times = run.repeats or run.number("timing", "turns_ms")
+        return [1e3 * run.result["training"]["batch_size"] / ms for ms in times]
+    return list(filter(None, [run.number("timing", "samples_per_sec")]))
+
+
 def peaks(run: Run, every: Sequence[Run]) -> list[float]:
     return [run.peak_mb] if run.peak_mb else []
 
@@ -40,6 +48,7 @@ class Quantity(NamedTuple):
 
 
 QUANTITIES = {
+    "throughput": Quantity(speeds, "{}, samples/sec", (".1f",), "samples per second"),
     "memory": Quantity(peaks, "{}, MB", (".1f",), "peak memory, MB"),
     "speedup": Quantity(gains, "{}", (".2f", "x"), "speed-up over its baseline"),
 }

@@ -195,6 +195,7 @@ class Study(TypedDict):
 
     environment: Environment
     rows: list[dict]
+    complete: NotRequired[bool]  # are all rows there that were asked for?
     provenance: NotRequired[list[dict]]  # of each session, as provenance.py reads it
     script: NotRequired[str]
     argv: NotRequired[list[str]]

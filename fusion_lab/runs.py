@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from fusion_lab.cli import ToolError, note, say
 from fusion_lab.files import below, read_json
 from fusion_lab.records import Steps, Summary, checked, checked_study, read
-from fusion_lab.script import model_and_version, precision_of
+from fusion_lab.script import mode_of, model_and_version, precision_of
 from fusion_lab.show import Column, rate, render
 from fusion_lab.study import launch_of
 from fusion_lab.turns import ratios, spread
@@ -309,7 +309,7 @@ def find_runs(path: Path, everything: bool = False) -> list[Run]:
         for file in files:
             place = f"{path.resolve().name}/{file.relative_to(path)}"
             slowed_down = re.search(r"(^|/)rocprof.*_summary\.json$", place)
-            if slowed_down or file.name.endswith(".partial.json"):
+            if slowed_down:
                 continue
             try:
                 found += of_file(file, name_below(path, file)) or []
@@ -345,68 +345,81 @@ def with_baseline(run: Run) -> list[Run]:
 
 
 def versions_in(tops: Mapping[str, Path], models: Iterable[str]) -> list[Run]:
-    """The results in the folders or files of these versions, of the models that have more than one;
-    notes on stderr what differs. Repeats are their median; of several sizes those are taken that
-    more than one version has. A folder may be that around what a script or run_all_profilers.sh
-    wrote."""
+    """The results in the folders or files of these versions, of the models that have more than one,
+    as `matched` has them; what took turns in one study stays a team. A folder may be that around
+    what a script or run_all_profilers.sh wrote."""
     chosen = []
-    wanted = []
     every = {}
     for version, top in tops.items():
         places = (top / f"pytorch_profiles_{version}", top / "pytorch")
         every[version] = find_runs(next(filter(Path.is_dir, places), top))
     for model in models:
-        found = {}
-        for version, runs in every.items():
-            wanted.append(f"{model}_{version}_summary.json in {tops[version]}")
-            name = version.upper()
-            of_version = (run for run in runs if run.result["script"] == f"{model}_{version}")
-            found[name] = medians(replace(run, name=name) for run in of_version)
-        if any(len(runs) > 1 for runs in found.values()):
-            chosen += at_same_sizes(found)
-            continue
-        alone = [run for runs in found.values() for run in runs]
-        if len({run.team for run in alone}) > 1:  # not of one study
-            alone = [replace(run, team="") for run in alone]
-        if len(alone) >= min(2, len(tops)):
-            note(*differences((run.result["script"], run.result) for run in alone))
-            chosen += alone
+        sides = {
+            version.upper(): [run for run in runs if run.result["script"] == f"{model}_{version}"]
+            for version, runs in every.items()
+        }
+        for number, cell in enumerate(matched(sides)):
+            named = [replace(run, name=name) for name, run in cell.items()]
+            if all(run.asked for run in named) and len({run.team for run in named}) == 1:
+                chosen += named
+                continue
+            note(*differences((run.result["script"], run.result) for run in named))
+            team = f"{model} {number}"
+            chosen += [replace(apart(r), team=team, is_first=r is named[0]) for r in named]
     if not chosen:
+        wanted = (
+            f"{m}_{version}_summary.json in {tops[version]}" for m in models for version in tops
+        )
         raise ToolError(f"there is no {' or '.join(wanted)}")
     return chosen
 
 
-def at_same_sizes(versions: Mapping[str, Sequence[Run]]) -> list[Run]:
-    """Of runs by version the teams that share model, sizes and precision; ToolError where a version
-    has two of one size."""
-    teams: dict[str, list[Run]] = defaultdict(list)
-    for name, runs in versions.items():
+def matched(sides: Mapping[str, Sequence[Run]], exact: bool = False) -> list[dict[str, Run]]:
+    """Runs of the sides that are compared with each other: of one model at the same sizes and in
+    one precision and mode, `exact` also of one script with the same fusions; or the only run of
+    each side. Repeats are their median. What one side alone has is noted, and left out.
+
+    Raises:
+        ToolError: a side has two runs to compare that are no repeats.
+    """
+    found = {}
+    for label, runs in sides.items():
+        fused = [run for run in runs if run.asked or not run.is_first]
+        if runs:
+            found[label] = medians(fused or runs, named=False)
+    alone = all(len(runs) == 1 for runs in found.values())
+    cells: dict[str, dict[str, Run]] = defaultdict(dict)
+    for label, runs in found.items():
         for run in runs:
-            if not run.result["config"]:  # it ended before it had a model
-                continue
-            sizes = {key: settings(run.result).get(key) for key in (*SIZES, "precision")}
-            other = [one for one in teams[str(sizes)] if one.name == name]
-            if other:
-                places = " and ".join(dict.fromkeys((str(other[0].path), str(run.path))))
-                raise ToolError(f"{places}: two runs of {name} at the same sizes, name one of them")
-            asked = run.asked or sizes
-            teams[str(sizes)].append(replace(run, asked=asked))
-    chosen = []
-    for sizes, team in teams.items():
-        if len(team) < min(2, len(versions)):
-            note(f"left out, as {team[0].name} alone has it: {team[0].path}")
-        elif len({run.team for run in team}) == 1:  # a study
-            chosen += team
-        else:
-            note(*differences((run.result["script"], run.result) for run in team))
-            chosen += [replace(apart(r), team=sizes, is_first=r is team[0]) for r in team]
-    return chosen
+            cell = cells["" if alone else cell_of(run, exact)]
+            if label in cell:
+                both = " and ".join(dict.fromkeys((str(cell[label].path), str(run.path))))
+                raise ToolError(f"{both}: two runs of {label} at the same sizes, name one of them")
+            cell[label] = run
+    wanted = min(2, len(sides))
+    whole = [cell for cell in cells.values() if len(cell) >= wanted]
+    lonely = [run for cell in cells.values() if len(cell) < wanted for run in cell.values()]
+    if whole:
+        note(*(f"left out, one side alone has it: {run.path}" for run in lonely))
+    return whole
+
+
+def cell_of(run: Run, exact: bool) -> str:
+    """What runs have in common that are compared, see `matched`."""
+    training = run.result["training"]
+    model, _ = model_and_version(run.result["script"])
+    same = {**run.result["config"], "model": model, "batch_size": training.get("batch_size")}
+    same |= {"precision": precision_of(training), "mode": mode_of(training)}
+    same |= {"script": run.result["script"], "fused": fused_in(run.result)} if exact else {}
+    return str(sorted(same.items()))
 
 
 def apart(run: Run) -> Run:
-    """The run without its turns, which it did not take with those that it now stands beside."""
+    """The run without its turns, which it did not take with those that it now stands beside, and
+    with its sizes for a table."""
     timing = {key: value for key, value in run.result["timing"].items() if key != "turns_ms"}
-    return replace(run, result={**run.result, "timing": timing})
+    sizes = {key: settings(run.result).get(key) for key in (*SIZES, "precision")}
+    return replace(run, result={**run.result, "timing": timing}, asked=run.asked or sizes)
 
 
 def split_name(argument: str) -> tuple[str | None, str]:
@@ -439,12 +452,13 @@ def load_runs(arguments: Iterable[str], lines: bool = False) -> list[Run]:
     """Runs given as PATH or NAME=PATH, of which each is taken once; a PATH can be a pattern. Where
     names are alike, paths take their place; as `lines`, a NAME= is also that of the paths after
     it."""
-    runs, name, seen = [], None, set()
+    runs, name, seen, given = [], None, set(), set()
     for argument in arguments:
         own, path = split_name(argument)
         name = own or (name if lines else None)
         if lines and name is None:
             raise ToolError(f"{argument!r} is not NAME=PATH")
+        given.add(name)
         for place in matching(path):
             for run in find_runs(place):
                 key = (run.path.resolve(), run.name, name)
@@ -454,16 +468,14 @@ def load_runs(arguments: Iterable[str], lines: bool = False) -> list[Run]:
     if not runs:
         raise ToolError("there is no run in any of these")
     if lines:
-        scripts: dict[str, set[str]] = defaultdict(set)
-        for run in runs:
-            scripts[run.name].add(run.result["script"])
+        scripts = {(run.name, run.result["script"]) for run in runs}
+        several = Counter(name for name, _ in scripts)
         return [
             replace(run, name=f"{run.name} {run.side or run.result['script']}")
-            if run.side or len(scripts[run.name]) > 1
+            if run.side or several[run.name] > 1
             else run
             for run in runs
         ]
-    given = {split_name(argument)[0] for argument in arguments}
     count = Counter(run.name for run in runs if run.name not in given)
     return medians(replace(r, name=place_of(r)) if count[r.name] > 1 else r for r in runs)
 
@@ -475,27 +487,22 @@ def place_of(run: Run) -> str:
     return str(run.path if run.path.name == run.name else run.path / run.name)
 
 
-def point_of(run: Run, exact: bool = True) -> str:
-    """What repeats of a run share: script, fusions and all settings but the seed; or what versions
-    of a model share that are compared."""
-    same = {"script": run.result["script"], "fused": fused_in(run.result)}
-    if not exact:
-        same = {"model": model_and_version(run.result["script"])[0]}
-    return str(settings(run.result) | same | {"seed": None})
+def point_of(run: Run) -> str:
+    """What repeats of a run share: script, fusions and all settings but the seed."""
+    same = {"script": run.result["script"], "fused": fused_in(run.result), "seed": None}
+    return str(settings(run.result) | same)
 
 
-def medians(runs: Iterable[Run]) -> list[Run]:
-    """Of runs with one name that are repeats, that with the median time, which knows the times of
-    all."""
+def medians(runs: Iterable[Run], named: bool = True) -> list[Run]:
+    """Of runs that are repeats, and have one name if these are `named`, that with the median time,
+    which knows the times of all."""
     groups: dict[tuple, list[Run]] = defaultdict(list)
     for run in runs:
-        groups[run.name, point_of(run)].append(run)
+        groups[run.name if named else "", point_of(run)].append(run)
     found = []
     for same in groups.values():
-        finished = sorted(
-            (run for run in same if run.number("timing", "batch_ms")),
-            key=lambda run: run.number("timing", "batch_ms"),
-        )
+        finished = [run for run in same if run.number("timing", "batch_ms")]
+        finished.sort(key=lambda run: run.number("timing", "batch_ms"))
         if len(finished) < 2:
             found += same
             continue

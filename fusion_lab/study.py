@@ -83,7 +83,6 @@ class Pace:
 def measure_study(
     path: Path,
     parts: Iterable[Part],
-    keep: bool = False,
     rows: list[dict] | None = None,
     cost: Callable[[dict], float] | None = None,
     **settings: object,
@@ -91,13 +90,11 @@ def measure_study(
     """Measure what is not measured yet, and write the rows with what they were measured on; of
     several processes, one.
 
-    Rows are in NAME.partial.json until the last one is there, so that an earlier result is replaced
-    by a whole one. The same command goes on from there after an interruption, and tries again what
-    failed; with other settings, or on another device, it is refused. On a GPU each session leaves
-    its `provenance`: see `watched`.
+    The file has each row as soon as it is measured, and is not `complete` before the last one. The
+    same command goes on after an interruption, and tries again what failed; with other settings, or
+    on another device, it is refused. On a GPU each session leaves its `provenance`: see `watched`.
 
     Args:
-        keep: an earlier result is treated in the same way: what it has is not measured again.
         rows: the list that the rows are put into; parts that are made one by one can look at it.
         cost: about how many seconds the part of these names takes.
     """
@@ -110,32 +107,29 @@ def measure_study(
     is_first = os.environ.get("RANK", "0") == "0"
     content = {"environment": environment(device)}
     content |= json.loads(json.dumps(settings))  # as they are read back
-    unfinished = path.with_suffix(".partial.json")
     rows = [] if rows is None else rows
     sessions = []
-    for file in (path, unfinished) if keep else (unfinished,):
-        if file.exists():
-            earlier = checked_study(read_json(file), file)
-            rows[:] = earlier.pop("rows")
-            sessions = earlier.pop("provenance", [])
-            if earlier != content:
-                way_out = "name another file, or delete it" if keep else "delete it first"
-                reason = "begun with other settings or on another device"
-                raise ToolError(f"{file}: {reason}; {way_out}")
+    if path.exists():
+        earlier = checked_study(read_json(path), path)
+        rows[:] = earlier.pop("rows")
+        sessions = earlier.pop("provenance", [])
+        earlier.pop("complete", None)
+        if earlier != content:
+            reason = "begun with other settings or on another device"
+            raise ToolError(f"{path}: {reason}; name another file, or delete it")
 
-    def write(file: Path) -> None:
+    def write(complete: bool = False) -> None:
         if is_first:
-            whole = {**content, **({"provenance": sessions} if sessions else {}), "rows": rows}
-            write_text(file, json.dumps(whole, indent=1) + "\n")
+            whole = {**content, "complete": complete, "provenance": sessions, "rows": rows}
+            write_text(path, json.dumps(whole, indent=1) + "\n")
 
-    failed = [row for row in rows if row.get("status") == "failed"]
-    again = failed
+    again = [row for row in rows if row.get("status") == "failed"]
     if isinstance(parts, Sequence):  # with the sides that took turns with it
-        again = [names for names, _ in parts if any(is_of(names, row) for row in failed)]
+        again = [names for names, _ in parts if any(is_of(names, row) for row in again)]
     rows[:] = [row for row in rows if not any(is_of(names, row) for names in again)]
     with watched() if device.type == "cuda" else contextlib.nullcontext() as session:
         sessions += [session] if session else []
-        write(unfinished)  # a place where nothing can be written shows before anything is measured
+        write()  # a place where nothing can be written shows before anything is measured
         with sign_of_life("estimating the time"):
             pace = Pace(parts, rows, cost if is_first else None)
         for names, measure in parts:
@@ -145,10 +139,8 @@ def measure_study(
             with contextlib.redirect_stdout(sys.stderr), pace.measured(names):
                 found = measure()
             rows += [names | row | names for row in (found if isinstance(found, list) else [found])]
-            write(unfinished)
-    write(path)
-    if is_first:
-        unfinished.unlink(missing_ok=True)
+            write()
+    write(complete=True)
     return rows
 
 
@@ -201,7 +193,8 @@ def heading(study: Mapping, script: str) -> str:
     environment = study["environment"]
     command = " ".join([script, *study.get("argv", [])])
     where = f"{environment.get('device_name')}, PyTorch {environment.get('torch')}"
-    return f"{command} on {where}, {study.get('rounds')} turns"
+    unfinished = "" if study.get("complete", True) else ", not finished: the same command goes on"
+    return f"{command} on {where}, {study.get('rounds')} turns{unfinished}"
 
 
 def median(ratios: Sequence[float]) -> float | None:

@@ -11,8 +11,6 @@ import argparse
 import contextlib
 import io
 import itertools
-import math
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -78,7 +76,6 @@ SMALL = {
     "tiny_openfold": "--num-blocks 1 --num-seqs 8 --seq-len 24 --batch-size 1",
 }
 Set = tuple[str, ...]  # the fusions that are on
-Gains = dict[frozenset, dict[tuple, float]]  # over none, of a set by seed and turn
 
 
 @dataclass(frozen=True)
@@ -340,22 +337,8 @@ def names_of(sides: Mapping[str, Side], *more: str) -> dict:
 # --- what each fusion is worth
 
 
-def gains_over_none(rows: Iterable[dict]) -> Gains:
-    """Of each set and turn, its speed-up over none of its own group."""
-    rows = [row for row in rows if "turns_ms" in row and row.get("side") != CONTROL]
-    found = defaultdict(dict)
-    none = {(row.get("seed"), row.get("group")): row for row in rows if not row["on"]}
-    for row in rows:
-        if reference := none.get((row.get("seed"), row.get("group"))):
-            for turn, gain in enumerate(ratios(reference, row)):
-                found[frozenset(row["on"])][row.get("seed"), turn] = gain
-    return dict(found)
-
-
-def over_all(rows: Iterable[dict], side: str, key: str = "turns_ms") -> list[float]:
-    """Times of a side over those of all fusions in the same turns; peaks of memory over the
-    control's: what compiling leaves may count as the first side's."""
-    reference = CONTROL if key == "peak_mb" else "all"
+def over(reference: str, rows: Iterable[dict], side: str, key: str = "turns_ms") -> list[float]:
+    """Times of a side over the reference's in the same turns of a group, or its peaks of memory."""
     found = []
     for sides in by_side(rows, "seed", "group").values():
         pair = [sides.get(name, {}).get(key) for name in (side, reference)]
@@ -367,44 +350,33 @@ def over_all(rows: Iterable[dict], side: str, key: str = "turns_ms") -> list[flo
 
 def noise(rows: Iterable[dict]) -> float | None:
     """How far the control was from all at most, as a part of the time; None without a control."""
-    return max((abs(ratio - 1) for ratio in over_all(rows, CONTROL)), default=None)
-
-
-def main_effect(gains: Gains, fusion: str) -> list[float]:
-    """What a fusion gains, turn by turn: the median, on log times, of all pairs of sets that differ
-    in it alone."""
-    found = [(on, on | {fusion}) for on in gains if fusion not in on]
-    pairs = [(gains[on], gains[both]) for on, both in found if both in gains]
-    turns = sorted(set.intersection(*map(set, itertools.chain(*pairs)))) if pairs else []
-    logs = [[math.log(after[turn] / before[turn]) for before, after in pairs] for turn in turns]
-    return [math.exp(statistics.median(of_turn)) for of_turn in logs]
+    return max((abs(ratio - 1) for ratio in over("all", rows, CONTROL)), default=None)
 
 
 def worth_of(rows: Sequence[dict], fusions: Sequence[str]) -> list[dict]:
-    """What each fusion gains in a cell: alone, added last with its range, and on the whole; and
-    what that shows beside the control. None where it was not measured."""
-    gains = gains_over_none(rows)
+    """What each fusion gains in a cell, alone and added last with its range, and what that shows
+    beside the control. None where it was not measured."""
     limit = noise(rows)
     found = []
     for fusion in fusions:
-        rest = tuple(name for name in fusions if name != fusion)
-        without = set_name(rest, fusions)
-        last = over_all(rows, without)
-        if not last:  # studies without all in each group
-            every, all_but = (gains.get(frozenset(on), {}) for on in (fusions, rest))
-            last = [every[turn] / all_but[turn] for turn in every.keys() & all_but.keys()]
+        without = set_name(tuple(name for name in fusions if name != fusion), fusions)
+        last = over("all", rows, without)
+        if not last:  # older studies have all in another group, with a none of its own
+            both = (over("none", rows, side) for side in (without, "all"))
+            last = [one / other for one, other in zip(*both, strict=False)]
         shown = verdict(last) if last else None
         if last and limit and abs(median(last) - 1) <= limit:
             shown = "no difference seen"
         ends = [ended(row) for row in rows if row["side"] == without and ended(row)]
+        # over the control's: what compiling leaves may count as the first side's
+        memory = over(CONTROL, rows, without, "peak_mb")
         found.append(
             {
                 "fusion": fusion,
-                "alone": median([*gains.get(frozenset([fusion]), {}).values()]),
+                "alone": median(over(set_name((fusion,), fusions), rows, "none")),
                 "last": ends[0] if ends else median(last),
                 "range": last and f"{min(last):.2f}x to {max(last):.2f}x",
-                "main": median(main_effect(gains, fusion)),
-                "memory": median([100 * (r - 1) for r in over_all(rows, without, "peak_mb")]),
+                "memory": median([100 * (ratio - 1) for ratio in memory]),
                 "shown": shown,
             }
         )
@@ -444,7 +416,6 @@ def worth_table(runs: Sequence[Run]) -> str:
         Column("alone", "alone", ".2f", "x"),
         Column("added last", "last", ".2f", "x"),
         Column("in turns", lambda row: row["range"] or None),
-        Column("main effect", "main", ".2f", "x"),
         Column("MB without it", "memory", "+.1f", " %"),
         Column("what that shows", "shown", text=True),
     ]
@@ -485,8 +456,9 @@ def in_a_sentence(over: Mapping[str, tuple[float, str]]) -> str:
 
 
 def draw(path: Path, runs: Sequence[Run]) -> None:
-    """Speed-ups over the first side of a team against the size that varies, with the ranges of
-    their turns; a part for each model and each of the other sizes and precisions."""
+    """Speed-ups over the first side of a team, or samples per second where no two took turns,
+    against the size that varies, with the ranges of the turns; a part for each model and each of
+    the other sizes and precisions."""
     varied = [
         key
         for key in SIZES
@@ -495,19 +467,20 @@ def draw(path: Path, runs: Sequence[Run]) -> None:
     ]
     x = varied[-1] if varied else "seq_len"
     columns = [c for c in cell_columns(runs) if c.label not in (CELL[x], CELL["group"])]
+    beside_first = [run for run in runs if baseline_in_turns(run, runs)]
+    quantity = QUANTITIES["speedup" if beside_first else "throughput"]
     drawn = defaultdict(list)
-    for run in runs:
-        if not run.is_first and run.side != CONTROL and baseline_in_turns(run, runs):
+    for run in beside_first or [run for run in runs if run.measured]:
+        if run.side != CONTROL:
             part = ", ".join(f"{column.label} {column.of(run)}" for column in columns)
-            drawn[part].append(replace(run, name=run.side))
+            drawn[part].append(replace(run, name=run.side or run.name))
     if not drawn:
-        raise ToolError("there is nothing to draw: no two sides took turns", status=1)
-    speedups = QUANTITIES["speedup"]
+        raise ToolError("there is nothing to draw: nothing was measured", status=1)
     parts = {}
     for part, shown in drawn.items():
         points = points_of(shown, x)
-        parts[part] = points, values_of(points, speedups, runs)
-    draw_lines(path, parts, CELL[x], speedups)
+        parts[part] = points, values_of(points, quantity, runs)
+    draw_lines(path, parts, CELL[x], quantity)
 
 
 # --- the programs
@@ -525,7 +498,7 @@ def measure_points(
     parts = [(names, partial(measured, sides, args.rounds, True, loss)) for names, sides in points]
     cost = Cost(points, args.rounds, loss)
     settings |= {"rounds": args.rounds, "argv": [*argv]}
-    measure_study(path, parts, keep=True, cost=cost, **settings)
+    measure_study(path, parts, cost=cost, **settings)
     return path
 
 

@@ -214,18 +214,6 @@ def in_turns(
     return {name: named(*sides[name], parsed[name]) | row for name, row in found.items()}
 
 
-def all_measured(
-    sides: dict[str, tuple[str, list[str]]], rounds: int, **more: Callable
-) -> dict[str, dict]:
-    """The same where every side is needed: ToolError for the first that did not finish."""
-    rows = in_turns(sides, rounds, **more)
-    for row in rows.values():
-        if "error" in row:
-            command = " ".join([row["script"], *row["argv"]])
-            raise ToolError(f"{command}: {row['error']}", status=3 if row["status"] == "oom" else 1)
-    return rows
-
-
 def speed(row: Mapping) -> float | None:
     """Samples per second of a row in its median turn, None without turns."""
     turns = row.get("turns_ms")
@@ -342,6 +330,26 @@ def captured(step: Callable[[], object], repeats: int, pool: object = None) -> C
     return graph.replay
 
 
+class GraphSide:
+    """Calls of a function that was called before, as one graph of about so many milliseconds with
+    memory of this pool; as they are on a CPU."""
+
+    def __init__(self, function: Callable[[], object], ms: float, pool: object, most: int = 1000):
+        import torch
+
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        calls = round(ms / 1e3 / seconds(function, self.device))
+        self.calls = max(1, min(most, calls))
+        warm_up(function)
+        self.graph = captured(function, self.calls, pool)
+
+    def take(self) -> float:
+        return 1e3 * seconds(self.graph, self.device) / self.calls
+
+    def finish(self, times: list[float]) -> dict:
+        return {"turns_ms": times[1:]}  # the first one warms up
+
+
 def compare_in_turns(
     sides: Mapping[str, Callable[[], object]], turns: int = 11, ms: float = 50.0
 ) -> Turns:
@@ -362,36 +370,23 @@ def compare_in_turns(
     import torch
 
     gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if gpu else "cpu")
     pool = torch.cuda.graph_pool_handle() if gpu else None
 
-    class Calls:
-        """So many calls of a function as one graph."""
-
-        def __init__(self, name: str):
-            function = sides[name]
-            function()  # compiles, and fills caches
-            self.calls = max(1, min(1000, round(ms / 1e3 / seconds(function, device))))
-            try:
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("error", message=".*Graph is empty")  # on the host
-                    warm_up(function)
-                    self.graph = captured(function, self.calls, pool)
-            except torch.OutOfMemoryError:
-                raise
-            except (RuntimeError, UserWarning) as error:
-                reason = str(error).partition("\n")[0]
-                message = f"{name} cannot be captured as a graph: {reason}"
-                raise ToolError(message, status=1) from error
-
-        def take(self) -> float:
-            return 1e3 * seconds(self.graph, device) / self.calls
-
-        def finish(self, times: list[float]) -> dict:
-            return {"turns_ms": times[1:]}  # the first one warms up
+    def start(name: str) -> GraphSide:
+        sides[name]()  # compiles, and fills caches
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", message=".*Graph is empty")  # on the host
+                return GraphSide(sides[name], ms, pool)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, UserWarning) as error:
+            reason = str(error).partition("\n")[0]
+            message = f"{name} cannot be captured as a graph: {reason}"
+            raise ToolError(message, status=1) from error
 
     def failed(_: str, error: Exception) -> NoReturn:
         raise error
 
-    rows = scheduled({name: partial(Calls, name) for name in sides}, turns + 1, failed)
+    rows = scheduled({name: partial(start, name) for name in sides}, turns + 1, failed)
     return Turns({side: row["turns_ms"] for side, row in rows.items()})

@@ -40,7 +40,7 @@ recent_enough() { # PYTHON
     "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null
 }
 
-root=$(cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/.." && pwd)
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 validation=$root/setup/validation_scripts
 checks=$validation/checks.py
 requirements=("$root/requirements.txt" "$root/setup/requirements.txt")
@@ -48,7 +48,6 @@ track=auto
 venv=
 index_url=
 dry_run=
-[[ -r $checks ]] || fail "$checks is not there: run this script where the repository has it, or by a link" 4
 
 while (($#)); do
     case $1 in
@@ -86,7 +85,6 @@ active=$("$python" -c 'import os, sys
 conda = os.path.isdir(f"{sys.prefix}/conda-meta") and os.environ.get("CONDA_DEFAULT_ENV") != "base"
 print(sys.prefix if sys.prefix != sys.base_prefix or conda else "")')
 target=${venv:-${active:-$root/.venv}}
-target=${target/#-/./-}
 create=
 if [[ -x $target/bin/python ]]; then
     python=$target/bin/python

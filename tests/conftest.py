@@ -68,6 +68,16 @@ TINY = {
         " --num-heads-msa 2 --num-heads-pair 2"
     ),
 }
+# Where kernels run in Triton's interpreter.
+SMALLEST = {
+    "llama": words(
+        "--num-layers 1 --hidden-dim 32 --num-heads 2 --num-kv-heads 1 --seq-len 9 --batch-size 1"
+    ),
+    "openfold": words(
+        "--num-blocks 1 --num-seqs 2 --seq-len 5 --batch-size 1"
+        " --msa-dim 16 --num-heads-msa 1 --pair-dim 16 --num-heads-pair 1"
+    ),
+}
 MODELS = tuple(TINY)
 SCRIPTS = tuple(f"tiny_{model}_v{version}" for model in MODELS for version in "1234")
 TRITON = tuple(script for script in SCRIPTS if script[-1] in "34")  # with kernels of their own
@@ -220,17 +230,15 @@ def apart(x: object) -> object:
     return torch.stack((x, torch.full_like(x, torch.nan)), -1)[..., 0]
 
 
-def check_close(
-    mine: Callable, reference: Callable, *inputs: object, limit: float, strided: bool = False
-) -> None:
-    """Results and gradients of a kernel's operation are those of float64; if `strided`, neither
-    inputs nor gradients of results lie side by side in memory."""
+def check_close(mine: Callable, reference: Callable, *inputs: object, limit: float) -> None:
+    """Results and gradients of a kernel's operation are those of float64; neither inputs nor
+    gradients of results lie side by side in memory."""
 
-    def given_apart(*given: object) -> object:
+    def spread(*given: object) -> object:
         found = mine(*map(apart, given))
         return tuple(map(apart, found)) if isinstance(found, tuple) else apart(found)
 
-    check_gradients(reference, given_apart if strided else mine, inputs, limit)
+    check_gradients(reference, spread, inputs, limit)
 
 
 @dataclass(frozen=True)

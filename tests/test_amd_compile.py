@@ -47,36 +47,16 @@ def rows_of(printed: str) -> list[dict[str, str]]:
 
 
 CALLS = """
-import sys
-from dev.amd_results import main
 from fusion_lab.amd.compile import Needs, problem
 for spills, sgpr_spills, lds in ((0, 0, 1024), (2, 0, 1024), (0, 3, 1024), (0, 0, 65537)):
     print(problem("gfx942", Needs(9, 0, 9, lds, spills, sgpr_spills, 8)))
-for file in sys.argv[1:]:
-    print("--- status", main(["registers", "--summary", file]), file=sys.stderr)
-"""
-FILE = """\
-script,target,kernel,precisions,constants,vgprs,agprs,sgprs,lds,spills,sgpr_spills,waves,commit
-tiny_llama_v3,gfx942,small,bfloat16,C=1,20,0,8,65536,0,0,8,abc
-tiny_llama_v3,gfx942,rotary,bfloat16,C=1,200,60,8,1024,0,0,1,abc
 """
 
 
-def test_what_spills_or_does_not_fit_is_a_problem_and_a_summary_has_what_needs_most(tmp_path: Path):
-    """A file that is cut off is one line."""
-    files = [tmp_path / "whole.csv", tmp_path / "cut_off.csv"]
-    files[0].write_text(FILE)
-    files[1].write_text(FILE[:200])
-    done = run("-c", CALLS, *files)
-    problems, _, summary = done.stdout.partition("spills 3 SGPRs\nneeds 65537 bytes of LDS\n")
-    assert problems == "\nspills 2 VGPRs\n"
-    cells = re.sub(r" +", " ", summary.splitlines()[-1].strip("| "))
-    assert (
-        cells == "tiny_llama_v3 | gfx942 | 2 | 2 | 0 | 64 of 64 (small) | 260 of 512 (rotary) | 1"
-    )
-    whole, cut_off, status = done.stderr.splitlines()
-    assert (whole[-1], status[-1]) == ("0", "2")
-    assert "cut_off.csv" in cut_off
+def test_what_spills_or_does_not_fit_is_a_problem():
+    done = run("-c", CALLS)
+    problems = ["", "spills 2 VGPRs", "spills 3 SGPRs", "needs 65537 bytes of LDS"]
+    assert done.stdout.splitlines() == problems
 
 
 @pytest.mark.parametrize(
@@ -107,10 +87,8 @@ def test_a_script_without_kernels_is_one_line():
 def test_the_result_file_has_every_kernel_on_every_target():
     with (ROOT / "results/amd/registers.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    inference = ROOT / "exercises/tiny_llama_v4/one_launch.py"
     for script in SCRIPTS:
-        files = [script, inference] if script.stem == "tiny_llama_v4" else [script]
         for target in ("gfx90a", "gfx942", "gfx950"):
             of_script = (r for r in rows if (r["script"], r["target"]) == (script.stem, target))
-            assert {row["kernel"] for row in of_script} == kernels(*files)
+            assert {row["kernel"] for row in of_script} == kernels(script)
     assert {(row["spills"], row["sgpr_spills"]) for row in rows} == {("0", "0")}

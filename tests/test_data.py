@@ -136,6 +136,9 @@ def test_proteins_smaller_than_the_crop_are_padded(tmp_path: Path):
     argv = words("--num-seqs 20 --seq-len 50 --batch-size 8")
     argv += ["--msa", str(A3M), "--structure", str(CIF)]
     argv += ["--msa", str(tmp_path), "--structure", str(tmp_path)]
+    alone = batches(OPENFOLD, *argv, "--batch-size", "1")
+    masks = ["residues" in alone.next_batch() for _ in range(9)]
+    assert all(masks), "with a whole protein, too: a graph reads them in each step"
     batch = batches(OPENFOLD, *argv).next_batch()
     small = ~batch["residues"].all(1)
     assert 0 < small.sum() < 8, "crops of both"

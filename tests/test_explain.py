@@ -215,7 +215,7 @@ def test_a_mistake_in_a_kernel_of_ones_own(checker, mistake, tmp_path):
     text = (folder / "custom_kernel_solution.py").read_text()
     assert right in text
     (tmp_path / "wrong.py").write_text(text.replace(right, wrong))
-    status, _, err = call(check_custom_kernel, tmp_path / "wrong.py", "--rows", 64)
+    status, _, err = call(check_custom_kernel, tmp_path / "wrong.py")
     assert (status, len(err.splitlines())) == (1, 1)
     assert mistake.sentence in err
 

@@ -7,7 +7,6 @@ import gc
 import json
 import linecache
 import random
-import time
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -25,11 +24,10 @@ from torch.utils.checkpoint import checkpoint
 from dev.bench import find_fusions as study
 from fusion_lab.cli import ToolError
 from fusion_lab.fusions import command as find_fusions
-from fusion_lab.fusions import forms
 from fusion_lab.fusions import step as steps
 from fusion_lab.fusions.flops import attention as flops_of_attention
 from fusion_lab.fusions.flops import registry
-from fusion_lab.fusions.groups import Finding, Group
+from fusion_lab.fusions.groups import Finding, Group, laid_out
 from fusion_lab.fusions.rates import Rates
 from fusion_lab.fusions.record import Operator, Recorded, Recorder, Use
 from fusion_lab.fusions.step import Step, attribute, compared, profiled, record
@@ -614,35 +612,27 @@ def test_a_check_that_does_not_end_well_is_said_below_the_prediction():
     assert "Here the step runs other kernels for attention than were profiled" in other
     assert "Compiled the step runs other kernels for attention" in other
     said = report_of_a_check(same, made=fails)
-    assert "ms now: predicted" in said and "speed-up" not in said
+    assert "speed-up" not in said
     assert "not compared: s, compiled failed at tests/test_find_fusions.py" in said
     assert "not compared: s, now failed at" in report_of_a_check(same, take=fails)
 
 
-def test_a_step_that_cannot_be_a_graph_is_compared_by_its_traces(capsys):
-    """For the reason and from the line that are said, while compiling gives signs of life; where
-    that ends early, too, as data do, that is said in place of times."""
+def test_a_step_that_cannot_be_a_graph_is_compared_by_its_traces():
+    """For the reason and from the line that are said; where that ends early, too, as data do, that
+    is said in place of times."""
 
     def waits(*_):
         raise ToolError("now cannot be captured as a graph: it waits") from RuntimeError("it waits")
 
-    def compiles():
-        time.sleep(0.2)
-        return (SQUARE @ SQUARE).exp()
-
     same = {"aten::mm": 50.0, "aten::exp": 50.0, "aten::matmul": 1.0, "aten::resolve_conj": 0.1}
     few = iter([SQUARE] * 7)  # two calls of each side, and the turns that warm up, but one
-    with (
-        mock.patch.object(steps, "graphs_in_turns", waits),
-        mock.patch.object(steps, "SIGN_S", 0.05),
-    ):
-        said = report_of_a_check(same, made=compiles)
+    with mock.patch.object(steps, "graphs_in_turns", waits):
+        said = report_of_a_check(same)
         ends = report_of_a_check(same, take=lambda: next(few).exp())
     assert said.startswith("\nin turns, not as graphs: the time in which any of its kernels runs")
     assert "it waits:\n" in said and said.count("measured") == 3
     assert "speed-up" not in ends and "not compared: s failed at" in ends
     assert "StopIteration" in ends
-    assert "note: compiling for 0 s" in capsys.readouterr().err
 
 
 def test_a_kernel_takes_as_long_as_a_copy_of_its_bytes():
@@ -741,7 +731,7 @@ def test_when_a_compiler_lays_pictures_out_anew(weight, groups, phase, changed):
     made = convolution(weight, groups)
     made.operands[0] = ((0, 0), made.operands[0][1][: len(weight)], ())
     behind = Operator("relu", 1, phase, "?", [], [])
-    assert forms.laid_out([made, behind]) == [made] * changed
+    assert laid_out([made, behind]) == [made] * changed
 
 
 @pytest.mark.parametrize(
@@ -853,7 +843,6 @@ def test_a_model_of_ones_own(model):
     result = strict_json(Path("f.json").read_text())
     assert (result["schema_version"], result["measured"], result["rates"]) == (2, False, None)
     assert result["levels"]["now"]["us"] is None
-    assert result["seconds"] > 0
     sums = {f"{what}_{when}" for what in ("kernels", "bytes", "us") for when in ("now", "fused")}
     assert set(result["chains"][0]) == {"chain", "pass", "lines", "places", *sums}
     tokens = 2 * 8 * 3  # FLOP of a weight: both passes

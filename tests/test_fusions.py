@@ -15,6 +15,7 @@ from conftest import (
     MODELS,
     SCRIPT,
     SCRIPTS,
+    SMALLEST,
     TRITON,
     assert_one_error,
     assert_same_gradients,
@@ -51,14 +52,6 @@ both_models = pytest.mark.parametrize("script", OF_V2)
 TWENTY_STEPS = words(
     "--num-steps 20 --warmup-steps 0 --under-profiler --learning-rate 1e-3 --batch-size 1"
 )
-SHORT = {"llama": words("--seq-len 6"), "openfold": words("--seq-len 5 --num-seqs 2")}
-SMALLEST = {
-    "llama": words("--num-layers 1 --seq-len 8 --batch-size 1"),
-    "openfold": words(
-        "--num-seqs 2 --seq-len 6 --batch-size 1"
-        " --msa-dim 16 --num-heads-msa 1 --pair-dim 16 --num-heads-pair 1"
-    ),
-}
 
 
 def baseline(script: str) -> str:
@@ -79,7 +72,7 @@ def curve(script: str, *argv: str) -> list[float]:
 
 @pytest.mark.parametrize(("script", "argv"), [*NO_STEP, *MIXTURES])
 def test_outputs_loss_and_every_gradient_are_those_of_v1(script: str, argv: list[str]):
-    short = SHORT[model_of(script)] if script in TRITON else []
+    short = SMALLEST[model_of(script)] if script in TRITON else []
     first, second = build(baseline(script), *short), build(script, *short, *argv)
     weights = random_state(first.state_dict())
     first.load_state_dict(weights)
@@ -142,10 +135,10 @@ def test_a_missing_and_an_unknown_weight_are_reported(script: str):
 @pytest.mark.parametrize("script", [*OF_V2, "tiny_llama_v4"])
 def test_loss_curve_is_that_of_v1(script: str):
     """V4's optimizer is of its own; Triton's kernels run in Python here."""
-    short = words("--num-steps 3 --learning-rate 3e-3") if script in TRITON else []
-    steps = [*TWENTY_STEPS, *short, *(SMALLEST["llama"] if short else [])]
+    short = [*SMALLEST["llama"], *words("--num-steps 4 --learning-rate 1e-2")]
+    steps = [*TWENTY_STEPS, *(short if script in TRITON else [])]
     expected, found = curve(baseline(script), *steps), curve(script, *steps)
-    assert len(found) == (3 if short else 20)
+    assert len(found) == (4 if script in TRITON else 20)
     assert expected[-1] < expected[0], "it must be training"
     assert found == pytest.approx(expected, rel=1e-3)
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -34,7 +32,6 @@ PRECISIONS = {
 GRAPH = ["--device", "cuda", "--enable-cuda-graph"]
 EAGER = ["--device", "cuda", "--disable-cuda-graph"]  # V4 makes a graph unless it is told not to
 TWENTY = ["--num-steps", "20", "--warmup-steps", "3"]
-OPENFOLD = [script for script in SCRIPTS if "openfold" in script]
 V4 = "tiny_llama_v4"  # which refuses a compiler
 every_fused = pytest.mark.parametrize(
     "script", [script for script in SCRIPTS if not script.endswith("v1")]
@@ -109,37 +106,6 @@ def test_a_graph_trains_bit_for_bit_like_the_same_steps_without(
     assert (eager.status, graph.status) == (0, 0), eager.stderr + graph.stderr
     assert len(graph.summary["loss"]["curve"]) == 23
     assert graph.summary["loss"]["curve"] == eager.summary["loss"]["curve"]
-
-
-def some_shorter(script: ModuleType) -> Callable[..., list]:
-    """A script's synthetic proteins, of which every second one has three quarters of the sequences
-    and residues; so each batch has masks."""
-    whole = script.synthetic_proteins
-
-    def proteins_of(*sizes: int) -> list:
-        proteins = whole(*sizes)
-        for number, protein in enumerate(proteins[::2]):
-            depth, length = (3 * size // 4 for size in protein.tokens.shape)
-            known = {name: getattr(protein, name)[:length] for name in ("coords", "observed")}
-            proteins[2 * number] = replace(protein, tokens=protein.tokens[:depth, :length], **known)
-        return proteins
-
-    return proteins_of
-
-
-@pytest.mark.parametrize("script", OPENFOLD)
-def test_a_graph_of_padded_batches_follows_the_steps_of_v1(
-    script: str, tmp_path: Path, monkeypatch
-):
-    """Masks change from batch to batch, and a graph reads those of the batch."""
-    curves = []
-    for name, argv in (("tiny_openfold_v1", EAGER), (script, GRAPH)):
-        with monkeypatch.context() as patch:
-            patch.setattr(load(name), "synthetic_proteins", some_shorter(load(name)))
-            run = run_main(name, tmp_path / name, *TWENTY, "--under-profiler", *argv)
-        assert run.status == 0, run.stderr
-        curves.append(run.summary["loss"]["curve"])
-    assert curves[1] == pytest.approx(curves[0], rel=1e-3)
 
 
 @every_fused

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from conftest import (
     ROOT,
     SCRIPT,
+    SMALLEST,
     arguments,
     assert_one_error,
     assert_same_gradients,
@@ -33,15 +34,12 @@ from conftest import (
 
 BATCH = ["--batch-size", "2"]
 V4 = ("tiny_llama_v4", "tiny_openfold_v4")
-# Kernels run in Triton's interpreter, so the models are as small as can be; of TinyOpenFold's the
-# loss alone, which is a mean over the proteins of all processes.
-SMALLEST = {
+# Of TinyOpenFold's kernels the loss alone, a mean over the proteins of all processes.
+SIZES = {
     "tiny_llama_v2": [],
-    "tiny_llama_v4": words("--num-layers 1 --seq-len 8 --hidden-dim 32 --num-heads 2"),
-    "tiny_openfold_v4": words(
-        "--seq-len 4 --num-seqs 2 --msa-dim 16 --num-heads-msa 1 --pair-dim 16 --num-heads-pair 1"
-        " --disable-all-fusion --enable-loss-fusion --enable-fused-optimizer --enable-overlap"
-    ),
+    "tiny_llama_v4": SMALLEST["llama"],
+    "tiny_openfold_v4": SMALLEST["openfold"]
+    + words("--disable-all-fusion --enable-loss-fusion --enable-fused-optimizer --enable-overlap"),
 }
 UNFUSED = "--disable-all-fusion --enable-fused-optimizer"
 MODES = {  # of main(): script, arguments, what is printed
@@ -57,7 +55,7 @@ TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT"
 
 def losses_and_gradients(script: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of two steps, and the gradients of the third, under their canonical names."""
-    trainer = load(script).Trainer(parse(script, *BATCH, *SMALLEST[script])).build()
+    trainer = load(script).Trainer(parse(script, *SIZES[script], *BATCH)).build()
     losses = [float(trainer.step()) for _ in range(2)]
     trainer.forward(**trainer.next_batch()).backward()
     if trainer.average:
@@ -67,29 +65,23 @@ def losses_and_gradients(script: str) -> tuple[list[float], dict[str, torch.Tens
 
 def steps_with_an_infinity() -> list[tuple]:
     """Take steps of V4's optimizer in float16 by gradients of rank + 1, in the first one an
-    infinity of rank 1 among them; return parameters before and after each, and the scale.
-
-    The last parameter is frozen, the one before it gets two gradients, which autograd adds up.
-    """
+    infinity of rank 1 among them; return parameters and the scale after each. One is frozen."""
     rank, found = dist.get_rank(), []
     torch.manual_seed(rank)  # another start: rank 0's counts
-    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in ((33, 7), (5,), (64,), (3,))]
-    parameters[3].requires_grad_(False)
-    groups = [parameters[:1], parameters[1:]]
-    optimizer = load(V4[0]).FusedAdamW(groups, 1e-2)
+    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in ((33, 7), (5,), (3,))]
+    parameters[2].requires_grad_(False)
+    optimizer = load(V4[0]).FusedAdamW([parameters[:1], parameters[1:]], 1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
     for step in range(3):
-        for p in parameters[:3]:
+        for p in parameters[:2]:
             p.grad = scaler.scale(torch.full_like(p, rank + 1.0))
-        parameters[2].grad += scaler.scale(torch.ones(64))
         if (step, rank) == (0, 1):
             parameters[0].grad[3, 2] = torch.inf
-        before = [p.detach().clone() for p in parameters]
         optimizer.average_gradients()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        found.append((before, [p.detach().clone() for p in parameters], scaler.get_scale()))
+        found.append(([p.detach().clone() for p in parameters], scaler.get_scale()))
     with pytest.raises(RuntimeError, match="call average_gradients before step"):
         optimizer.step()
     with pytest.raises(RuntimeError, match="each parameter needs a gradient"):
@@ -102,7 +94,7 @@ def printed(script: str, argv: str, folder: Path) -> str:
     module = load(script)
     module.join_processes, os._exit = (lambda args: None), (lambda status: None)
     steps = words("--num-steps 2 --warmup-steps 1")
-    argv = [*BATCH, *SMALLEST[script], *words(argv), *steps]
+    argv = [*SIZES[script], *BATCH, *words(argv), *steps]
     status, stdout, stderr = captured(module.main, arguments(script, folder, *argv))
     assert status == 0, stderr
     return stdout
@@ -110,7 +102,7 @@ def printed(script: str, argv: str, folder: Path) -> str:
 
 def two_processes(folder: Path) -> None:
     dist.init_process_group("gloo")
-    found = {script: losses_and_gradients(script) for script in SMALLEST}
+    found = {script: losses_and_gradients(script) for script in SIZES}
     found["infinity"] = steps_with_an_infinity()
     found |= {mode: printed(*given[:2], folder) for mode, given in MODES.items()}
     torch.save(found, folder / f"rank{dist.get_rank()}")
@@ -134,7 +126,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return [torch.load(folder / f"rank{rank}") for rank in range(2)]
 
 
-@pytest.mark.parametrize("script", SMALLEST)
+@pytest.mark.parametrize("script", SIZES)
 def test_losses_and_gradients_are_those_of_one_process_on_the_global_batch(script: str, found):
     (losses, theirs), (expected, ours) = found[0][script], losses_and_gradients(script)
     assert losses == pytest.approx(expected, rel=1e-5)
@@ -143,20 +135,18 @@ def test_losses_and_gradients_are_those_of_one_process_on_the_global_batch(scrip
 
 def test_an_infinity_in_one_process_makes_all_skip_the_step(found):
     """Else they would train on with different weights and scales, and nothing would tell."""
-    first, second = (of_rank["infinity"] for of_rank in found)
-    for (before, after, scale), (_, other, other_scale) in zip(first, second, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(after, other, strict=True))
+    torch.manual_seed(0)
+    expected = [torch.nn.Parameter(torch.randn(shape)) for shape in ((33, 7), (5,), (3,))]
+    adamw = torch.optim.AdamW(expected, 1e-2)
+    both = zip(*(of_rank["infinity"] for of_rank in found), strict=True)
+    for step, ((first, scale), (second, other_scale)) in enumerate(both):
+        if step:
+            for p in expected[:2]:
+                p.grad = torch.full_like(p, 1.5)
+            adamw.step()
         assert scale == other_scale == 256
-        same = [torch.equal(a, b) for a, b in zip(before, after, strict=True)]
-        assert same == ([True] * 4 if before is first[0][0] else [False, False, False, True])
-    theirs = [torch.nn.Parameter(p.clone()) for p in first[0][0][:3]]
-    adamw = torch.optim.AdamW(theirs, 1e-2)
-    for _, after, _ in first[1:]:
-        for p, mean in zip(theirs, (1.5, 1.5, 2.5), strict=True):
-            p.grad = torch.full_like(p, mean)
-        adamw.step()
-        for p, own in zip(theirs, after, strict=False):
-            assert torch.allclose(p, own, atol=1e-6)
+        assert all(map(torch.equal, first, second))
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(first, expected, strict=True))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -181,7 +171,7 @@ def test_two_processes_report_what_one_process_would(tmp_path: Path, run):
     assert done.stdout.count("Average training speed:") == 1
     assert "| communication |" in done.stdout
     profile = json.loads((tmp_path / f"{SCRIPT}_profile.json").read_text())
-    assert 0 < profile["communication"]["ms"] <= profile["communication"]["step_ms"]
+    assert profile["categories"]["communication"]["ms_per_step"] > 0
 
 
 def test_the_first_process_alone_writes_the_result(tmp_path: Path, monkeypatch):

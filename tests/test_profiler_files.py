@@ -25,7 +25,6 @@ import run_pytorch_profiler
 from fusion_lab.cli import ToolError
 from fusion_lab.profile import kernels
 from fusion_lab.profile.dispatches import read_counters, read_kernel_trace, valid_ends
-from fusion_lab.profile.spans import communication_of
 from fusion_lab.rocm import files
 
 T = 13_386_710_965_731_450  # nanoseconds since boot: more than a float64 counts exactly
@@ -37,12 +36,10 @@ Dispatches = list[tuple[str, object, object]]
 
 
 def kernel_trace(folder: Path, dispatches: Dispatches) -> Path:
-    """rocprofv3's csv files of one process; the statistics are those of the bad times."""
+    """rocprofv3's table of one process."""
     lines = [f'"KERNEL_DISPATCH","Agent 4",1,1,"{n}",{a},{b}' for n, a, b in dispatches]
     header = "Kind,Agent_Id,Queue_Id,Stream_Id,Kernel_Name,Start_Timestamp,End_Timestamp"
     (folder / "7_kernel_trace.csv").write_text("\n".join([header, *lines, ""]))
-    stats = f"a,{len(dispatches)},18446744073709551615,1,100,1,18446744073709551615,0"
-    (folder / "7_kernel_stats.csv").write_text(f"{','.join(kernels.HEADER)}\n{stats}\n")
     return folder
 
 
@@ -250,11 +247,11 @@ STATISTICS = """"Name","Calls","TotalDurationNs","AverageNs","Percentage","MinNs
 
 
 def test_a_process_without_kernels_beside_another(tmp_path: Path):
-    (tmp_path / "2_kernel_stats.csv").write_text(STATISTICS.splitlines()[0] + "\n")
-    with pytest.raises(ToolError, match="no process has launched a kernel"):
-        files.statistics(tmp_path, tmp_path / "stats.csv")
-    (tmp_path / "7_kernel_stats.csv").write_text(STATISTICS)
-    assert ns_of_rocprofv3(tmp_path) == {"Cijk_Ailk, MT64": 600, "copy": 400}
+    (none := tmp_path / "none").mkdir()
+    with pytest.raises(ToolError, match="it has no kernel dispatches"):
+        ns_of_rocprofv3(kernel_trace(none, []))
+    kernel_trace(tmp_path, GOOD)
+    assert ns_of_rocprofv3(tmp_path) == {"a": 5000, "b": 3007}
 
 
 def test_rounded_times_and_a_wrong_cell_are_named_with_their_row(tmp_path: Path):
@@ -394,31 +391,3 @@ def test_events_that_lack_something_are_counted(capsys):
     first, second = capsys.readouterr().err.splitlines()
     assert "x.json: without a valid start and end, left out: 2 of 3 kernels" in first
     assert "x.json: other events left out, which lack a name, a place or a time: 1" in second
-
-
-@pytest.mark.parametrize(
-    ("cat", "name"),
-    [
-        ("kernel", "ncclDevKernel_Generic(ncclArgs)"),
-        ("user_annotation", "gloo:all_reduce"),
-    ],
-)
-def test_communication_is_told_apart_from_what_hides_it(cat: str, name: str):
-    """Two steps of 60 us; an all-reduce from 10 to 50 us of each, until 30 beside a GEMM, then
-    alone.
-
-    What comes before the first step is not part of them.
-    """
-    collective = {"ph": "X", "cat": cat, "name": name}
-    gemm = {"ph": "X", "cat": "kernel" if cat == "kernel" else "cpu_op", "name": "Cijk_Ailk"}
-    events = [collective | {"ts": -90.0, "dur": 80.0}]
-    for start in (0.0, 60.0):
-        for index, phase in enumerate(PHASES):
-            mark = {"ph": "X", "cat": "user_annotation", "name": phase}
-            events.append({**mark, "ts": start + 15 * index, "dur": 15.0})
-        events.append(gemm | {"ts": start + 5, "dur": 25.0})
-        events.append(collective | {"ts": start + 10, "dur": 40.0})
-    found = communication_of(events, PHASES)
-    assert (found.step_ms, found.ms, found.exposed_ms) == pytest.approx((0.060, 0.040, 0.020))
-    alone = [event for event in events if event["name"] != name]
-    assert communication_of(alone, PHASES) is None

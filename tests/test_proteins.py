@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gemmi
 import numpy as np
 import pytest
 import torch
@@ -19,12 +20,6 @@ from fusion_lab.script import import_file
 proteins = import_file(ROOT / "examples" / "proteins.py", "proteins")
 QUERY, ROW = "MKVLAGSTWYDEHRNQKLIVFA", "MKVLAGSTWYDEHRNQKLIVF-"
 A3M = f">q text\n{QUERY}\n>h1\n{ROW}\n"
-NAMES = dict(zip(
-    "ARNDCQEGHILKMFPSTWYV",
-    words("ALA ARG ASN ASP CYS GLN GLU GLY HIS ILE LEU LYS MET PHE PRO SER THR TRP TYR VAL"),
-    strict=True,
-))  # fmt: skip
-
 
 # Alignments
 
@@ -122,51 +117,46 @@ def place_of(i: int, name: str = "CA", shift: float = 0.0) -> tuple[float, float
     )
 
 
-def residue(letter: str, number: object, i: int, **options) -> str:
-    """The lines of a residue in PDB's columns; `number` may end in an insertion code."""
-    name, chain = NAMES.get(letter, letter), options.get("chain", "A")
-    shift = options.get("shift", 0)
-    number = str(number) if str(number)[-1].isalpha() else f"{number} "
-    return "".join(
-        f"ATOM  {i:5}  {atom:3} {name:4}{chain}{number:>5}   {{:8.3f}}{{:8.3f}}{{:8.3f}}".format(
-            *place_of(i, atom, shift)
-        )
-        + "  1.00 20.00\n"
-        for atom in ("N", "CA", "C", "CB")
-        if atom != "CB" or name != "GLY"
-    )
+def helix(sequence: str, places: list[int], numbers: list, shift: float = 0.0) -> gemmi.Structure:
+    """These residues of the sequence under these numbers, of which some have an insertion code."""
+    chain, model, structure = gemmi.Chain("A"), gemmi.Model(1), gemmi.Structure()
+    for i, number in zip(places, numbers, strict=True):
+        residue = gemmi.Residue()
+        residue.name = gemmi.expand_one_letter(sequence[i], gemmi.ResidueKind.AA)
+        residue.seqid = gemmi.SeqId(str(number))
+        residue.label_seq = i + 1
+        residue.het_flag = "A"
+        for name in ("N", "CA", "C") if sequence[i] == "G" else ("N", "CA", "C", "CB"):
+            atom = gemmi.Atom()
+            atom.name = name
+            atom.element = gemmi.Element(name[0])
+            atom.pos = gemmi.Position(*place_of(i, name, shift))
+            residue.add_atom(atom)
+        chain.add_residue(residue)
+    model.add_chain(chain)
+    structure.add_model(model)
+    structure.setup_entities()
+    names = gemmi.expand_one_letter_sequence(sequence, gemmi.ResidueKind.AA)
+    structure.entities[0].full_sequence = names
+    return structure
 
 
-def chain_of(sequence: str, places: list[int], numbers: list, **options) -> str:
-    """These residues of a sequence, with these numbers."""
-    pairs = zip(places, numbers, strict=True)
-    return "".join(residue(sequence[i], number, i, **options) for i, number in pairs)
+def pdb(*chain: object, known: bool = False, **options: float) -> str:
+    """Its atoms in PDB's columns, behind the whole sequence if that is `known`."""
+    lines = helix(*chain, **options).make_pdb_string().splitlines(keepends=True)
+    records = ("ATOM", "SEQRES") if known else "ATOM"
+    return "".join(line for line in lines if line.startswith(records))
 
 
-def seqres(sequence: str, chain: str = "A") -> str:
-    return "".join(
-        f"SEQRES {1 + i // 13:3} {chain} {len(sequence):4}  "
-        + " ".join(NAMES[letter] for letter in sequence[i : i + 13]) + "\n"
-        for i in range(0, len(sequence), 13)
-    )  # fmt: skip
-
-
-def cif(sequence: str, places: list[int], labels: bool = True, known: bool = True) -> str:
-    """These residues as mmCIF, with or without label_seq_id and the entity's sequence."""
-    head = "data_x\nloop_\n"
-    if known:
-        head += "_entity_poly_seq.entity_id\n_entity_poly_seq.num\n_entity_poly_seq.mon_id\n"
-        head += "".join(f"1 {i} {NAMES[c]}\n" for i, c in enumerate(sequence, 1)) + "loop_\n"
-    tags = words("label_atom_id label_comp_id label_asym_id label_entity_id label_seq_id")
-    tags += words("auth_seq_id auth_asym_id Cartn_x Cartn_y Cartn_z")
-    return head + "".join(f"_atom_site.{tag}\n" for tag in tags) + "".join(
-        f"{atom} {NAMES[sequence[i]]} A 1 "
-        + (f"{i + 1} {number} A " if labels else f". {i + 1} A ")
-        + "{} {} {}\n".format(*place_of(i, atom))
-        for number, i in enumerate(places, 1)
-        for atom in ("N", "CA", "C", "CB")
-        if atom != "CB" or sequence[i] != "G"
-    )  # fmt: skip
+def cif(*chain: object, labels: bool = True, known: bool = True) -> str:
+    """The same as mmCIF, with or without label_seq_id and the whole sequence."""
+    document = helix(*chain).make_mmcif_document()
+    block = document.sole_block()
+    for row in block.find("_atom_site.", ["label_seq_id"]) if not labels else ():
+        row[0] = "."
+    for category in () if known else ("_entity_poly.", "_entity_poly_seq."):
+        block.find_mmcif_category(category).erase()
+    return document.as_string()
 
 
 def check(text: str, sequence: str, places: list[int], shift: float = 0.0) -> str:
@@ -192,37 +182,37 @@ def test_unresolved_residues_are_where_the_numbers_say(write: str):
     if write == "renumbered":  # one gap, which only the distance shows
         places = [i for i in range(len(sequence)) if not 9 <= i < 21]
         numbers = list(range(1, len(places) + 1))
+    running = list(range(1, len(places) + 1))
     text = {
-        "numbers": lambda: chain_of(sequence, places, [n + 371 for n in numbers]),
-        "renumbered": lambda: chain_of(sequence, places, numbers),
-        "seqres": lambda: seqres(sequence) + chain_of(sequence, places, [n - 20 for n in numbers]),
-        "cif": lambda: cif(sequence, places),
-        "label_only": lambda: cif(sequence, places, known=False),
-        "author_only": lambda: cif(sequence, places, labels=False, known=False),
+        "numbers": lambda: pdb(sequence, places, [n + 371 for n in numbers]),
+        "renumbered": lambda: pdb(sequence, places, numbers),
+        "seqres": lambda: pdb(sequence, places, [n - 20 for n in numbers], known=True),
+        "cif": lambda: cif(sequence, places, running),
+        "label_only": lambda: cif(sequence, places, running, known=False),
+        "author_only": lambda: cif(sequence, places, numbers, labels=False, known=False),
     }[write]()
     check(text, sequence, places)
 
 
 def test_what_numbers_and_the_whole_sequence_tell():
     places = list(range(4, 15))
-    check(chain_of("A" * 20, places, [i + 1 for i in places]), "A" * 20, places)
+    check(pdb("A" * 20, places, [i + 1 for i in places]), "A" * 20, places)
     # insertion codes and leaps of the numbers are no gaps
     numbers = [*range(1, 8), "7A", "7B", *range(8, 14), *range(30, 37)]
-    check(chain_of(QUERY, WHOLE, numbers), QUERY, WHOLE)
+    check(pdb(QUERY, WHOLE, numbers), QUERY, WHOLE)
     # a chain may be mostly unresolved where its whole sequence is known
-    text = chain_of(QUERY, WHOLE[:8], [i + 1 for i in WHOLE[:8]])
-    check(seqres(QUERY) + text, QUERY, WHOLE[:8])
+    some = QUERY, WHOLE[:8], NUMBERS[:8]
+    check(pdb(*some, known=True), QUERY, WHOLE[:8])
     with pytest.raises(proteins.InputError, match="no chain matches"):
-        proteins.read_structure(text, QUERY)
+        proteins.read_structure(pdb(*some), QUERY)
     # residues beyond a sequence that is cut short have no place in it
-    last = len(QUERY)
-    text = without(cif(QUERY, WHOLE), rf"^1 {last} {NAMES[QUERY[-1]]}\n", "")
+    text = without(CIF, r"^A 22 ALA .*\n").replace(QUERY, QUERY[:-1])
     assert "1 of its residues are not in the query" in check(text, QUERY, WHOLE[:-1])
 
 
 def test_what_differs_from_the_query_is_counted():
     chain = "GSHM" + QUERY[1:10] + "W" + QUERY[11:20]
-    text = seqres(chain) + chain_of(chain, list(range(23)), list(range(-3, 20)))
+    text = pdb(chain, list(range(23)), list(range(-3, 20)), known=True)
     coords, observed, note = proteins.read_structure(text, QUERY)
     assert observed.tolist() == [True] * 20 + [False] * 2
     np.testing.assert_allclose(coords[0], place_of(3, "CB"), atol=2e-3)
@@ -233,7 +223,11 @@ def test_what_differs_from_the_query_is_counted():
 
 
 WHOLE = list(range(22))
-PDB = chain_of(QUERY, WHOLE, list(range(1, 23)))
+NUMBERS = list(range(1, 23))
+PDB, CIF = pdb(QUERY, WHOLE, NUMBERS), cif(QUERY, WHOLE, NUMBERS)
+
+
+OF_THE_FOURTH = r"^(ATOM .* A 4 \?) \S+ \S+ \S+"  # residue, its coordinates in mmCIF
 
 
 def without(text: str, pattern: str, replacement: str = "") -> str:
@@ -246,7 +240,7 @@ def test_coordinates_that_are_no_numbers_are_not_observed():
     there = [i for i in WHOLE if i != 3]
     for value in ("     nan", "********"):
         check(without(PDB, r"^(.{22}   4 .{3}).{24}", rf"\g<1>{value * 3}"), QUERY, there)
-    check(without(cif(QUERY, WHOLE), r"^(.* 4 4 A) .*", r"\g<1> ? . inf"), QUERY, there)
+    check(without(CIF, OF_THE_FOURTH, r"\g<1> ? . inf"), QUERY, there)
 
 
 def test_an_atom_where_another_is_has_no_place():
@@ -269,10 +263,9 @@ def test_of_alternate_locations_the_highest_occupancy_is_taken(marks: str):
 
 
 def test_the_first_model_is_read_without_what_is_no_protein():
-    water = residue("HOH", 23, 22).replace("ATOM  ", "HETATM")
-    ligand = residue("E", 24, 23).replace("ATOM  ", "HETATM")
-    model = f"{PDB}TER\n{water}{ligand}ENDMDL\n"
-    second = chain_of(QUERY, WHOLE, WHOLE, shift=9)
+    water, ligand = (pdb(QUERY + "AE", [i], [i + 1]).replace("ATOM  ", "HETATM") for i in (22, 23))
+    model = f"{PDB}TER\n{water.replace('ALA', 'HOH')}{ligand}ENDMDL\n"
+    second = pdb(QUERY, WHOLE, WHOLE, shift=9)
     text = f"MODEL        1\n{model}MODEL        2\n{second}ENDMDL\n"
     note = check(text, QUERY + "E", WHOLE)
     assert note == "chain A: 1 of 23 residues have no coordinates"
@@ -280,19 +273,19 @@ def test_the_first_model_is_read_without_what_is_no_protein():
 
 def test_of_two_copies_under_one_chain_the_first_is_read():
     """Without a TER between them."""
-    numbers = [i + 1 for i in WHOLE]
-    copy = chain_of(QUERY, WHOLE, numbers, shift=50)
+    copy = pdb(QUERY, WHOLE, NUMBERS, shift=50)
     assert "22 residues of a copy" in check(PDB + copy, QUERY, WHOLE)
-    renumbered = PDB + chain_of(QUERY, WHOLE, [22 + n for n in numbers], shift=50)
+    renumbered = PDB + pdb(QUERY, WHOLE, [22 + n for n in NUMBERS], shift=50)
     assert "22 of its residues are not in the query" in check(renumbered, QUERY, WHOLE)
 
 
 @pytest.mark.parametrize("place", [5, 21])
 def test_a_modified_residue_behind_a_ter_is_of_its_chain(place: int):
     """Inside of the chain or at its end."""
-    before, after = (chain_of(QUERY, i, i) for i in (WHOLE[:place], WHOLE[place + 1 :]))
-    modified = residue("MSE", place, place).replace("ATOM  ", "HETATM")
     sequence = f"{QUERY[:place]}M{QUERY[place + 1 :]}"
+    parts = WHOLE[:place], [place], WHOLE[place + 1 :]
+    before, modified, after = (pdb(sequence, part, part) if part else "" for part in parts)
+    modified = modified.replace("MET", "MSE").replace("ATOM  ", "HETATM")
     check(f"{before}TER\n{modified}TER\n{after}TER\n", sequence, WHOLE)
 
 
@@ -303,12 +296,12 @@ def test_a_modified_residue_behind_a_ter_is_of_its_chain(place: int):
         (STOCKHOLM, "Stockholm"),
         ("", "empty"),
         ("data_x\n_cell.length_a 1\n", "without coordinates"),
-        (cif(QUERY, WHOLE)[:-7], "not a readable mmCIF"),
+        (CIF[:-7], "not a readable mmCIF"),
         (PDB[:-30], "line 87 is cut off"),
         (without(PDB, r"^(.{30}).{8}", r"\g<1>  x1.0  "), "line 1 has no numbers"),
         (without(PDB, r"^(.{17})...", r"\g<1>UNK"), "no chain matches"),
         (without(PDB, ".*GLY.*\n").replace("CB ", "CG "), "no coordinates of C-beta"),
-        (chain_of(QUERY[::-1], WHOLE, WHOLE), "no chain matches"),
+        (pdb(QUERY[::-1], WHOLE, WHOLE), "no chain matches"),
     ],
 )
 def test_refusal_of_a_structure_names_the_true_fault(content: str, fault: str, tmp_path: Path):
@@ -334,7 +327,7 @@ def files(folder: Path, structure: str, msa: str = A3M) -> list[str]:
     return ["--msa", str(paths[0]), "--structure", str(paths[1])]
 
 
-UNRESOLVED = without(cif(QUERY, WHOLE), r"^(.* 4 4 A) .*", r"\g<1> ? ? ?")
+UNRESOLVED = without(CIF, OF_THE_FOURTH, r"\g<1> ? ? ?")
 
 
 def test_a_prepared_protein_is_that_of_its_files(tmp_path: Path):

@@ -74,8 +74,7 @@ def test_profiler_tables_agree_and_a_report_lists_no_files_of_an_earlier_run(tmp
         members = [row for row in rows if kernels.category(row.name) == name]
         assert 3 * part["kernels_per_step"] == sum(row.calls for row in members)
         assert f"| {name} " in result.stdout
-    lines = read_rows(tmp_path / f"{script}_phases.csv")
-    assert [row["phase"] for row in lines][:4] == ["data", "forward", "backward", "optimizer"]
+    assert [*profile["phases"]][:4] == ["data", "forward", "backward", "optimizer"]
     operators = {row["name"]: row for row in read_rows(tmp_path / f"{script}_operators.csv")}
     assert sum(int(row["self_ns"]) for row in operators.values()) == total
     assert int(operators["aten::_fused_adamw_"]["calls"]) == 3
@@ -218,6 +217,18 @@ def test_bytes_in_memory_of_each_module_by_hand():
     assert rows["blocks.*.0"]["ms"] is None
     assert traffic.by_operator["aten::zero_"] == 4 * 2 * 5
     assert sum(traffic.by_operator.values()) == sum(traffic.bytes_of.values())
+
+
+def test_of_a_tensor_that_a_kernel_writes_in_part_this_part_counts():
+    q, grad = torch.zeros(2, 4, 8), torch.zeros(2, 4, 8)
+    with Traffic(nn.Module(), {}, ()) as traffic:
+        named = {"QKV": q, "GRAD_QKV": grad, "H": 6, "K": 1}
+        traffic.launched("attention_backward_queries_kernel", named)
+        traffic.launched("attention_backward_keys_kernel", named)
+        traffic.launched("adamw_kernel", {"WEIGHTS": q, "GRAD": grad, "BLOCK": 64})
+    parts = {"queries": 6 / 8, "keys": 2 / 8}
+    expected = {f"attention_backward_{of}_kernel": 256 * (1 + p) for of, p in parts.items()}
+    assert traffic.by_operator == {**expected, "adamw_kernel": 3 * 256}
 
 
 def test_a_module_takes_the_time_of_its_kernels_or_without_a_gpu_of_its_range():

@@ -23,7 +23,6 @@ from conftest import ROOT, words
 VALIDATION = ROOT / "setup/validation_scripts"
 BASE_PYTHON = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
 VARIABLES = ("VIRTUAL_ENV", "PYTHONPATH", "ROCM_PATH", "HIP_VISIBLE_DEVICES")
-ROCTX = "librocprofiler-sdk-roctx.so"
 ROCM_TOOLS = ("rocprofv3", "rocprof-sys-run", "rocprof-compute", "rocpd")
 REST = ["numpy", "matplotlib>=3.8", "msgspec>=0.19"]
 HIP = ("2.9.1+rocm6.4", "6.4.43484", None)
@@ -33,7 +32,6 @@ BAD_TORCH = [  # a build, or the code of one that cannot be imported; the track;
     (CPU, "rocm", "CPU build, which the rocm track cannot use"),
     (HIP, "nvidia", "ROCm 6.4.43484 build, which the nvidia track cannot use"),
     ("raise OSError('libx.so: no \\x1b[31msuch object')", "cpu", "libx.so: no [31msuch object"),
-    ("import os; os.abort()", "cpu", "does not import: exit status -6"),
 ]
 NO_TORCH = "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')"
 
@@ -47,7 +45,7 @@ def write_program(path: Path, text: str) -> None:
 def link_coreutils(directory: Path) -> None:
     """What shell scripts need on PATH."""
     directory.mkdir(parents=True)
-    for name in words("bash cat dirname head readlink sort"):
+    for name in words("bash cat dirname head sort"):
         (directory / name).symlink_to(shutil.which(name))
 
 
@@ -189,10 +187,7 @@ def test_an_active_environment_is_used_whatever_pips_settings_say(machine):
 
 
 def test_what_is_wrong_or_missing_is_one_line_and_nothing_is_made(machine):
-    """Called by a link, of which it finds the parts."""
-    script = machine.repository / "setup/environment_setup.sh"
     python = machine.bin / "python3"
-    script.symlink_to(script.rename(script.with_name("x.sh")).name)
     for argv in ("--gpu", "now", "--track tpu", "--venv"):
         machine.refuses(words(argv)[-1], *words(argv), status=2)
     text = machine.setup("--help").stdout
@@ -207,8 +202,6 @@ def test_what_is_wrong_or_missing_is_one_line_and_nothing_is_made(machine):
         machine.refuses(reason, "--track", track)
     machine.venv.mkdir()
     machine.refuses("is not a Python environment")
-    (machine.repository / "setup/validation_scripts/checks.py").unlink()
-    machine.refuses("checks.py is not there", status=4)
 
 
 # --- the validation scripts
@@ -233,10 +226,8 @@ class Site:
         status = self.checks.validate("This", fill, "", ["--track", track])
         text = self.capsys.readouterr().out
         states = {}
-        for line in re.findall(r"^\S.* (?:ok|MISSING|optional) +.*\)$", text, re.MULTILINE):
-            what, state, found = re.fullmatch(
-                r"(\S.*?) +(ok|MISSING|optional) +(.*)", line
-            ).groups()
+        rows = re.findall(r"^(\S.*?) +(ok|MISSING|optional) +(.*\))$", text, re.MULTILINE)
+        for what, state, found in rows:
             mend = re.search(rf"^  {re.escape(what)}:  (.+)$", text, re.MULTILINE)
             assert bool(mend) == (state != "ok")
             states[what] = (state, f"{found} {mend[1] if mend else ''}")
@@ -286,7 +277,6 @@ def rocm(site: Site) -> Site:
     site.patch.setattr(site.checks, "KFD", site.path / "dev/kfd")
     site.patch.setattr(site.checks.output_of, "__defaults__", (2,))
     site.patch.setattr("test_rocm_installation.DRI", site.path / "dev/dri")
-    site.patch.setattr("test_profiling_tools.load_roctx", lambda: "loads")
     site.patch.setattr("test_profiling_tools.profile_matmul", lambda track: "sees 5 kernels")
     site.patch.setenv("PYTHONPATH", str(write_torch(site.path / "torch", HIP)))
     return site

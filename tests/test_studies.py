@@ -17,7 +17,7 @@ from conftest import call, load, read_rows, table_of, words
 from analysis_tools import benchmark_suite, fusion_ablation_study, optimize_batch_size
 from fusion_lab import batch_size, cli, runs, study, sweep, turns
 from fusion_lab.cli import ToolError, sign_of_life
-from fusion_lab.turns import Turns, all_measured, compare_in_turns, in_turns, spread
+from fusion_lab.turns import Turns, compare_in_turns, in_turns, spread
 
 SMALL = words(
     "--hidden-dim 32 --num-layers 1 --num-heads 2 --seq-len 8 --batch-size 2 --vocab-size 50"
@@ -66,9 +66,7 @@ def test_a_side_that_fails_is_a_row_and_the_others_go_on(monkeypatch):
     assert (len(rows["good"]["turns_ms"]), rows["good"]["unit"]) == (3, "operator calls")
     assert "learning-rate" in rows["nan"]["error"]
     assert "batch_ms" not in rows["large"] | rows["nan"]
-    with pytest.raises(ToolError, match="no room") as error:
-        all_measured(sides, 3)
-    assert error.value.status == 3
+    assert rows["large"]["error"] == "MemoryError: no room"
 
 
 def test_each_turn_has_the_settings_of_its_own_side(monkeypatch):
@@ -136,7 +134,7 @@ def test_a_study_goes_on_where_it_was_interrupted(tmp_path, capsys):
     done, path = [], tmp_path / "study.json"
     with pytest.raises(KeyboardInterrupt):
         study.measure_study(path, counting(done, fails_at=2), rounds=3)
-    assert not path.exists()
+    assert json.loads(path.read_text())["complete"] is False
     with pytest.raises(ToolError, match="other settings"):
         study.measure_study(path, counting(done), rounds=4)
     rows = study.measure_study(path, counting(done), rounds=3, cost=lambda names: 100.0)
@@ -162,41 +160,12 @@ def test_what_failed_is_tried_again_and_nothing_else(tmp_path):
 
     path = tmp_path / "study.json"
     for status in ({"status": "failed", "error": "why"}, {"status": "oom", "error": "why"}, {}):
-        rows = study.measure_study(path, parts(status), keep=True)
+        rows = study.measure_study(path, parts(status))
     assert done == [0, 1, 2, 1]
     assert sorted(row["seed"] for row in rows) == [0, 1, 2]
 
 
 # The tools
-
-
-def made_up(names: list[str], together: float) -> list[dict]:
-    """Rows of all sets in groups on a host that slows down.
-
-    The first two fusions gain another factor together.
-    """
-    rows = []
-    for number, sets in enumerate([names[:4], ["", *names[4:]]], 1):
-        for on in ([*name] for name in sets):
-            gain = math.prod({"a": 2.0, "b": 1.5, "c": 1.0}[fusion] for fusion in on)
-            gain *= together if {"a", "b"} <= {*on} else 1.0
-            turns = [number * slow * 120.0 / gain for slow in (1.0, 1.5, 0.8, 1.2, 3.0)]
-            row = {"seed": 42, "group": number, "on": on, "turns_ms": turns, "precision": "fp32"}
-            rows.append(row)
-    return rows
-
-
-def test_effects_of_made_up_times():
-    names = ["", "a", "b", "c", "ab", "ac", "bc", "abc"]
-    gains = sweep.gains_over_none(made_up(names, together=0.5))
-    assert len(gains) == 8
-    # two pairs without b, two with it, the median on log times
-    assert sweep.main_effect(gains, "a") == pytest.approx([math.sqrt(2)] * 5)
-    gains = sweep.gains_over_none(made_up(names, together=1.0))
-    assert sweep.main_effect(gains, "b") == pytest.approx([1.5] * 5)
-    del gains[frozenset("ab")], gains[frozenset("abc")], gains[frozenset("bc")]
-    assert sweep.main_effect(gains, "b") == pytest.approx([1.5] * 5), "by what finished"
-    assert sweep.main_effect({frozenset(): {}}, "b") == []
 
 
 def test_a_gain_within_that_of_the_control_is_none_seen():
@@ -314,28 +283,16 @@ def test_without_sizes_a_cpu_gets_small_ones_and_says_so(steady, monkeypatch, tm
     assert row["seq_len"] == 8
 
 
-def sizes_measured(fits, limit: float = math.inf, **more) -> list[int]:
-    """The sizes that a search measures, of which each sample takes 1 MB.
-
-    Those that do not fit are out of memory.
-    """
-    rows: list[dict] = []
-    while size := batch_size.next_size(rows, limit, **{"most": 1000, **more}):
-        found = {"peak_mb": float(size)} if fits(size) else {"status": "oom"}
-        rows.append({"batch_size": size, **found})
-    return [row["batch_size"] for row in rows]
-
-
-def test_the_search_doubles_and_then_halves_the_gap():
-    assert sizes_measured(lambda size: size <= 90) == [1, 2, 4, 8, 16, 32, 64, 128, 96, 80, 88]
-    assert sizes_measured(lambda size: True, limit=6.0) == [1, 2, 4, 8, 6, 7]
-    assert sizes_measured(lambda size: True, most=24) == [1, 2, 4, 8, 16, 24]
-    assert sizes_measured(lambda size: True, host_mb=10.0) == [1, 2, 4, 8, 10], (
-        "never more than the machine has"
-    )
-    assert sizes_measured(lambda size: False) == [1]
-    failed = [{"batch_size": 1, "status": "failed"}]
-    assert batch_size.next_size(failed, 1.0, 8) is None
+def test_batch_sizes_grow_until_one_is_too_large():
+    sizes = batch_size.sizes_up_to(40)
+    assert sizes == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40]
+    rows = [{"batch_size": size, "peak_mb": float(size)} for size in (1, 2, 4)]
+    too_large = partial(batch_size.is_too_large, 8, limit_mb=100.0)
+    assert not too_large(rows)
+    assert too_large(rows, limit_mb=3.0)
+    assert too_large(rows, host_mb=7.0), "never more than the machine has"
+    assert too_large([*rows, {"batch_size": 6, "status": "oom"}])
+    assert not too_large([*rows, {"batch_size": 8, "status": "failed"}]), "it is tried again"
 
 
 def test_the_best_batch_size_is_below_the_limit(steady, monkeypatch, tmp_path):
@@ -346,9 +303,8 @@ def test_the_best_batch_size_is_below_the_limit(steady, monkeypatch, tmp_path):
     status, out, err = call(optimize_batch_size, *argv, path)
     assert status == 0, err
     rows = table_of(out)
-    assert [row["batch size"] for row in rows] == ["1", "2", "4", "5", "6", "8"]
-    found = [row["samples/sec"] for row in rows[2:]]
-    assert found == ["523.8", *["out of memory"] * 3]
+    assert [row["batch size"] for row in rows] == ["1", "2", "3", "4", "6"]
+    assert [row["samples/sec"] for row in rows[3:]] == ["523.8", "out of memory"]
     assert "Best for throughput: batch size 4" in out
     again = call(optimize_batch_size, *argv, path, "--optimization-target", "latency")
     assert "Best for latency: batch size 1" in again[1]

@@ -73,7 +73,6 @@ def test_attention_with_scores_of_several_hundred(module: ModuleType, dtype: tor
         attention,
         *(q, k, v),
         limit=10 * LIMITS[dtype],  # a score of 500 is rounded by 3e-5, and the exponential shows it
-        strided=True,
     )
 
 
@@ -110,7 +109,6 @@ def test_loss_of_the_next_token(module: ModuleType, banned: bool, dtype, monkeyp
         ),
         logits,
         limit=5 * LIMITS[dtype],  # a logit of 900 is rounded by 3e-5
-        strided=not banned,
     )
 
 
@@ -179,13 +177,10 @@ def test_odd_lengths_and_vocabularies_give_what_v1_gives(script: str, vocab: int
         ("cuda", torch.bfloat16, "high", "float32 tf32 hip hip_float32", "any"),
         ("cuda", torch.float32, "highest", "float32 tf32 hip hip_float32", "float32"),
         ("cuda", torch.float32, "high", "float32 tf32 hip hip_float32", "tf32"),
-        ("cuda", torch.float32, "high", "float32 hip hip_float32", "float32"),
         ("cuda", torch.float32, "high", "hip", "any"),
         ("hip", torch.bfloat16, "high", "float32 tf32 hip hip_float32", "hip"),
         ("hip", torch.float32, "high", "float32 tf32 hip hip_float32", "hip_float32"),
-        ("hip", torch.float32, "high", "float32 tf32 hip", "hip"),
         ("hip", torch.float32, "high", "float32 tf32", "float32"),
-        ("hip", torch.bfloat16, "high", "hip_float32 float32", "any"),
         ("interpreter", torch.float32, "high", "float32 tf32 hip hip_float32", "float32"),
     ],
 )
@@ -222,17 +217,15 @@ def test_blocks_change_what_is_launched_and_nothing_else(monkeypatch: pytest.Mon
 
 
 def test_blocks_are_recorded(run):
+    """The note of the interpreter is said once in a process."""
     quick = words("--num-steps 1 --warmup-steps 0 --under-profiler --num-layers 1 --batch-size 1")
     asked = "rotary:TILE=128", "rms_norm_forward:num_warps=8,TILE=64"
-    chosen = [word for text in asked for word in ("--blocks", text)]
     v3.note_interpreter.cache_clear()
-    result = run(V3, *HERE, *quick, *chosen)
+    result = run(V3, *HERE, *quick, "--blocks", asked[0], "--blocks", asked[1])
     assert result.status == 0, result.stderr
     assert result.summary["config"]["blocks"] == " ".join(asked)
-    assert "blocks" not in result.stdout
-    assert result.stderr.count("\n") == v3.INTERPRETED
-    assert ("Triton's interpreter" in result.stderr) == v3.INTERPRETED
-    assert run(V3, *HERE, *quick).stderr == "", "it is said once"
+    assert result.stderr.count("Triton's interpreter") == v3.INTERPRETED
+    assert run(V3, *HERE, *quick).stderr == ""
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""What TinyOpenFold's kernels do at their edges: inputs that do not fit, outliers, frozen weights,
-widths without a kernel.
+"""What TinyOpenFold's kernels do at their edges: inputs that do not fit, outliers, NaN, frozen
+weights, wide transitions, widths without a kernel.
 
-A whole step is compared with float64 in test_triton_steps.py, each flag in test_fusions.py.
+A whole step is compared with float64 in test_triton_steps.py, each flag in test_fusions.py; V4's
+optimizer is tested in test_triton_llama_v4.py.
 """
 
 from __future__ import annotations
@@ -15,10 +16,28 @@ import pytest
 import torch
 import torch.nn.functional as F
 import triton
-from conftest import DEVICE, gradients, load, parse, randn, random_state, relative_difference, words
-from torch import Tensor
+from conftest import (
+    DEVICE,
+    LIMITS,
+    SMALLEST,
+    both_types,
+    check_close,
+    gradients,
+    load,
+    parse,
+    randn,
+    random_state,
+    relative_difference,
+    words,
+)
+from test_triton_llama_v4 import scale_data, transpose_memory
+from torch import Tensor, nn
+from torch.func import functional_call
 
-v3 = load("tiny_openfold_v3")
+from fusion_lab.accuracy import InFloat64
+
+V4 = "tiny_openfold_v4"
+v3, v4 = load("tiny_openfold_v3"), load(V4)
 
 
 @pytest.mark.parametrize(("parts", "width"), [(3, 130), (1030, 33)])
@@ -51,9 +70,7 @@ OPERATIONS = {  # and the shapes of their inputs
         [(1, 2, 66, 1, 4, 8), (8,), (1, 1, 66, 66)],
     ),
     "triangle": (
-        lambda x, *p: v3.TriangleMultiplicationFunction.apply(
-            x, None, False, True, 1e-5, torch.float32, *p
-        ),
+        lambda x, *p: v3.TriangleMultiplicationFunction.apply(x, None, False, 1e-5, *p),
         [(1, 5, 5, 16), *4 * [(16,)], (96, 16), (96,)],
     ),
     "outer product": (
@@ -169,6 +186,8 @@ def part_gradients(
     x = x.clone().requires_grad_()
     with torch.autocast(DEVICE.type, dtype, enabled=dtype != torch.float64):
         out = part(x)
+        if version is not v3 and "Multiplication" in name:  # V3's kernel adds the residual
+            out = x + out
     out.backward(torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(out))
     return {"x": x.grad.flatten(0, -2), **gradients(part)}
 
@@ -176,7 +195,7 @@ def part_gradients(
 @pytest.mark.parametrize(
     ("part", "length", "case"),
     [
-        ("TriangleMultiplicationOutgoing", 13, "cancelled outlier"),
+        ("TriangleMultiplicationOutgoing", 13, "large outlier"),
         ("TriangleAttentionStartingNode", 13, "large outlier"),
         # three kernels, with the block size below
         ("TriangleAttentionStartingNode", 19, "large outlier"),
@@ -190,12 +209,9 @@ def test_no_row_or_column_of_a_gradient_is_less_exact_than_in_v1(
     """An outlier channel stands above the others at all positions, as they do in trained models."""
     monkeypatch.setitem(v3.OVERRIDES, "attention_backward_short", {"BLOCK_N": 16})
     v1, x = load("tiny_openfold_v1"), torch.randn(1, length, length, 32)
-    x[..., 5] += {"cancelled outlier": 10.0, "large outlier": 100.0}.get(case, 0.0)
+    x[..., 5] += 100.0 if case == "large outlier" else 0.0
     config = v1.ModelConfig(pair_dim=32, num_heads_pair=2)
     state = random_state(getattr(v1, part)(config, v1.Fusions()).state_dict())
-    if case == "cancelled outlier":
-        norm = F.layer_norm(x, x.shape[-1:])[..., 5].mean()
-        state["layer_norm_in.bias"][5] = -state["layer_norm_in.weight"][5] * norm
     if "logits" in case:  # exp() of several hundred overflows float32
         state["linear_q.weight"] *= 5 if case == "large logits" else 15
         state["linear_k.weight"] *= 5 if case == "large logits" else 15
@@ -215,28 +231,131 @@ def test_no_row_or_column_of_a_gradient_is_less_exact_than_in_v1(
             assert after <= 3 * before, f"{name}, dim {dim}: {after:.2g}, V1 {before:.2g}"
 
 
-# The model and its command line
+# Transitions and losses of V4
 
-NARROW = words("--seq-len 5 --num-seqs 2 --batch-size 1")
-NARROW += words("--msa-dim 16 --num-heads-msa 1 --pair-dim 16 --num-heads-pair 1")
+NAMES = ("layer_norm.weight", "layer_norm.bias", "linear_1.weight", "linear_1.bias")
+NAMES += ("linear_2.weight", "linear_2.bias")
+narrow_and_wide = pytest.mark.parametrize("dim", [16, 256])  # rows of one kernel, and of more
 
 
-def test_frozen_parameters_get_no_gradient_and_change_no_other():
-    """Every second parameter of the model frozen, with weights cast as with AMP."""
-    args = parse("tiny_openfold_v3", *NARROW, "--device", DEVICE.type)
-    batch, found = v3.make_batches(args, DEVICE, 1).next_batch(), []
-    for every in (1, 2):
-        model = v3.build_model(args, DEVICE)
-        model.load_state_dict(random_state(model.state_dict()))
-        for i, parameter in enumerate(model.parameters()):
-            parameter.requires_grad_(i % every == 0)
-        with torch.autocast(DEVICE.type, torch.bfloat16):
-            loss = model(**batch)
-        loss.backward()
-        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    for i, (name, grad) in enumerate(found[1].items()):
-        assert grad is None if i % 2 else torch.equal(grad, found[0][name]), name
+def transition_inputs(rows: int, dim: int) -> list[Tensor]:
+    """x, and the parameters of a transition.
 
+    The first bias keeps the hidden layer away from 0, where rounding would switch a ReLU.
+    """
+    x, norm = randn(rows, dim, scale=3, shift=2), [randn(dim, scale=0.2, shift=1), randn(dim)]
+    first = [randn(4 * dim, dim, scale=0.2 * dim**-0.5), randn(4 * dim).sign().mul(4)]
+    return [x, *norm, *first, randn(dim, 4 * dim, scale=dim**-0.5), randn(dim)]
+
+
+def transition(x: Tensor, *parameters: Tensor) -> Tensor:
+    """By V4's module."""
+    module = v4.Transition(x.shape[-1], 4, v4.Fusions())
+    return functional_call(module, dict(zip(NAMES, parameters, strict=True)), x)
+
+
+@both_types
+@narrow_and_wide
+def test_transition(dim: int, dtype: torch.dtype):
+    """x + algorithm 15 of the supplement; x and the parameters are float32 in both types."""
+
+    def ours(x: Tensor, *parameters: Tensor) -> Tensor:
+        with torch.autocast(DEVICE.type, dtype, enabled=dtype != torch.float32):
+            return transition(x, *parameters)
+
+    def reference(x: Tensor, *parameters: Tensor) -> Tensor:
+        y = F.layer_norm(x, (dim,), *parameters[:2], 1e-5)
+        return x + F.linear(F.relu(F.linear(y, *parameters[2:4])), *parameters[4:])
+
+    check_close(ours, reference, *transition_inputs(70, dim), limit=LIMITS[dtype])
+
+
+@narrow_and_wide
+def test_transition_keeps_what_is_not_a_number(dim: int):
+    """Also where it comes up in the hidden layer: a ReLU may not turn it into 0."""
+    x, *parameters = transition_inputs(3, dim)
+    x[1, 5] = torch.nan
+    assert transition(x, *parameters).isnan().any(1).tolist() == [False, True, False]
+    parameters[2][7] = torch.nan
+    assert transition(x, *parameters).isnan().all()
+
+
+@both_types
+def test_loss(dtype: torch.dtype):
+    """Of a protein where nothing counts, too; distances are those of edges and beyond the last."""
+    tokens, masked = torch.randint(23, (2, 3, 9)).to(DEVICE), randn(2, 3, 9) < -0.3
+    masked[1] = False
+    coords = randn(2, 9, 3, scale=5)
+    coords[0] = 0
+    coords[0, :, 0] = 2.3125 * torch.arange(9)
+    coords[0, 8, 0] = 40.0
+    observed = torch.tensor([[True, False] + 7 * [True], 9 * [True]], device=DEVICE)
+    bins, known = v4.DistogramHead.targets(coords, observed)
+    assert bins[0, 0].tolist() == [0, 0, 8, 15, 23, 30, 37, 45, 63]
+
+    def ours(of_pairs: Tensor, of_msa: Tensor) -> Tensor:
+        distogram = v4.HeadLoss.apply(of_pairs, bins, known, True, 0.3)
+        return distogram + v4.HeadLoss.apply(of_msa, tokens, masked, False, 2.0)
+
+    def reference(of_pairs: Tensor, of_msa: Tensor) -> Tensor:
+        with InFloat64():
+            distogram = v4.head_loss(of_pairs + of_pairs.transpose(1, 2), bins, known)
+            return 0.3 * distogram + 2.0 * v4.head_loss(of_msa, tokens, masked)
+
+    logits = randn(2, 9, 9, 64, dtype=dtype), randn(2, 3, 9, 23, dtype=dtype)
+    check_close(ours, reference, *logits, limit=LIMITS[dtype])
+
+
+# The model
+
+
+def build(script: str, *argv: str) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Tensor]]:
+    """A model with random weights, its optimizer and a batch."""
+    version = load(script)
+    args = version.parse_args(
+        [*SMALLEST["openfold"], "--batch-size", "2", "--device", DEVICE.type, *argv]
+    )
+    model = version.build_model(args, DEVICE)
+    optimizer = version.build_optimizer(args, model)
+    model.load_state_dict(random_state(model.state_dict()))
+    return model, optimizer, version.make_batches(args, DEVICE, 1).next_batch()
+
+
+MASKS = (  # how people write one: 0 is no, all else is yes
+    lambda mask: mask.float(),
+    lambda mask: 2 * mask.long(),
+    lambda mask: 255 * mask.byte(),
+)
+
+
+@pytest.mark.parametrize("version", [1, 2, 3, 4])
+@torch.no_grad()
+def test_a_mask_of_any_type_gives_the_loss_of_a_boolean_one_in_v1(version: int):
+    (v1, _, batch), (model, _, _) = map(build, ("tiny_openfold_v1", f"tiny_openfold_v{version}"))
+    batch["sequences"] = torch.tensor([[True, False], [True, True]], device=DEVICE)
+    batch["residues"] = batch["observed"].clone()
+    batch["residues"][0, 2] = batch["observed"][0, 2] = False
+    expected = v1(**batch).item()
+    for as_written in MASKS:
+        names = "masked", "observed", "sequences", "residues"
+        other = batch | {name: as_written(batch[name]) for name in names}
+        other["tokens"] = batch["tokens"].int()
+        assert model(**other).item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_weights_that_are_written_and_moved_are_those_of_the_next_pass():
+    """By every kernel; test_triton_llama_v4.py has what people do between two steps."""
+    losses = []
+    for script in ("tiny_openfold_v1", V4):
+        model, optimizer, batch = build(script, "--use-amp")
+        for act in (scale_data, transpose_memory):
+            act(model, optimizer)
+        with torch.autocast(DEVICE.type, torch.bfloat16), torch.no_grad():
+            losses.append(model(**batch).item())
+    assert losses[1] == pytest.approx(losses[0], rel=3e-2)
+
+
+# The command line
 
 H100, MI300 = 227 * 1024, 64 * 1024  # bytes of shared memory
 DEFAULT = "--msa-dim 64 --num-heads-msa 4 --pair-dim 128 --num-heads-pair 4"

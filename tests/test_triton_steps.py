@@ -15,7 +15,6 @@ from types import ModuleType
 import pytest
 import torch
 from conftest import DEVICE, TRITON, load, model_of, random_state, relative_difference
-from test_triton_llama_v4 import layer_arguments, one_launch
 from torch import Tensor
 
 from fusion_lab.accuracy import GRADIENT, values_of
@@ -249,40 +248,3 @@ def test_a_step_is_that_of_v1_in_float64_and_stays_within_its_tensors(
     kernels = {name for name in kernels if name.endswith("_kernel")}
     assert launched <= kernels
     assert kernels - launched in NOT_IN_A_STEP.get(script, [set()])
-
-
-@in_precisions(torch.float32, torch.bfloat16)
-def test_a_layer_in_one_launch_stays_within_its_tensors(precision: torch.dtype, monkeypatch):
-    launched, layer = set(), layer_arguments(2, 33, 4, 2, 12, 35, precision)
-    expected = one_launch.transformer_block(*layer)
-    assert expected.isfinite().all()
-    guard = guarded(one_launch.wrap_triton, launched)
-    monkeypatch.setattr(one_launch, "wrap_triton", guard)
-    assert torch.equal(one_launch.transformer_block(*layer), expected)
-    assert launched == {"transformer_block_kernel"}
-
-
-def copy_shifted(read: int, write: int) -> Tensor:
-    """What a kernel that copies 100 elements, between guard zones, leaves if it reads and writes
-    beside its tensors."""
-    module = load(TRITON[0])
-    triton, tl = module.triton, module.tl
-
-    @triton.jit
-    def shift_kernel(X, OUT, size, READ: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr):
-        at = tl.arange(0, BLOCK)
-        tl.store(OUT + at + WRITE, tl.load(X + at + READ, mask=at < size), mask=at < size)
-
-    x, out = torch.arange(100.0, device=DEVICE), torch.zeros(100, device=DEVICE)
-    guarded(module.wrap_triton, set())(shift_kernel)[(1,)](
-        X=x, OUT=out, size=100, READ=read, WRITE=write, BLOCK=128
-    )
-    return out
-
-
-@pytest.mark.parametrize("shift", [-1, 1, 5000])
-def test_guards_pass_what_is_right_and_show_what_is_not(shift: int):
-    assert torch.equal(copy_shifted(0, 0).cpu(), torch.arange(100.0))
-    assert copy_shifted(shift, 0).isnan().any()
-    with pytest.raises(AssertionError, match="written outside OUT by shift_kernel"):
-        copy_shifted(0, shift)

@@ -11,33 +11,29 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from conftest import load, parse, words
+from conftest import SMALLEST, load, model_of, parse, words
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-LLAMA = "--vocab-size 40 --hidden-dim 32 --num-layers 3 --num-heads 2 --seq-len 8"
-OPENFOLD = "--num-blocks 2 --seq-len 5 --num-seqs 2 --num-heads-msa 1 --num-heads-pair 1"
 STEPS = {  # script, arguments, parameters whose gradients a side stream computes
-    "llama": ("tiny_llama_v4", LLAMA, "layers"),
-    "llama-bfloat16": ("tiny_llama_v4", f"{LLAMA} --use-amp", "layers"),
-    "openfold": ("tiny_openfold_v4", f"{OPENFOLD} --msa-dim 16 --pair-dim 16", "blocks"),
+    "llama": ("tiny_llama_v4", "--num-layers 3 --use-amp", "layers"),
+    "openfold": ("tiny_openfold_v4", "--num-blocks 2", "blocks"),
     "openfold-bfloat16": (
         "tiny_openfold_v4",
         # the library computes some products of wide rows
-        f"{OPENFOLD} --msa-dim 256 --num-heads-msa 4 --pair-dim 16 --use-amp",
+        "--num-blocks 2 --msa-dim 256 --num-heads-msa 4 --use-amp",
         "blocks",
     ),
     "openfold-checkpoint": (  # casts are made again in the backward pass
         "tiny_openfold_v4",
-        f"{OPENFOLD} --msa-dim 16 --pair-dim 16 --use-amp --checkpoint-blocks"
-        " --disable-loss-fusion",
+        "--num-blocks 2 --use-amp --checkpoint-blocks --disable-loss-fusion",
         "blocks",
     ),
     "openfold-without-kernels": (
         "tiny_openfold_v4",
-        f"{OPENFOLD} --disable-all-fusion --enable-fused-optimizer --enable-overlap",
+        "--num-blocks 2 --disable-all-fusion --enable-fused-optimizer --enable-overlap",
         "",
     ),
 }
@@ -191,7 +187,7 @@ def test_each_stream_waits_for_what_it_reads_and_for_who_read_what_it_writes(
 ):
     script, argv, at_the_side = STEPS[name]
     module = load(script)
-    args = parse(script, *words(argv), "--batch-size", "2")
+    args = parse(script, *SMALLEST[model_of(script)], *words(argv))
     device = module.prepare(args)
     model = module.build_model(args, device)
     optimizer = module.build_optimizer(args, model)

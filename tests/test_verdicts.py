@@ -110,8 +110,10 @@ def test_verdicts_follow_from_the_ranges_of_the_turns(tmp_path, turns, argv, sta
 def test_studies_that_cannot_be_compared_are_refused(tmp_path):
     good, other = study(tmp_path / "a.json", 9, 10), tmp_path / "b.json"
     assert_refused(regression(good, study(other, 9, 10, argv="--seq-len 64")), "arguments differs")
-    assert_refused(regression(good, study(other, 9, 10, name="large")), "nothing has the same name")
-    assert_refused(regression(good, RUN), "nothing has the same name")
+    assert_refused(
+        regression(good, study(other, 9, 10, name="large")), "shape differs: default and"
+    )
+    assert_refused(regression(good, RUN), "device_name differs: one and AMD EPYC")
     other.write_text(good.read_text().replace('"one"', '"two"'))
     assert_refused(regression(good, other), "device_name differs: one and two")
     status, out, _ = regression(good, study(other, status="oom", error="out of memory"))

@@ -2,11 +2,10 @@
 """Hold what find-fusions predicts against steps that torch.compile has made.
 
 Each row is a step: its time now and with its chains fused as predicted, and as measured, both as
-graphs in alternating turns; of our own V1 also with the levels of fusion that V3 has, beside V3's.
-Half of the models, chosen by a checksum of their names before anything was measured, tell the one
-constant that is fitted, how long a kernel among others takes to begin and end. Errors are reported
-for the other half, for each model with the constant that all others tell, and, where a file has
-them, for problems of KernelBench, which nobody here chose.
+graphs in alternating turns. Half of the models, chosen by a checksum of their names before anything
+was measured, tell the one constant that is fitted, how long a kernel among others takes to begin
+and end. Errors are reported for the other half, for each model with the constant that all others
+tell, and, where a file has them, for problems of KernelBench, which nobody here chose.
 
 Rows are kept as they are measured, and the same command goes on after an interruption. A step that
 is compiled to another program, with another attention, or not at all, tells no error of a speed-up.
@@ -14,7 +13,6 @@ is compiled to another program, with another attention, or not at all, tells no 
 Examples:
   python dev/bench/find_fusions.py results/DIR/find_fusions.json
   python dev/bench/find_fusions.py results/DIR/find_fusions.json --table errors
-  python dev/bench/find_fusions.py counted.json --only BERT     without a GPU: bytes and kernels
 """
 
 from __future__ import annotations
@@ -32,155 +30,96 @@ from pathlib import Path
 import torch
 from typing_extensions import NotRequired
 
-from dev.bench.models_for_find_fusions import IN_FP32, MODELS
+from dev.bench.models_for_find_fusions import MODELS
 from dev.bench.sizes import SHAPES
 from fusion_lab.cli import Parser, ToolError, documented_parser, program
 from fusion_lab.fusions import step as steps
 from fusion_lab.fusions.groups import Finding
-from fusion_lab.fusions.rates import CONSTANTS, Rates, measure_rates
-from fusion_lab.fusions.record import Recorded
+from fusion_lab.fusions.rates import AMONG_OTHERS, Rates, measure_rates
 from fusion_lab.host import free_memory
 from fusion_lab.records import Number, Row, Turns, read_rows
 from fusion_lab.show import Column, render
 from fusion_lab.study import measure_study
-from fusion_lab.turns import compare_in_turns
 
-GPU = torch.cuda.is_available()
 VALUES = [1 + n / 4 for n in range(9)]  # of the constant
 PARTS = ("fitted", "held out", "KernelBench")
 MISS = 20  # percent, from which on a reason is wanted
-# Both versions join products and have attention as a kernel. Norms and gates are kernels of their
-# own in TinyLlama; TinyOpenFold's products take many along.
-IN_V3 = {
-    "tiny_llama": ("now", "chains", "attention", "joined"),
-    "tiny_openfold": ("now", "chains", "products", "attention", "joined"),
-}
 
 
 class Predicted(Row):
     part: str  # fitted, held out, KernelBench, or later than the rules of the tool
-    moved: dict[str, int]  # bytes, by level of fusion
-    launched: NotRequired[dict[str, int]]
-    predicted_ms: NotRequired[dict[str, Number]]
+    predicted_ms: NotRequired[dict[str, Number]]  # by level of fusion
     compiled_ms: NotRequired[dict[str, Number]]  # predicted, by the value of the constant
     sides_ms: NotRequired[dict[str, Turns]]
     remarks: NotRequired[list[str]]
-    sessions: NotRequired[int]  # 2 where the two sides were not measured in turns
     traced: NotRequired[str]  # why it cannot be a graph: its sides are kernels in traces
     other: NotRequired[list[str]]  # kernels that tell that another program was compiled, or none
-
-
-Build = Callable[[], steps.Step]
-Subject = tuple[Build, Build | None, tuple[str, ...]]
 
 
 # --- what is measured
 
 
-def part_of(name: str) -> str:
-    """Fitted or held out, by the name alone: a model has the same part in each precision."""
-    return "held out" if zlib.crc32(name.encode()) % 2 else "fitted"
+def subjects() -> dict[str, Callable[[], steps.Step]]:
+    """By name what makes a step."""
+    scripts = {
+        name: partial(steps.from_script, f"{shape.model}_v1.py", [*shape.argv, "--use-amp"])
+        for name, shape in SHAPES.items()
+    }
+    return scripts | {name: partial(training, name) for name in MODELS}
 
 
-def subjects() -> dict[tuple[str, str, str], Subject]:
-    """By name, precision and part what makes a step, and of ours that of V3 with its levels."""
-    found: dict[tuple[str, str, str], Subject] = {}
-    for name, shape in SHAPES.items():
-        scripts = (f"{shape.model}_v{number}.py" for number in (1, 3))
-        versions = (
-            partial(steps.from_script, each, [*shape.argv, "--use-amp"]) for each in scripts
-        )
-        found[name, "bf16", part_of(name)] = *versions, IN_V3[shape.model]
-    for precision, names in (("bf16", MODELS), ("fp32", IN_FP32)):
-        for name in names:
-            build = partial(training, name, precision == "bf16")
-            found[name, precision, part_of(name)] = build, None, ()
-    return found
-
-
-def device() -> torch.device:
+def training(name: str) -> steps.Step:
+    """Forward, backward and AdamW of a model in the table."""
     torch.manual_seed(42)
     torch.set_float32_matmul_precision("highest")
-    return torch.device("cuda" if GPU else "cpu")
+    return steps.from_model(name, *MODELS[name](), True)
 
 
-def training(name: str, use_amp: bool) -> steps.Step:
-    """Forward, backward and AdamW of a model in the table."""
-    place = device()
-    with steps.unset_fake_temporarily():  # what initialises weights may ask for values
-        made = MODELS[name]()
-    return steps.from_model(name, *made, use_amp, place)
-
-
-def row(subject: Subject, part: str, rates: Rates | None) -> dict:
-    """Predictions and measurements of a step; without rates what it moves and launches."""
-    build, newer, in_v3 = subject
-    if rates is None:
-        return {"part": part, **predicted(steps.count(build)[1], None, in_v3)}
+def row(name: str, build: Callable[[], steps.Step], rates: Rates) -> dict:
+    """Predictions and measurements of a step."""
     step = build()
     recorded = steps.measure(step)
-    found = compared(step, newer, recorded)
-    rates = rates.in_trace() if "traced" in found else rates
-    return {"part": part, **predicted(recorded, rates, in_v3), **found}
-
-
-def compared(step: steps.Step, newer: Build | None, recorded: Recorded) -> dict:
-    """The turns of a step, of the same compiled and of V3, and the kernels of another program."""
-    try:
-        result = steps.compared(step, recorded.launched)
-        found = {"sides_ms": result.get("turns_ms", {})}
-        found["other"] = result.get("other", {}).get("compiled", [])
-        found["other"] += ["nothing is compiled"] * result.get("unchanged", False)
-        if newer and found["sides_ms"]:
-            turns = compare_in_turns({"now": step.take, "V3": newer().take})
-            found["sides_ms"]["V3"] = turns.ms["V3"]
-    finally:
-        free_memory()
-    if error := result.get("error"):  # a step that cannot be compiled is a row, too
-        found |= {"status": "failed", "error": error}
-    return found | {key: result[key] for key in ("traced",) if key in result}
-
-
-def predicted(recorded: Recorded, rates: Rates | None, in_v3: tuple[str, ...]) -> dict:
-    """The step by level of fusion, as V3 fuses it, and as torch.compile does for each value of the
-    constant."""
-    found = Finding(recorded, rates)
-    levels = dict(found.levels)
-    if in_v3:
-        levels["V3"] = Finding(recorded, rates, in_v3).levels[in_v3[-1]]
+    check = steps.compared(step, recorded.launched)
+    free_memory()
+    rates = rates.in_trace() if "traced" in check else rates
+    finding = Finding(recorded, rates)
+    compiled_ms = {}
+    for value in VALUES:
+        slower = replace(rates, least_us=rates.least_us * value / AMONG_OTHERS)
+        compiled_ms[f"{value:g}"] = Finding(recorded, slower).compiled_us() / 1e3
     result = {
-        "moved": {level: sums["bytes"] for level, sums in levels.items()},
-        "launched": {level: sums["kernels"] for level, sums in levels.items()},
+        "part": "held out" if zlib.crc32(name.encode()) % 2 else "fitted",
+        "predicted_ms": {level: sums["us"] / 1e3 for level, sums in finding.levels.items()},
+        "compiled_ms": compiled_ms,
+        "remarks": [remark.partition(" (")[0] for remark in finding.remarks()],  # no lines
+        "rates": asdict(rates),
     }
-    if rates:
-        result["predicted_ms"] = {level: sums["us"] / 1e3 for level, sums in levels.items()}
-        result["compiled_ms"] = {}
-        for value in VALUES:
-            constants = replace(CONSTANTS, among_others=value)
-            each = Finding(recorded, rates, ("now", "chains"), constants)
-            result["compiled_ms"][f"{value:g}"] = each.compiled_us() / 1e3
-        remarks = [remark.partition(" (")[0] for remark in found.remarks()]  # no lines
-        result |= {"remarks": remarks, "rates": asdict(rates)}
-    return result
+    if "traced" in check:
+        result["traced"] = check["traced"]
+    if "error" in check:  # a step that cannot be compiled is a row, too
+        return result | {"status": "failed", "error": check["error"]}
+    unchanged = ["nothing is compiled"] * check["unchanged"]
+    return result | {
+        "sides_ms": check["turns_ms"],
+        "other": [*check["other"]["compiled"], *unchanged],
+    }
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Measure what is missing, or predict again, and print a table."""
+    """Measure what is missing, and print a table."""
     if not args.table:
-        rates = measure_rates() if GPU else None
+        if not torch.cuda.is_available():
+            raise ToolError("it measures on a GPU, and PyTorch finds none", status=4)
+        rates = measure_rates()
         parts = [
-            ({"shape": name, "precision": precision}, partial(row, subject, part, rates))
-            for (name, precision, part), subject in subjects().items()
+            ({"shape": name, "precision": "bf16"}, partial(row, name, build, rates))
+            for name, build in subjects().items()
             if name in (args.only or (name,))
         ]
-        measure_study(args.output, parts, keep=True)
-    rows = [judged(each) for each in rows_of(args.output)]
+        measure_study(args.output, parts)
+    rows = [judged(row) for row in read_rows(args.output, ("shape", "precision"), kind=Predicted)]
     print(errors(rows) if args.table == "errors" else table(rows))
     return 0
-
-
-def rows_of(path: Path) -> Sequence[dict]:
-    return read_rows(path, ("shape", "precision"), kind=Predicted)
 
 
 # --- what it shows
@@ -199,7 +138,7 @@ def judged(row: dict) -> dict:
             float(value): 100 * (found["now, predicted"] / ms / found["speedup"] - 1)
             for value, ms in row["compiled_ms"].items()
         }
-        found["off"] = found["offs"][CONSTANTS.among_others]
+        found["off"] = found["offs"][AMONG_OTHERS]
         found["predicted"] = found["speedup"] * (1 + found["off"] / 100)
     if "V3" in found:
         found["V3 off"] = 100 * (found["V3, predicted"] / found["V3"] - 1)
@@ -248,7 +187,7 @@ def errors(rows: Sequence[dict]) -> str:
     told = ", ".join(f"{part} {error:.1f} %" for part, error in kept.items())
     text = (
         f"The fitted half tells {value:g} for the time of a kernel among others. The tool has "
-        f"{CONSTANTS.among_others:g}; with that, in the median: {told}. Of the speed-ups of "
+        f"{AMONG_OTHERS:g}; with that, in the median: {told}. Of the speed-ups of "
         f"{sum(row['another'] for row in rows)} steps there is no error: compiled they are another "
         "program, or none was."
     )

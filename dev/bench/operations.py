@@ -11,7 +11,6 @@ moves.
 Examples:
   python dev/bench/operations.py attention DIR  attention with pair bias: V3, libraries, layouts
   python dev/bench/operations.py triangle DIR  triangle multiplication: V3, V2, V1, cuEquivariance
-  python dev/bench/operations.py rows DIR    norms, SwiGLU, rotary: bytes per second, and a copy's
   python dev/bench/operations.py step DIR    the newest step by kernel, and beside a reference
   python dev/bench/operations.py traffic DIR  bytes that a step of each version reads and writes
   python dev/bench/operations.py table DIR   the tables, from what lies in DIR
@@ -21,7 +20,7 @@ import argparse
 import importlib
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -38,20 +37,16 @@ from dev.bench.peers import (
 )
 from dev.bench.sizes import SHAPES
 from dev.bench.whole_steps import STEPS
-from exercises.tiny_llama_v3.row_operators import row_operators
 from fusion_lab.cli import Parser, ToolError, documented_parser, program
 from fusion_lab.graph_turns import (
     DEVICE,
-    GPU,
     PRECISIONS,
     Step,
-    as_tuple,
     gradient_step,
     matmul_precision,
     steps_in_turns,
 )
 from fusion_lab.study import Part, as_rows, measure_study
-from fusion_lab.turns import speedup
 
 # of triangle multiplication: samples, length
 TRIANGLE = {f"N={n}": (1, n) for n in (256, 384, 512, 768, 1024)} | {"N=64, batch 4": (4, 64)}
@@ -59,7 +54,6 @@ TRIANGLE = {f"N={n}": (1, n) for n in (256, 384, 512, 768, 1024)} | {"N=64, batc
 ATTENTION = {name: (samples, n, n, 4, 32) for name, (samples, n) in TRIANGLE.items()}
 ATTENTION["MSA rows, N=256"] = (1, 128, 256, 8, 32)
 LARGE = {"N=512", "N=768", "N=1024"}  # in bf16 only
-ROWS = 65536  # of the tensors that move bytes
 
 
 # Studies of one operation: each builds its sides for a shape and a type of the tensors. The
@@ -116,7 +110,7 @@ def with_weights(module: torch.nn.Module) -> torch.nn.Module:
 
 def triangle(sizes: tuple, dtype: torch.dtype) -> dict[str, Step]:
     """Triangle multiplication: the whole module of each version, norms and gates included,
-    dimension 128."""
+    dimension 128, and the residual that V3's kernel adds."""
     samples, length = sizes
     pair = torch.randn(samples, length, length, 128, device=DEVICE, dtype=dtype)
 
@@ -128,15 +122,22 @@ def triangle(sizes: tuple, dtype: torch.dtype) -> dict[str, Step]:
     ours = module_of("v3")
     sides = {"triton": module_step(ours, ours, [pair], dtype)}
     v2, v1 = module_of("v2"), module_of("v1")
-    sides["V2"] = module_step(v2, v2, [pair], dtype)
-    sides["torch.compile"] = module_step(torch.compile(v1), v1, [pair], dtype)
+    sides["V2"] = module_step(with_residual(v2), v2, [pair], dtype)
+    compiled = torch.compile(with_residual(v1))
+    sides["torch.compile"] = module_step(compiled, v1, [pair], dtype)
     theirs = JoinedTriangle(v1.state_dict(), "outgoing", torch.float32)
-    sides["cuEquivariance"] = module_step(theirs, theirs, [pair], dtype)
+    sides["cuEquivariance"] = module_step(with_residual(theirs), theirs, [pair], dtype)
     if dtype == torch.bfloat16:
         theirs = JoinedTriangle(v1.state_dict(), "outgoing", dtype)
-        sides["cuEquivariance, bf16 parameters"] = step = module_step(theirs, theirs, [pair])
+        step = module_step(with_residual(theirs), theirs, [pair])
+        sides["cuEquivariance, bf16 parameters"] = step
         step.unchecked = True
     return sides
+
+
+def with_residual(update: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """pair + update, as V3's module computes it."""
+    return lambda pair: pair + update(pair)
 
 
 def module_step(
@@ -161,44 +162,11 @@ STUDIES = {  # shapes and sides
 }
 
 
-# Kernels that move bytes
-
-
-def rows(rounds: int, count: int) -> Iterator[Part]:
-    """Rows of the study: bytes that an operator must read and write over its time, and over the
-    rate of a copy."""
-    source = torch.randn(64 * count * 16 if GPU else count, device=DEVICE)
-    for script, operator, arguments in row_operators(count):
-        function = getattr(importlib.import_module(script), operator)
-        yield {"operator": operator}, partial(beside_a_copy, function, arguments, source, rounds)
-
-
-def beside_a_copy(function: Callable, arguments: list, source: Tensor, rounds: int) -> list[dict]:
-    """A row of a function, with the bytes that it must read and write and their rate, and one of
-    copying `source`."""
-    target = torch.empty_like(source)
-
-    def copy() -> Sequence[Tensor]:
-        return (target.copy_(source),)
-
-    def step() -> Sequence[Tensor]:
-        return as_tuple(function(*arguments))
-
-    moved = sum(t.nbytes for t in (*arguments, *step()) if isinstance(t, Tensor))
-    sides = steps_in_turns({"kernel": step, "copy": copy}, rounds)
-    check_ours(sides)
-    for side, count in (("kernel", moved), ("copy", 2 * source.nbytes)):
-        sides[side] |= {"bytes": count, "gb_per_s": count / sides[side]["us"] / 1e3}
-    longer = speedup(sides["copy"], sides["kernel"])
-    sides["kernel"]["of_copy"] = longer * moved / (2 * source.nbytes)
-    return as_rows(sides)
-
-
 def check_ours(sides: Mapping[str, dict]) -> None:
     """ToolError if one of our kernels failed; of others, or for lack of memory, that is a
     result."""
     for name, side in sides.items():
-        if name in ("triton", "kernel", "copy") and side.get("status") == "failed":
+        if name == "triton" and side.get("status") == "failed":
             raise ToolError(f"{name}: {side['error']}", status=1)
 
 
@@ -216,14 +184,9 @@ def run_study(args: argparse.Namespace) -> int:
         there = ", ".join(map(repr, known))
         raise ToolError(f"{args.what} has no shape {unknown[0]!r}; it has {there}")
     args.precisions = args.precisions or (["bf16"] if args.what in STEPS else list(PRECISIONS))
-    if args.what == "rows":
-        measured = rows(args.rounds, ROWS)
-    elif args.what in STEPS:
-        measured = STEPS[args.what](args)
-    else:
-        measured = parts_of(args.what, args)
+    measured = STEPS[args.what](args) if args.what in STEPS else parts_of(args.what, args)
     path = args.directory / f"{args.what}.json"
-    found = measure_study(path, list(measured), keep=args.keep, rounds=args.rounds)
+    found = measure_study(path, list(measured), rounds=args.rounds)
     for row in found if args.what in STUDIES else ():
         check_ours({row["side"]: row})
     return 0
@@ -232,14 +195,13 @@ def run_study(args: argparse.Namespace) -> int:
 def build_parser() -> Parser:
     parser = documented_parser(__file__, __doc__)
     add = parser.add_argument
-    add("what", choices=(*STUDIES, "rows", *STEPS, "table"))
+    add("what", choices=(*STUDIES, *STEPS, "table"))
     add("directory", type=Path)
     parser.add_count("--rounds", 15, "turns of each side")
     precisions = "(default: all; bf16 for step)"
     add("--precisions", nargs="+", choices=PRECISIONS, help=precisions)
-    shapes = "of any study but rows (default: all)"
+    shapes = "(default: all)"
     add("--shapes", nargs="+", metavar="SHAPE", help=shapes)
-    parser.add_flag("--keep", "add to the rows of an earlier file, and measure none of them again")
     return parser
 
 

@@ -2,8 +2,8 @@
 """Take the measurements behind the figures of README and docs, and print the tables from them.
 
 Both sides of a ratio are measured in this process in short alternating turns, where there is a GPU
-as whole-step graphs unless a row says otherwise. A suite writes one file, which replaces an earlier
-one when its last row is measured; until then the rows are in NAME.partial.json.
+as whole-step graphs unless a row says otherwise. A suite writes one file; the same
+command goes on there, and what is measured is not measured again.
 
 Examples:
   python dev/bench/versions.py overview DIR  V1 to V4 in bf16, as graphs
@@ -45,9 +45,9 @@ from dev.bench.sizes import (
 )
 from dev.bench.version_tables import ABLATIONS, FASTEST, OF_ABLATIONS, TABLES, table
 from fusion_lab.cli import Parser, documented_parser, program
-from fusion_lab.study import Part, as_rows, check_failed, chosen, measure_study
+from fusion_lab.study import Part, check_failed, chosen, measure_study
 from fusion_lab.sweep import Side, fusion_sets, fusion_teams, measured, new_fusions
-from fusion_lab.turns import all_measured, graph_of, in_turns
+from fusion_lab.turns import graph_of, in_turns
 
 TRUNKS = {  # sequences and residues of AlphaFold 2's training, and of its fine-tuning
     "128 x 256": sized("openfold", TRUNK),
@@ -83,13 +83,8 @@ def grid(
         pairs = {}
         for side in sides:
             version, _, compiled = side.partition(" ")
-            pairs[side] = script_of(model, version), [*asked, *(COMPILE if compiled else ())]
-        yield names, partial(all_sides, pairs, rounds)
-
-
-def all_sides(sides: Mapping[str, tuple[str, list[str]]], rounds: int) -> list[dict]:
-    """A row for each side; all of them have to finish."""
-    return as_rows(all_measured(sides, rounds))
+            pairs[side] = Side(script_of(model, version), [*asked, *(COMPILE if compiled else ())])
+        yield names, partial(measured, pairs, rounds)
 
 
 def overview(args: argparse.Namespace) -> Iterator[Part]:
@@ -176,8 +171,6 @@ SUITES: dict[str, Callable[[argparse.Namespace], Iterable[Part]]] = {
     "lengths": lengths,
     "scaling": scaling,
 }
-# whose earlier rows stay, and are not measured again
-KEPT = ("overview", "trunk", "lengths", "scaling")
 
 
 def build_parser() -> Parser:
@@ -204,9 +197,8 @@ def run_suite(args: argparse.Namespace) -> int:
         args.processes = join_processes()
     parts = chosen(list(SUITES[args.suite](args)), args.only)
     path = args.directory / f"{name}.json"
-    rows = measure_study(path, parts, keep=name in KEPT, rounds=args.rounds)
-    if name.startswith("ablation"):
-        check_failed(rows)
+    rows = measure_study(path, parts, rounds=args.rounds)
+    check_failed(rows)
     return 0
 
 

@@ -11,13 +11,14 @@ from functools import partial
 
 from dev.bench.sizes import ALL_VERSIONS, SHAPES, Shape, script_of
 from dev.bench.sizes import PRECISIONS as ARGUMENTS
+from fusion_lab.cli import ToolError
 from fusion_lab.host import free_memory
 from fusion_lab.profile.ceilings import measure_ceilings
 from fusion_lab.profile.kernels import kernels_of, short_name
 from fusion_lab.profile.roofline import group_bytes
 from fusion_lab.profile.steps import profiled_steps
 from fusion_lab.study import Part, as_rows
-from fusion_lab.turns import all_measured, graph_of, make_trainer, named
+from fusion_lab.turns import graph_of, in_turns, make_trainer, named
 
 PROFILED = 3  # steps
 
@@ -56,7 +57,10 @@ def kernels_and_reference(script: str, argv: list[str], rounds: int) -> dict:
         return {"flop": flop, "bytes": moved}
 
     sides, more = {"": (script, argv)}, {"counted": False, "finishing": parts_of_a_step}
-    row, ceiling = all_measured(sides, rounds, **more)[""], ceilings[0]
+    row = in_turns(sides, rounds, **more)[""]
+    if "error" in row:
+        raise ToolError(f"{script}: {row['error']}", status=1)
+    ceiling = ceilings[0]
     times = defaultdict(list)
     for kernel in launched:
         times[short_name(kernel.name), kernel.category].append(kernel.duration_ns / 1e3)

@@ -36,9 +36,9 @@ def add_relu_kernel(X, Y, OUT, n, BLOCK: tl.constexpr):
     tl.store(OUT + at, tl.maximum(x + y, 0.0), mask=inside)
 
 
-def add_relu(x: Tensor, y: Tensor, out: Tensor, block: int, warps: int) -> Tensor:
+def add_relu(x: Tensor, y: Tensor, out: Tensor, block: int) -> Tensor:
     """relu(x + y) of float32 vectors [n] into `out`."""
-    add_relu_kernel[(triton.cdiv(len(x), block),)](x, y, out, len(x), BLOCK=block, num_warps=warps)
+    add_relu_kernel[(triton.cdiv(len(x), block),)](x, y, out, len(x), BLOCK=block)
     return out
 
 
@@ -49,10 +49,10 @@ def guarded(n: int, block: int, number: float) -> tuple[Tensor, Tensor]:
     return buffer.split([n, block])
 
 
-def check(n: int, block: int, warps: int) -> str:
+def check(n: int, block: int) -> str:
     """What a good kernel says of itself; ToolError if it is not right."""
     (x, _), (y, _), (out, behind) = (guarded(n, block, number) for number in (1.0, 1.0, -1.0))
-    add_relu(x, y, out, block, warps)
+    add_relu(x, y, out, block)
     if not torch.equal(out, torch.relu(x + y)):
         raise ToolError(
             f"{int((out != torch.relu(x + y)).sum())} of {n} elements are wrong", status=1
@@ -63,40 +63,25 @@ def check(n: int, block: int, warps: int) -> str:
     return f"{n} elements, {programs} programs of {block}, {programs * block - n} masked off: right"
 
 
-def measured(n: int, block: int, warps: int) -> Iterator[dict]:
+def measured(n: int, block: int) -> Iterator[dict]:
     """Rows of the table."""
     x, y, out = torch.randn(3, n, device=measure.DEVICE)
-    yield measure.timed("add_relu_kernel", lambda: add_relu(x, y, out, block, warps), 3 * x.nbytes)
+    yield measure.timed("add_relu_kernel", lambda: add_relu(x, y, out, block), 3 * x.nbytes)
     yield measure.timed("PyTorch, x + y and relu", lambda: torch.relu(x + y), 5 * x.nbytes)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = documented_parser(PROG, __doc__)
-    add = parser.add_argument
-    add(
-        "--n",
-        type=at_least(1),
-        default=2**27 if measure.GPU else 10000,
-        help="elements (default: %(default)s)",
-    )
-    add(
-        "--block",
-        type=measure.power_of_two(2**20),
-        default=1024,
-        metavar="N",
-        help="of a program (default: %(default)s)",
-    )
-    add(
-        "--warps",
-        type=measure.power_of_two(32),
-        default=4,
-        metavar="N",
-        help="of a program (default: %(default)s)",
-    )
+    elements = 2**27 if measure.GPU else 10000
+    help_of_n = "elements (default: %(default)s)"
+    parser.add_argument("--n", type=at_least(1), default=elements, help=help_of_n)
+    block = measure.power_of_two(2**20)
+    help_of_block = "of a program (default: %(default)s)"
+    parser.add_argument("--block", type=block, default=1024, metavar="N", help=help_of_block)
     measure.add_output(parser)
     args = parser.parse_args(argv)
 
-    sizes = args.n, args.block, args.warps
+    sizes = args.n, args.block
     return measure.run(PROG, lambda: check(*sizes), lambda: measured(*sizes), args.output)
 
 

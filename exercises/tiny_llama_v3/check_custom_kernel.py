@@ -27,7 +27,7 @@ from torch import Tensor
 from exercises.explain import explaining, kernels_of
 from exercises.tiny_llama_v3 import measure
 from fusion_lab.accuracy import check_close, check_gradients
-from fusion_lab.cli import ToolError, at_least, documented_parser
+from fusion_lab.cli import ToolError, documented_parser
 from fusion_lab.script import import_file
 
 PROG = Path(__file__).name
@@ -74,7 +74,8 @@ def kept(module: ModuleType, shape: tuple[int, ...], p: float, number: int = 1) 
 
 def check_mask(module: ModuleType) -> None:
     """ToolError if the mask is not random, or depends on what it should not."""
-    shape, p = (100, 96), 0.25
+    shape = (100, 96)
+    p = 0.25
     mask = kept(module, shape, p)
     deviation = (mask.mean().item() - (1 - p)) / (p * (1 - p) / mask.numel()) ** 0.5
     own = "give each element one of its own, row * BLOCK_C + channel"
@@ -164,7 +165,8 @@ def checked(module: ModuleType) -> str:
 
 def extra_bytes(function, inputs: list[Tensor]) -> int:
     """Bytes kept for the backward pass, the inputs apart."""
-    known, extra = {tensor.data_ptr() for tensor in inputs}, {}
+    known = {tensor.data_ptr() for tensor in inputs}
+    extra = {}
 
     def pack(tensor: Tensor) -> Tensor:
         if tensor.data_ptr() not in known:
@@ -176,11 +178,14 @@ def extra_bytes(function, inputs: list[Tensor]) -> int:
     return sum(extra.values())
 
 
-def measured(module: ModuleType, rows: int, dim: int, p: float = 0.1) -> Iterator[dict]:
+def measured(module: ModuleType) -> Iterator[dict]:
     """Rows of the table, the update in bfloat16. Of PyTorch's operators the bytes are counted."""
-    x, grad = torch.randn(2, rows, dim, device=measure.DEVICE)
-    update, scale = torch.randn_like(x).bfloat16(), torch.rand(dim, device=measure.DEVICE)
-    inputs, number = [tensor.requires_grad_() for tensor in (x, update, scale)], seed(1)
+    p = 0.1
+    x, grad = torch.randn(2, 65536, 1024, device=measure.DEVICE)
+    update = torch.randn_like(x).bfloat16()
+    scale = torch.rand(1024, device=measure.DEVICE)
+    inputs = [tensor.requires_grad_() for tensor in (x, update, scale)]
+    number = seed(1)
     sides = {
         Path(module.__file__).name: lambda x, update, scale: module.residual_dropout(
             x, update, scale, number, p
@@ -204,25 +209,14 @@ def measured(module: ModuleType, rows: int, dim: int, p: float = 0.1) -> Iterato
 
 def main(argv: list[str] | None = None) -> int:
     parser = documented_parser(PROG, __doc__)
-    add = parser.add_argument
-    add("module", type=Path, metavar="MODULE.py")
-    add(
-        "--rows",
-        type=at_least(1),
-        default=65536,
-        metavar="N",
-        help="that are timed on a GPU (default: %(default)s)",
-    )
-    add(
-        "--dim", type=at_least(1), default=1024, metavar="C", help="of these (default: %(default)s)"
-    )
+    parser.add_argument("module", type=Path, metavar="MODULE.py")
     measure.add_output(parser)
     args = parser.parse_args(argv)
     try:
         return measure.run(
             PROG,
             lambda: checked(load(args.module)),
-            lambda: measured(load(args.module), args.rows, args.dim),
+            lambda: measured(load(args.module)),
             args.output,
         )
     except NotImplementedError as error:

@@ -7,7 +7,7 @@ triton.testing.do_bench_cudagraph, so the host does not count. "of a copy" is th
 a large copy in the same run.
 
 Examples:
-  python exercises/tiny_llama_v3/measure.py FILE.json   the table of a file that --output wrote
+  python exercises/tiny_llama_v3/measure.py FILE.json   the table of each file that --output wrote
 """
 
 from __future__ import annotations
@@ -123,14 +123,15 @@ def run(
 
 def main(argv: list[str] | None = None) -> int:
     parser = documented_parser(Path(__file__).name, __doc__)
-    parser.add_argument("file", type=Path, metavar="FILE.json")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
     args = parser.parse_args(argv)
 
     def body() -> int:
-        rows = read_json(args.file).get("rows")
-        if not rows or rows[0].get("what") != "copy":
-            raise ToolError(f"{args.file}: no file of these programs")
-        print(table(rows))
+        for file in args.files:
+            rows = read_json(file).get("rows")
+            if not rows or rows[0].get("what") != "copy":
+                raise ToolError(f"{file}: no file of these programs")
+            print(table(rows))
         return 0
 
     return run_tool(parser.prog, body)

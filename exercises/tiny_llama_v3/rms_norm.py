@@ -43,40 +43,40 @@ def rms_norm_kernel(X, WEIGHT, OUT, eps: tl.constexpr, C: tl.constexpr, BLOCK_C:
     tl.store(OUT + row * C + channel, x * rstd * weight, mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, warps: int) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     """x [rows, C] / rms(x) * weight [C]."""
-    (rows, dim), out = x.shape, torch.empty_like(x)
+    rows, dim = x.shape
+    out = torch.empty_like(x)
     width = triton.next_power_of_2(dim)
-    rms_norm_kernel[(rows,)](x, weight, out, EPS, C=dim, BLOCK_C=width, num_warps=warps)
+    rms_norm_kernel[(rows,)](x, weight, out, EPS, C=dim, BLOCK_C=width)
     return out
 
 
 def inputs(rows: int, dim: int) -> tuple[Tensor, Tensor]:
     """x and weight, in float32."""
     torch.manual_seed(0)
-    return torch.randn(rows, dim, device=measure.DEVICE), torch.rand(
-        dim, device=measure.DEVICE
-    ) + 0.5
+    weight = torch.rand(dim, device=measure.DEVICE) + 0.5
+    return torch.randn(rows, dim, device=measure.DEVICE), weight
 
 
-def check(rows: int, dim: int, warps: int) -> str:
+def check(rows: int, dim: int) -> str:
     """What a good kernel says of itself; ToolError if it is not right."""
     x, weight = inputs(rows, dim)
     expected = F.rms_norm(x.double(), (dim,), weight.double(), EPS)
     errors = [
-        check_close(rms_norm(x, weight, warps), expected, f"the norm of {dim} channels"),
+        check_close(rms_norm(x, weight), expected, f"the norm of {dim} channels"),
         check_close(F.rms_norm(x, (dim,), weight, EPS), expected, "the library's norm"),
     ]
-    ours, library = (f"{error:.1e}" for error in errors[:2])
+    ours, library = (f"{error:.1e}" for error in errors)
     return f"{rows} rows of {dim} channels: right; largest error {ours}, the library's {library}"
 
 
-def measured(rows: int, dim: int, warps: int) -> Iterator[dict]:
+def measured(rows: int, dim: int) -> Iterator[dict]:
     """Rows of the table. Of PyTorch's operators the bytes are counted."""
     x, weight = inputs(rows, dim)
     formula = v3.RMSNorm(dim, EPS, v3.Fusions(triton_rms_norm=False)).to(measure.DEVICE)  # V1's
     with torch.no_grad():
-        yield measure.timed("rms_norm_kernel", lambda: rms_norm(x, weight, warps), 2 * x.nbytes)
+        yield measure.timed("rms_norm_kernel", lambda: rms_norm(x, weight), 2 * x.nbytes)
         yield measure.timed(
             "V3", lambda: v3.rms_norm_forward(x, None, weight, EPS, x.dtype), 2 * x.nbytes
         )
@@ -89,32 +89,15 @@ def measured(rows: int, dim: int, warps: int) -> Iterator[dict]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = documented_parser(PROG, __doc__)
-    add = parser.add_argument
-    add(
-        "--rows",
-        type=at_least(1),
-        default=65536 if measure.GPU else 40,
-        metavar="N",
-        help="(default: %(default)s)",
-    )
-    add(
-        "--dim",
-        type=at_least(1),
-        default=1024 if measure.GPU else 96,
-        metavar="C",
-        help="(default: %(default)s)",
-    )
-    add(
-        "--warps",
-        type=measure.power_of_two(32),
-        default=4,
-        metavar="N",
-        help="of a program (default: %(default)s)",
-    )
+    default = "(default: %(default)s)"
+    rows = 65536 if measure.GPU else 40
+    parser.add_argument("--rows", type=at_least(1), default=rows, metavar="N", help=default)
+    dim = 1024 if measure.GPU else 96
+    parser.add_argument("--dim", type=at_least(1), default=dim, metavar="C", help=default)
     measure.add_output(parser)
     args = parser.parse_args(argv)
 
-    sizes = args.rows, args.dim, args.warps
+    sizes = args.rows, args.dim
     return measure.run(PROG, lambda: check(*sizes), lambda: measured(*sizes), args.output)
 
 

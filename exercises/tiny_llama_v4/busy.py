@@ -22,7 +22,8 @@ SEVERAL = 2
 def running(kernels: list[dict]) -> Counter:
     """Microseconds in which 0, 1 or SEVERAL kernels ran, from the first begin to the last end."""
     changes = [(k["ts"], 1) for k in kernels] + [(k["ts"] + k["dur"], -1) for k in kernels]
-    count, us = 0, Counter()
+    count = 0
+    us = Counter()
     for (now, change), (later, _) in pairwise(sorted(changes)):
         count += change
         us[min(count, SEVERAL)] += later - now
@@ -31,7 +32,8 @@ def running(kernels: list[dict]) -> Counter:
 
 def longest_gap(kernels: list[dict]) -> tuple[float, str]:
     """The longest time without a kernel, in microseconds, and the kernel that ends it."""
-    longest, end = (0.0, ""), kernels[0]["ts"]
+    longest = (0.0, "")
+    end = kernels[0]["ts"]
     for k in kernels:
         longest = max(longest, (k["ts"] - end, k["name"]))
         end = max(end, k["ts"] + k["dur"])
@@ -45,7 +47,8 @@ def describe(trace: Path) -> None:
     times = Counter()
     for k in kernels:
         times[short_name(k["name"])] += k["dur"]
-    us, (gap, name) = running(kernels), longest_gap(kernels)
+    us = running(kernels)
+    gap, name = longest_gap(kernels)
     step = us.total()
     added_up = times.total()
     print(f"{trace.name}: {len(kernels)} kernels", end=", ")

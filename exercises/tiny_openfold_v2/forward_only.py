@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -29,7 +28,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 import torch
 from torch import Tensor
 
-from fusion_lab.cli import Parser, program, say, several
+from fusion_lab.cli import Parser, program, several
 from fusion_lab.graph_turns import DEVICE, steps_in_turns
 from fusion_lab.records import read_study
 from fusion_lab.script import load_script, parser_around, precision_of
@@ -46,7 +45,6 @@ from fusion_lab.turns import graph_of, named, parse_quiet, ratios, spread
 
 PROG = Path(__file__).name
 SCRIPTS = {f"V{n}": f"tiny_openfold_v{n}.py" for n in (1, 2, 3, 4)}
-PATIENCE = 5.0  # seconds from one sign of life to the next
 
 
 def residues_and_sequences(text: str) -> tuple[int, int]:
@@ -84,7 +82,8 @@ def prediction(name: str, argv: Sequence[str]) -> tuple[dict, Callable[[], tuple
     args = parse_quiet(module, graph_of(argv))
     model = module.build_model(args, DEVICE)
     tokens = module.make_batches(args, torch.device("cpu"), args.seed).next_batch()["tokens"]
-    tokens, dtype = tokens.to(DEVICE), getattr(torch, args.amp_dtype)
+    tokens = tokens.to(DEVICE)
+    dtype = getattr(torch, args.amp_dtype)
 
     @torch.no_grad()
     def forward() -> tuple[Tensor, ...]:
@@ -104,19 +103,10 @@ def peak_mb_on_a_cpu(forward: Callable[[], object]) -> float:
 
 def in_turns(versions: Sequence[str], argv: Sequence[str], rounds: int) -> list[dict]:
     """A row for each version."""
-    rows, steps, passes, shown = {}, {}, 0, time.monotonic()
-
-    def counted(name: str, forward: Callable[[], object]) -> object:
-        nonlocal passes, shown
-        if time.monotonic() > shown + PATIENCE:
-            shown = time.monotonic()
-            say(f"pass {passes + 1}, of {name}")
-        passes += 1
-        return forward()
-
+    rows = {}
+    steps = {}
     for name in versions:
-        rows[name], forward = prediction(name, argv)
-        steps[name] = partial(counted, name, forward)
+        rows[name], steps[name] = prediction(name, argv)
     for name, found in steps_in_turns(steps, rounds).items():
         rows[name] |= {key: value for key, value in found.items() if key != "held_mb"}
         if DEVICE.type == "cpu" and "error" not in found:

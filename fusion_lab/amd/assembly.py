@@ -11,7 +11,6 @@ import numpy as np
 
 ACCUMULATORS = 256  # a0 is stored behind v255
 NAMED = {  # scalar registers with a name: number of the first, and how many
-    "flat_scratch": (102, 2),
     "vcc": (106, 2),
     "vcc_lo": (106, 1),
     "vcc_hi": (107, 1),
@@ -75,11 +74,14 @@ class Instruction:
 @dataclass
 class Program:
     name: str
-    target: str
     code: list[Instruction]
     labels: dict[str, int]
     descriptor: dict[str, int]  # .amdhsa_... of the kernel
     arguments: list[dict[str, str]]  # offset, size, value_kind of each
+
+    def where(self, place: int) -> str:
+        """An instruction with its line of the source."""
+        return f"{self.name}, {self.code[place].line}: {self.code[place].text}"
 
     @property
     def prologue(self) -> int:
@@ -149,5 +151,4 @@ def parse(text: str) -> Program:
     described = text.partition("amdhsa.kernels:")[2]
     starts = re.split(r"\n      - ", described.partition(".args:")[2].partition("\n    .")[0])
     arguments = [dict(re.findall(r"\.(\w+): +(\S+)", part)) for part in starts[1:]]
-    target = re.search(r"\.amdgcn_target \"\S*(gfx\w+)", text)[1]
-    return Program(name, target, code, labels, descriptor, arguments)
+    return Program(name, code, labels, descriptor, arguments)

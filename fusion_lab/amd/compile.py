@@ -29,7 +29,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +42,14 @@ from torch._subclasses import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.autotuner import Autotuner
 
-from fusion_lab.amd.assembly import Unknown
-from fusion_lab.amd.record import Recorded, is_version, launches_of, step_arguments, take_step
+from fusion_lab.amd.record import (
+    Recorded,
+    View,
+    is_version,
+    launches_of,
+    step_arguments,
+    take_step,
+)
 from fusion_lab.cli import Parser, ToolError, documented_parser, program, say
 from fusion_lab.profile.traffic import Launching
 from fusion_lab.script import load_script
@@ -58,7 +64,6 @@ TARGETS = {
     "gfx90a": (GPUTarget("hip", "gfx90a", 64), 64),  # MI200
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64),  # MI300
     "gfx950": (GPUTarget("hip", "gfx950", 64), 160),  # MI350
-    "gfx1030": (GPUTarget("hip", "gfx1030", 32), 64),  # Radeon RX 6000
     "gfx1100": (GPUTarget("hip", "gfx1100", 32), 64),  # Radeon RX 7000
     "sm_90": (GPUTarget("cuda", 90, 32), 227),  # H100
 }
@@ -75,76 +80,52 @@ def compile_for(gpu: GPUTarget, kernel: triton.JITFunction, arguments: Mapping) 
     return kernel.run(grid=(1,), warmup=True, **arguments)
 
 
-def imported(path: Path, wanted: str) -> ModuleType:
-    """The module of a file, even if it ends with an error behind what is wanted: its own checks
-    fail where launches compute nothing."""
-    if (folder := str(path.parent)) not in sys.path:
-        sys.path.insert(0, folder)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit):
-        if not hasattr(module, wanted):
-            del sys.modules[path.stem]
-            raise
-    return module
-
-
 def kernel_of(launch: Recorded) -> triton.JITFunction:
-    """The kernel of a recorded launch, from its file."""
-    path = Path(launch.file)
+    """The kernel of a recorded launch, from its file, which is imported once.
+
+    The file may end with an error behind the kernel: its own launches compute nothing here, as they
+    have been recorded, so its own checks can fail.
+    """
+    path, error = Path(launch.file), None
     module = sys.modules.get(path.stem)
     if getattr(module, "__file__", None) != launch.file:
-        # what the file itself launches has been recorded
-        with contextlib.ExitStack() as stack:
-            for kind in (triton.JITFunction, Autotuner):
-                skipped = mock.patch.object(kind, "run", lambda *given, **named: None)
-                stack.enter_context(skipped)
-            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            module = imported(path, launch.kernel)
+        sys.path.insert(0, str(path.parent))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+        nothing = {"attribute": "run", "new": lambda *given, **named: None}
+        with (
+            mock.patch.object(triton.JITFunction, **nothing),
+            mock.patch.object(Autotuner, **nothing),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
+            try:
+                spec.loader.exec_module(module)
+            except (Exception, SystemExit) as ended:
+                error = ended
     kernel = getattr(module, launch.kernel, None)
     while kernel is not None and not isinstance(kernel, triton.JITFunction):
         kernel = getattr(kernel, "fn", None)  # of an autotuner or heuristics
     if kernel is None:
-        raise Unknown(f"{path.name} has no kernel of the name {launch.kernel}, made when imported")
+        reason = f": {error!r}" if error else ""
+        raise ToolError(f"{path.name}, imported, has no kernel of the name {launch.kernel}{reason}")
     return kernel
 
 
 def compiled_launch(launch: Recorded, target: str) -> object:
     """What Triton compiles for a recorded launch."""
-    arguments = launch.with_tensors(launch.before)
-    return compile_for(TARGETS[target][0], kernel_of(launch), arguments)
+    return compile_for(TARGETS[target][0], kernel_of(launch), launch.arguments)
 
 
 # --- what is launched
 
 
-class Pointer:
-    """What compilation sees of a tensor: type, alignment, and whether 31 bits count its bytes."""
-
-    def __init__(self, tensor: torch.Tensor):
-        self.dtype = tensor.dtype
-        self.offset = tensor.storage_offset() * tensor.element_size()
-        self.size = tensor.untyped_storage().nbytes()
-
-    def data_ptr(self) -> int:
-        return self.offset  # as if the allocation began at 0
-
-    def ptr_range(self) -> int:
-        return self.size
-
-
 class Launch:
-    """A kernel and the arguments of a launch, tensors as Pointer."""
+    """A kernel and the arguments of a launch, tensors as View."""
 
     def __init__(self, kernel: triton.JITFunction, arguments: Mapping):
         self.kernel = kernel
         self.name = kernel.__name__.removesuffix("_kernel")
-        self.arguments = {
-            name: Pointer(value) if isinstance(value, torch.Tensor) else value
-            for name, value in arguments.items()
-        }
+        self.arguments = arguments
         variable = set(kernel.arg_names) - {kernel.arg_names[i] for i in kernel.constexprs}
         self.constants, self.variables = {}, {}
         for name, value in self.arguments.items():
@@ -154,8 +135,8 @@ class Launch:
     def key(self) -> tuple:
         """Equal for launches that the same compiled kernel serves."""
         seen = (
-            (value.dtype, value.offset % 16 == 0, value.size < 2**31)
-            if isinstance(value, Pointer)
+            (value.dtype, value.data_ptr() % 16 == 0, value.behind < 2**31)
+            if isinstance(value, View)
             else (type(value), value == 1, value % 16 == 0, value < 2**31)
             for value in self.variables.values()
         )
@@ -167,14 +148,14 @@ class Launch:
         return " ".join(f"{name}={value}" for name, value in named.items())
 
 
-def launches_of_step(
-    module: ModuleType, argv: Sequence[str], backend: str, take: Callable = take_step
-) -> list[Launch]:
-    """What a training step of a version script would launch on this backend, each once. `take` is
-    called with module, arguments and a FakeTensorMode to take it."""
+def launches_of_step(module: ModuleType, argv: Sequence[str], backend: str) -> list[Launch]:
+    """What a training step of a version script would launch on this backend, each once."""
     launches: dict[tuple, Launch] = {}
 
     def seen(kernel: triton.JITFunction, grid: tuple, arguments: dict) -> None:
+        for name, value in arguments.items():
+            if isinstance(value, torch.Tensor):
+                arguments[name] = View.on(0, value)
         launch = Launch(kernel, arguments)
         launches.setdefault(launch.key(), launch)
 
@@ -182,14 +163,16 @@ def launches_of_step(
         return tensor.storage_offset() * tensor.element_size()  # of one without contents
 
     module.wrap_triton = lambda kernel: Launching(kernel, seen)
-    with mock.patch("torch.Tensor.data_ptr", address):
-        take(module, step_arguments(module, argv, backend), FakeTensorMode())
+    # a storage without contents has no address, and PyTorch warns of one
+    storage = mock.patch("torch.UntypedStorage.data_ptr", lambda storage: 0)
+    with storage, mock.patch("torch.Tensor.data_ptr", address):
+        take_step(module, step_arguments(module, argv, backend), FakeTensorMode())
     return list(launches.values())
 
 
 def launches_of_program(file: Path, argv: Sequence[str]) -> list[Launch]:
     """What any program launches, each once."""
-    found = (Launch(kernel_of(x), x.with_tensors(x.before)) for x in launches_of(file, argv))
+    found = (Launch(kernel_of(x), x.arguments) for x in launches_of(file, argv))
     return list({launch.key(): launch for launch in found}.values())
 
 
@@ -209,7 +192,6 @@ class Needs:
     waves: float  # per SIMD
 
 
-FIELDS = [*Needs.__dataclass_fields__]
 TITLES = ("VGPRs", "AGPRs", "SGPRs", "LDS", "spills", "SGPR spills", "waves per SIMD")
 
 
@@ -294,7 +276,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             Column("constants", lambda row: str(row[0]), text=True),
             *(
                 Column(title, lambda row, field=field: getattr(row[1], field, None), "g")
-                for title, field in zip(TITLES, FIELDS, strict=True)
+                for title, field in zip(TITLES, Needs.__dataclass_fields__, strict=True)
             ),
         ]
         print(f"{args.file.stem}, on {target}:\n\n{render(columns, rows)}\n")

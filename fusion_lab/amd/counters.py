@@ -1,4 +1,4 @@
-"""What hardware would have counted of a launch: instructions by kind, floating-point operations,
+"""What an MI300X would have counted of a launch: instructions by kind, floating-point operations,
 bytes and cache lines, bank conflicts of LDS. Executed, not measured: times are not among it."""
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import numpy as np
 
 from fusion_lab.amd.assembly import Instruction, Program
 from fusion_lab.amd.waves import Waves
+from fusion_lab.rocm.counters import FLOP_COUNTERS
 
 LANES = np.arange(64)
 BANKS = 32  # of LDS, 4 bytes wide
@@ -21,27 +22,19 @@ READS_OF_16 = np.concatenate(
     [half + np.r_[a : a + 4, b : b + 4] for half in (0, 32)
      for a, b in ((0, 20), (4, 16), (8, 28), (12, 24))]
 )  # fmt: skip
-# bytes of a line that is read, what the counters of requests to memory begin with, and which counts
-# reads of 128 bytes; lines of 64 are written
-READS = {
-    "gfx90a": (64, "TCC_EA", ""),
-    "gfx942": (128, "TCC_EA0", "TCC_BUBBLE_sum"),
-}
-# of an MI300X (AMD's data sheet and CDNA 3 white paper): how many bytes may lie nearer than L2, its
-# Infinity Cache and memory, and the bytes per second of each
+LINE = {"read": 128, "written": 64}  # bytes of a cache line
+# AMD's data sheet and CDNA 3 white paper: how many bytes may lie nearer than L2, its Infinity Cache
+# and memory, and the bytes per second of each
 LEVELS = ((0, 34.4e12), (32 << 20, 17.2e12), (288 << 20, 5.3e12))
-TYPES = ("BF16", "F16", "XF32", "F32", "F64", "F8", "I8")  # of matrix products that are counted
 FLOAT = re.compile(
-    r"v_(?:pk_)?(?:(add|sub|subrev|mul|fma|fmac|fmamk|fmaak|mac|mad)"
+    r"v_(?:pk_)?(?:(add|sub|subrev|mul|fma|fmac|fmamk|fmaak)"
     r"|(rcp|rsq|sqrt|exp|log|sin|cos)(?:_iflag)?)_f(16|32|64)$"
 )
 KINDS = ("MFMA", "SALU", "SMEM", "VMEM", "LDS", "branch")  # that have a counter of their own
 OPERATION = {"add": "ADD", "sub": "ADD", "subrev": "ADD", "mul": "MUL"}
-MFMA = re.compile(r"v_mfma_f32_(\d+)x(\d+)x(\d+)_?(x?f32|b?f16)")
+MFMA = re.compile(r"v_mfma_f32_(\d+)x(\d+)x(\d+)_(x?f32|b?f16)$")
 VALU = "SQ_INSTS_VALU_"  # floating-point operations of what is counted by these names
-FLOP = {f"{VALU}{name}_F{bits}": 64 * each for bits in (16, 32, 64)
-        for name, each in {"ADD": 1, "MUL": 1, "FMA": 2, "TRANS": 1}.items()}  # fmt: skip
-FLOP |= {f"{VALU}MFMA_MOPS_{kind}": 512 for kind in TYPES}
+FLOP = {name: flop for name, (flop, _) in FLOP_COUNTERS.items()} | {f"{VALU}MFMA_MOPS_XF32": 512}
 
 
 def operations(instruction: Instruction) -> dict[str, int]:
@@ -90,40 +83,10 @@ def conflict_cycles(address: np.ndarray, active: np.ndarray, size: int, write: b
     return int(np.maximum(wanted.max(2) - 1, 0).sum())
 
 
-class Watch:
-    """Notes accesses of memory while waves execute, by the number of the instruction."""
-
-    def __init__(self, waves: Waves, noted: dict[int, Counter], touched: dict[str, list]):
-        self.waves, self.noted, self.touched = waves, noted, touched
-
-    def note(self) -> Counter:
-        return self.noted.setdefault(self.waves.pc - 1, Counter())
-
-    def tensor(self, address: np.ndarray, active: np.ndarray, size: int, write: bool) -> None:
-        note, verb = self.note(), "written" if write else "read"
-        note[f"bytes {verb}"] += size * int(active.sum())
-        for line in (64, 128):
-            note[f"lines of {line} {verb}"] += lines_of(address, active, size, line)
-        line = np.uint64(64 if write else READS[self.waves.program.target][0])
-        for end in (0, size - 1):
-            self.touched[verb].append(np.unique((address[active] + np.uint64(end)) // line))
-
-    def scalar(self, size: int) -> None:
-        if self.waves.pc > self.waves.program.prologue:
-            self.note()["bytes read by scalars"] += size * self.waves.number
-
-    def lds(self, address: np.ndarray, size: int, offsets: list[int], write: bool) -> None:
-        note, active = self.note(), self.waves.lanes
-        for offset in offsets:
-            note["LDS bytes"] += size * int(active.sum())
-            cycles = conflict_cycles(address + offset, active, size, write)
-            note["LDS conflict cycles"] += cycles
-
-
 class Counts:
-    """Of a launch: how many waves executed each instruction, and what a Watch has noted.
-    Instructions are numbered as in the program; its prologue, which a GPU leaves out, is not
-    counted."""
+    """Of a launch: how many waves executed each instruction and, if it is the `watch` of waves,
+    what its accesses of memory were. Instructions are numbered as in the program; its prologue,
+    which a GPU leaves out, is not counted."""
 
     def __init__(self, program: Program):
         self.program = program
@@ -134,13 +97,33 @@ class Counts:
         # lines, by number
         self.touched: dict[str, list[np.ndarray]] = {"read": [], "written": []}
 
-    def watching(self, waves: Waves) -> Watch:
-        return Watch(waves, self.noted, self.touched)
-
     def add(self, waves: Waves) -> None:
+        """Count what these waves have executed to their end."""
         self.waves += waves.count
         self.executed += waves.executed
         self.executed[: self.program.prologue] = 0
+
+    def tensor(
+        self, waves: Waves, address: np.ndarray, active: np.ndarray, size: int, write: bool
+    ) -> None:
+        """Note an access of memory, at the instruction that waves execute."""
+        note, verb = self.noted.setdefault(waves.pc - 1, Counter()), "written" if write else "read"
+        line = LINE[verb]
+        note[f"bytes {verb}"] += size * int(active.sum())
+        note[f"lines of {line} {verb}"] += lines_of(address, active, size, line)
+        for end in (0, size - 1):
+            lines = (address[active] + np.uint64(end)) // np.uint64(line)
+            self.touched[verb].append(np.unique(lines))
+
+    def lds(
+        self, waves: Waves, address: np.ndarray, size: int, offsets: list[int], write: bool
+    ) -> None:
+        """The same of an access of LDS."""
+        note = self.noted.setdefault(waves.pc - 1, Counter())
+        for offset in offsets:
+            note["LDS bytes"] += size * int(waves.lanes.sum())
+            cycles = conflict_cycles(address + offset, waves.lanes, size, write)
+            note["LDS conflict cycles"] += cycles
 
     def by_kind(self) -> Counter:
         """Instructions of all waves by kind: VALU, MFMA, SALU, LDS, VMEM, SMEM, branch, other."""
@@ -153,11 +136,6 @@ class Counts:
         """What was noted under this name, such as "bytes read" or "LDS conflict cycles"."""
         return sum(note[name] for note in self.noted.values())
 
-    def different(self, verb: str) -> int:
-        """How many different lines the launch has read or written."""
-        touched = self.touched[verb]
-        return len(np.unique(np.concatenate(touched))) if touched else 0
-
     def by_line(self, name: str) -> Counter:
         """The same by line of the kernel's source."""
         found = Counter()
@@ -165,24 +143,25 @@ class Counts:
             found[self.program.code[number].line] += note[name]
         return found
 
+    def different(self, verb: str) -> int:
+        """How many different lines the launch has read or written."""
+        touched = self.touched[verb]
+        return len(np.unique(np.concatenate(touched))) if touched else 0
+
     def hardware(self) -> dict[str, int]:
         """By the names of AMD's counters. An instruction of the vector unit counts as 64 lanes,
         whether they are at work or not; MFMA_MOPS are units of 512 operations."""
         kinds = self.by_kind()
-        names = [*FLOP, *(f"{VALU}MFMA_{kind}" for kind in TYPES)]
-        found = Counter(dict.fromkeys([*names, "SQ_INSTS_VMEM_RD", "SQ_INSTS_VMEM_WR"], 0))
+        products = [name.replace("MOPS_", "") for name in FLOP if "MOPS_" in name]
+        names = [*FLOP, *products, "SQ_INSTS_VMEM_RD", "SQ_INSTS_VMEM_WR"]
+        found = Counter(dict.fromkeys(names, 0))
         for instruction, times in zip(self.program.code, self.executed.tolist(), strict=True):
             for name, each in operations(instruction).items():
                 found[name] += each * times
             if instruction.kind == "VMEM":
                 stores = "_store" in instruction.mnemonic or "_atomic" in instruction.mnemonic
                 found[f"SQ_INSTS_VMEM_{'WR' if stores else 'RD'}"] += times
-        line, memory, whole_lines = READS[self.program.target]
         read, written = self.different("read"), self.different("written")
-        # requests to memory at least: each line once, as if caches lost none
-        requests = {f"{memory}_RDREQ_sum": read, f"{memory}_RDREQ_32B_sum": 0}
-        requests |= {f"{memory}_WRREQ_sum": written, f"{memory}_WRREQ_64B_sum": written}
-        requests |= {whole_lines: read} if whole_lines else {}
         return {
             "SQ_WAVES": self.waves,
             "SQ_INSTS": sum(kinds.values()),
@@ -190,15 +169,19 @@ class Counts:
             **{f"SQ_INSTS_{kind.upper()}": kinds[kind] for kind in KINDS},
             **found,
             "SQ_LDS_BANK_CONFLICT": self.total("LDS conflict cycles"),
-            "TCP_TCC_READ_REQ_sum": self.total(f"lines of {line} read"),
+            "TCP_TCC_READ_REQ_sum": self.total("lines of 128 read"),
             "TCP_TCC_WRITE_REQ_sum": self.total("lines of 64 written"),
-            **requests,
+            # requests to memory at least: each line once, as if caches lost none
+            "TCC_EA0_RDREQ_sum": read,
+            "TCC_EA0_RDREQ_32B_sum": 0,
+            "TCC_EA0_WRREQ_sum": written,
+            "TCC_EA0_WRREQ_64B_sum": written,
+            "TCC_BUBBLE_sum": read,  # reads of 128 bytes
         }
 
     def memory_us(self) -> float:
         """What an MI300X's memory takes at least."""
-        moved = READS[self.program.target][0] * self.different("read")
-        return memory_us(moved + 64 * self.different("written"))
+        return memory_us(sum(LINE[verb] * self.different(verb) for verb in LINE))
 
     def flop(self) -> int:
         """Floating-point operations, those of lanes that are not at work included."""

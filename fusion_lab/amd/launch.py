@@ -1,4 +1,4 @@
-"""Executes a launch of a Triton kernel, compiled for an AMD GPU, on tensors.
+"""Executes a launch of a Triton kernel, compiled for an MI300X, on tensors.
 
 Kernels must be compilable: TRITON_INTERPRET=0 before anything imports Triton.
 """
@@ -23,7 +23,7 @@ from fusion_lab.cli import say
 if not hasattr(triton, "knobs"):
     say(f"error: executing AMD's code needs Triton 3.4 or newer, this is {triton.__version__}")
     sys.exit(4)
-EXECUTED = ("gfx942", "gfx90a")  # GPUs whose code is executed
+TARGET = "gfx942"  # the GPU whose code is executed
 AT_ONCE = 256  # waves that execute together: more cost no less
 PACKED = {"fp32": "<f", "fp64": "<d", "i1": "<?", "i8": "<b", "i16": "<h", "i32": "<i",
           "i64": "<q", "u8": "<B", "u16": "<H", "u32": "<I", "u64": "<Q"}  # fmt: skip
@@ -45,10 +45,7 @@ class Kernel:
             for name, kind in compiled.src.signature.items()
             if kind != "constexpr" and (names.index(name),) not in compiled.src.constants
         }
-        start = self.program.descriptor
-        if start["private_segment_fixed_size"] and start.get("user_sgpr_private_segment_buffer"):
-            raise Unknown(f"{self.program.name}: gfx90a finds spilled registers by a descriptor")
-        if start["float_denorm_mode_32"] != 3:
+        if self.program.descriptor["float_denorm_mode_32"] != 3:
             raise Unknown(f"{self.program.name}: denormal numbers that become 0")
 
 
@@ -78,23 +75,16 @@ class Loaded:
             elif place["value_kind"] == "hidden_group_size_x":
                 struct.pack_into("<H", packed, int(place["offset"]), 64 * kernel.waves)
         self.address = self.memory.add("the arguments", np.frombuffer(bytes(packed), np.uint8))
-        self.spilled = kernel.program.descriptor["private_segment_fixed_size"]  # bytes of a lane
-        room = np.zeros(AT_ONCE * 64 * self.spilled, np.uint8)
-        self.scratch = self.memory.add("the spilled registers", room)
 
     def start(self, groups: np.ndarray) -> Waves:
         """Waves of these workgroups [groups, 3] at the first instruction."""
         kernel, described = self.kernel, self.kernel.program.descriptor
         waves = Waves(kernel.program, kernel.registers, len(groups), kernel.waves, kernel.lds)
         waves.memory = self.memory
-        lanes = np.arange(64 * waves.count, dtype=np.uint64).reshape(-1, 64)
-        waves.scratch = self.scratch + self.spilled * lanes
         wave = np.arange(waves.count)[:, None]
         # the work-item's number; in higher bits those of other dimensions, which are 0
         waves.put(0, (wave % kernel.waves * 64 + np.arange(64)).astype(np.uint32))
-        # gfx90a has four registers for spilled ones before the address of the arguments
-        place = 4 * described.get("user_sgpr_private_segment_buffer", 0)
-        waves.put_scalar(place, np.array([[self.address]], np.uint64).view(np.uint32))
+        waves.put_scalar(0, np.array([[self.address]], np.uint64).view(np.uint32))
         place = described["user_sgpr_count"]
         for axis in range(3):
             if described[f"system_sgpr_workgroup_id_{'xyz'[axis]}"]:
@@ -112,11 +102,11 @@ class Loaded:
 
 def explained(fault: Fault, waves: Waves, groups: np.ndarray) -> Fault:
     """The fault with kernel, source line and the first lane that it concerns."""
-    instruction = waves.program.code[waves.pc - 1]
-    wave, lane = (int(n) for n in np.argwhere(np.atleast_2d(fault.lanes))[0])
+    wave, lane = (int(n) for n in np.argwhere(fault.lanes)[0])
     group = tuple(int(n) for n in groups[wave // waves.waves])
     lane = f", lane {lane}" if fault.lanes.shape[1] > 1 else ""
     where = f"workgroup {group}, wave {wave % waves.waves}{lane}"
+    instruction = waves.program.code[waves.pc - 1]
     text = f"{waves.program.name}, {instruction.line}: {fault} ({where}; {instruction.text})"
     return Fault(text, fault.lanes)
 
@@ -133,11 +123,13 @@ def run_grid(
     for first in range(0, len(groups), step):
         some = groups[first : first + step]
         waves = loaded.start(some)
-        waves.watch = counts.watching(waves) if watch else None
+        waves.watch = counts if watch else None
         try:
             waves.run()
         except Fault as fault:
             raise explained(fault, waves, some) from None
+        except Unknown as error:
+            raise Unknown(f"{kernel.program.where(waves.pc - 1)}: {error}") from error
         counts.add(waves)
     counts.read = loaded.give_back()
     return counts

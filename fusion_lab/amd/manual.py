@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 TABLE = Path(__file__).with_name("manual.txt")
-# the types at the end of names, of bits as unsigned ones
-TYPES = {"b16": "u16", "b32": "u32", "b64": "u64"}
+ALTERNATIVES = re.compile(r"\{(.+?)\}")
 LANES = np.arange(64)
 
 
@@ -20,6 +19,10 @@ LANES = np.arange(64)
 
 def wide(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float64)
+
+
+def long(x: np.ndarray) -> np.ndarray:
+    return x.astype(f"{x.dtype.kind}8")
 
 
 def field(x: np.ndarray, offset: np.ndarray, width: np.ndarray) -> np.ndarray:
@@ -60,7 +63,8 @@ def chosen_bytes(high: np.ndarray, low: np.ndarray, choice: np.ndarray) -> np.nd
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """a b + c, rounded once: float64 has the product of two float32 in full, and that of two
     float64 is one with its rounding error beside it (Dekker's)."""
-    kind, (a, b, c) = a.dtype, (wide(x) for x in (a, b, c))
+    kind = a.dtype
+    a, b, c = wide(a), wide(b), wide(c)
     product = a * b
     total = product + c
     part = total - product
@@ -83,27 +87,23 @@ def flushed(x: np.ndarray) -> np.ndarray:
     return np.where(np.abs(x) < np.finfo(x.dtype).tiny, np.copysign(x.dtype.type(0), x), x)
 
 
-def choice(choose: Callable, of_equals: Callable) -> Callable:
-    """The larger or the smaller of two: a signalling NaN before all, -0 is below 0."""
-
-    def function(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        found = choose(a, b)
-        if a.dtype.kind != "f":
-            return found
-        bits, quiet = f"u{a.itemsize}", 1 << np.finfo(a.dtype).nmant - 1
-        equal = of_equals(a.view(bits), b.view(bits)).view(a.dtype)
-        found = np.where(a == b, equal, found)
-        for x in (b, a):
-            if (nan := np.isnan(x)).any():
-                number = x.view(bits)
-                signalling = nan & (number & quiet == 0)
-                found = np.where(signalling, (number | quiet).view(x.dtype), found)
-        return found
-
-    return function
+def most(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The larger one: a number before NaN, 0 before -0."""
+    if a.dtype.kind != "f":
+        return np.maximum(a, b)
+    return np.where((a == 0) & (b == 0), a + b, np.fmax(a, b))
 
 
-least, most = choice(np.fmin, np.bitwise_or), choice(np.fmax, np.bitwise_and)
+def least(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return -most(-a, -b) if a.dtype.kind == "f" else np.minimum(a, b)
+
+
+def low(register: np.ndarray, half: np.ndarray) -> np.ndarray:
+    return register & np.uint32(0xFFFF0000) | half.view(np.uint16)
+
+
+def high(register: np.ndarray, half: np.ndarray) -> np.ndarray:
+    return register & np.uint32(0xFFFF) | half.view(np.uint16).astype(np.uint32) << 16
 
 
 def of_lane(values: np.ndarray, lane: np.ndarray) -> np.ndarray:
@@ -115,10 +115,6 @@ def whole(x: np.ndarray, kind: type) -> np.ndarray:
     """Without its fraction, the nearest that the type has; NaN is 0."""
     limits = np.iinfo(kind)
     return np.clip(np.nan_to_num(np.trunc(wide(x)), nan=0), limits.min, limits.max).astype(kind)
-
-
-def bf16(x: np.ndarray) -> np.ndarray:
-    return (x.astype(np.uint32) << 16).view(np.float32)
 
 
 def exponent(x: np.ndarray) -> np.ndarray:
@@ -175,28 +171,29 @@ def of_class(x: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return bits & mask != 0
 
 
-BELOW = [(1 << lane) - 1 for lane in range(64)]
+BELOW = np.array([[(1 << lane) - 1 for lane in range(64)]], np.uint64)
 FUNCTIONS = {
-    **{kind.__name__.replace("uint", "u").replace("int", "i").replace("float", "f"): kind
-       for kind in (np.uint16, np.int16, np.uint32, np.int32, np.uint64, np.int64,
-                    np.float16, np.float32, np.float64)},
-    **{f.__name__: f for f in (
-        np.where, np.sqrt, np.exp2, np.log2, np.sin, np.cos, np.trunc, np.floor, np.ceil, np.rint,
-        np.ldexp, np.copy,
-        wide, field, reversed_bits, leading_zeros, chosen_bytes, fma, flushed, of_lane, whole,
-        div_scale, div_fmas, div_fixup, of_class)},
-    "abs": np.abs,
-    "least": least,  # a number before a quiet NaN
-    "most": most,
+    "u32": np.uint32,
+    "i32": np.int32,
+    "f32": np.float32,
+    "f16": np.float16,
+    "where": np.where,
+    "copy": np.copy,
     "popcount": np.bitwise_count,
+    **{f.__name__: f for f in (np.sqrt, np.exp2, np.log2, np.sin, np.cos, np.ldexp)},
+    **{f.__name__: f for f in (np.trunc, np.floor, np.ceil, np.rint)},
+    **{f.__name__: f for f in (wide, long, field, reversed_bits, leading_zeros, chosen_bytes)},
+    **{f.__name__: f for f in (fma, flushed, most, least, low, high, of_lane)},
+    **{f.__name__: f for f in (div_scale, div_fmas, div_fixup, whole, of_class)},
+    "abs": np.abs,
     "TURN": 2 * np.pi,
-    "LANES_BELOW": np.array([[below & 0xFFFFFFFF for below in BELOW]], np.uint32),
-    "LANES_BELOW_HIGH": np.array([[below >> 32 for below in BELOW]], np.uint32),
-}  # fmt: skip
+    "LANES_BELOW": BELOW.astype(np.uint32),
+    "LANES_BELOW_HIGH": (BELOW >> 32).astype(np.uint32),
+}
 
 
 class Row(NamedTuple):
-    """An instruction of the tables."""
+    """An instruction of the table."""
 
     meaning: str
     sources: dict[str, str]  # S0, S1, S2 and D where it is read, each with its type
@@ -207,31 +204,38 @@ class Row(NamedTuple):
 
 def row(name: str, meaning: str) -> Row:
     """Make a function of the right column: its statements are Python already, but for types."""
-    last = re.search(r"[a-z]+\d+$", name)[0]
-    meaning = re.sub(r"\.T\b", f".{TYPES.get(last, last)}", meaning)
-    left, right, reads, body = {}, {}, {}, []
+    kind, bits = re.search(r"([a-z]+)(\d+)$", name).groups()
+    kind = kind.replace("b", "u")  # bits are unsigned numbers
+    meaning = re.sub(r"\.T\b", f".{kind}{bits}", meaning)
+    meaning = re.sub(r"\bL\b", str(int(bits) - 1), meaning)
+    results, sources, reads, body = {}, {}, {}, []
     for statement in meaning.split("; "):
         targets, _, expression = statement.partition(" = ")
-        right |= dict(re.findall(r"\b(S\d|D)\.(\w+)", expression))
+        sources |= dict(re.findall(r"\b(S\d|D)\.(\w+)", expression))
         reads |= dict.fromkeys(re.findall(r"\b(?:SCC|EXEC|VCC|ON|OFFSET)\b", expression))
-        left |= {t.partition(".")[0]: t.partition(".")[2] for t in targets.split(", ")}
+        results |= dict(re.findall(r"\b(D|M|SCC|EXEC)\b\.?(\w*)", targets))
         body.append(re.sub(r"\b(S\d|D|M)\.\w+", r"\1", statement))
-    left.pop("OLD", None)
-    lines = [f"def {name}({', '.join([*right, *reads])}):", *body, f"return {', '.join(left)},"]
+    lines = [f"def {name}({', '.join([*sources, *reads])}):", *body]
+    lines.append(f"return {', '.join(results)},")
     space = dict(FUNCTIONS)
     exec("\n    ".join(lines), space)
-    return Row(meaning, right, left, tuple(reads), space[name])
+    return Row(meaning, sources, results, tuple(reads), space[name])
 
 
 def rows() -> dict[str, Row]:
     """The table, by name."""
     found = {}
     for line in TABLE.read_text(encoding="utf-8").splitlines():
-        names, _, meaning = line.partition("#")[0].partition(" ")
-        if not names:
+        names, _, meaning = line.partition(" ")
+        if not names or names == "#":
             continue
-        first, *others = names.split("/")
+        first, *types = names.split("/")
         stem = first.rpartition("_")[0]
-        for name in [first, *(f"{stem}_{other}" for other in others)]:
-            found[name] = row(name, meaning.strip())
+        for pattern in (first, *(f"{stem}_{kind}" for kind in types)):
+            choices = ALTERNATIVES.search(pattern)
+            for number in range(len(choices[1].split(",")) if choices else 1):
+                text = f"{pattern} {meaning.strip()}"
+                chosen = ALTERNATIVES.sub(lambda part, n=number: part[1].split(",")[n], text)
+                name, _, rule = chosen.partition(" ")
+                found[name] = row(name, rule)
     return found

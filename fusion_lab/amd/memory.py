@@ -112,10 +112,8 @@ class Lds:
         total = groups * size
         self.bytes, self.known = np.zeros(total, np.uint8), np.zeros(total, bool)
         self.writers, self.readers = np.zeros(total, np.uint16), np.zeros(total, np.uint16)
-        self.last = np.zeros(total, np.uint16)  # the wave, as a bit, whose write was the last
-        wave = np.arange(groups * waves)[:, None]
-        self.base = wave // waves * size
-        self.bit = (1 << wave % waves).astype(np.uint16)
+        group, self.wave = np.divmod(np.arange(groups * waves)[:, None], waves)
+        self.base = group * size
 
     def forget(self, groups: np.ndarray) -> None:
         """All waves of these workgroups have passed a barrier."""
@@ -124,52 +122,47 @@ class Lds:
 
     def places(
         self, address: np.ndarray, active: np.ndarray, size: int, count: int, verb: str
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Of the active lanes the numbers of the bytes [lanes, size * count], and the bits of their
-        waves [lanes, 1]."""
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.uint16]]:
+        """For each wave of the workgroups its active lanes, the numbers of their bytes
+        [lanes, size * count], and its bit."""
         length = size * count
         if (outside := active & (address + length > self.size)).any():
             at = int(address[outside][0])
             raise Fault(f"{verb} {length} bytes from byte {at} of {self.size} in LDS", outside)
         if (odd := active & (address % size != 0)).any():
             raise Fault(f"{verb} {size} bytes of LDS at {int(address[odd][0])}, misaligned", odd)
-        index = (self.base + address)[active][:, None] + np.arange(length)
-        return index, np.broadcast_to(self.bit, active.shape)[active][:, None]
+        for wave in range(self.waves):
+            lanes = active & (self.wave == wave)
+            first = (self.base + address)[lanes]
+            yield lanes, first[:, None] + np.arange(length), np.uint16(1 << wave)
 
     def load(self, address: np.ndarray, active: np.ndarray, size: int, count: int) -> np.ndarray:
-        index, bit = self.places(address, active, size, count, "reads")
-        self.check(~self.known[index], "reads LDS that nobody has written", address, active)
-        if self.waves > 1:
+        found = np.zeros((*address.shape, size * count), np.uint8)
+        for lanes, index, bit in self.places(address, active, size, count, "reads"):
+            self.check(~self.known[index], "reads LDS that nobody has written", address, lanes)
             others = (self.writers[index] != 0) & (self.writers[index] & bit == 0)
             what = "race: reads what another wave has written since the last barrier"
-            self.check(others, what, address, active)
-            np.bitwise_or.at(self.readers, index, bit)
-        found = np.zeros((*address.shape, size * count), np.uint8)
-        found[active] = self.bytes[index]
+            self.check(others, what, address, lanes)
+            self.readers[index] |= bit
+            found[lanes] = self.bytes[index]
         return words_of_bytes(found, size)
 
     def store(
         self, address: np.ndarray, active: np.ndarray, size: int, values: list[np.ndarray]
     ) -> None:
-        index, bit = self.places(address, active, size, len(values), "writes")
-        content = bytes_of_words(values, active, size)
-        # what is there already any wave may write: whoever comes first, it is the same
-        new = self.bytes[index] != content
-        self.bytes[index], self.last[index], self.known[index] = content, bit, True
-        if self.waves == 1:
-            return
-        if (lost := self.bytes[index] != content).any():
-            # of a wave's lanes the last wins, of waves either
-            last = last_of_each_wave(index, bit)
-            new &= last
-            what = "race: two waves write different values since the last barrier"
-            self.check(lost & last & (self.last[index] != bit), what, address, active)
-        for touched, verb in ((self.writers, "written"), (self.readers, "read")):
-            others = new & (touched[index] & ~bit != 0)
-            what = f"race: writes what another wave has {verb} since the last barrier"
-            self.check(others, what, address, active)
-        self.writers[index[new]] = 0
-        np.bitwise_or.at(self.writers, index, bit)
+        """Of a wave's lanes that write one byte the last wins. What is there already any wave may
+        write: whoever comes first, it is the same."""
+        for lanes, index, bit in self.places(address, active, size, len(values), "writes"):
+            before = self.bytes[index]
+            self.bytes[index] = bytes_of_words(values, lanes, size)
+            self.known[index] = True
+            changed = self.bytes[index] != before
+            for touched, verb in ((self.writers, "written"), (self.readers, "read")):
+                others = changed & (touched[index] & ~bit != 0)
+                what = f"race: writes what another wave has {verb} since the last barrier"
+                self.check(others, what, address, lanes)
+            self.writers[index[changed]] = 0
+            self.writers[index] |= bit
 
     def check(self, bad: np.ndarray, what: str, address: np.ndarray, active: np.ndarray) -> None:
         """Raise a Fault if there is any such byte of the active lanes."""
@@ -177,11 +170,3 @@ class Lds:
             lanes = np.zeros_like(active)
             lanes[active] = bad.any(1)
             raise Fault(f"{what} (byte {int(address[lanes][0])} of LDS)", lanes)
-
-
-def last_of_each_wave(index: np.ndarray, bit: np.ndarray) -> np.ndarray:
-    """Whether no later lane of the wave has the same byte, [lanes, bytes]."""
-    last_first = (index.astype(np.int64) << 16 | bit).ravel()[::-1]
-    last = np.zeros(index.size, bool)
-    last[np.unique(last_first, return_index=True)[1]] = True
-    return last[::-1].reshape(index.shape)

@@ -38,6 +38,22 @@ class View:
     offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
+    behind: int  # bytes of the storage
+
+    @staticmethod
+    def on(storage: int, tensor: Tensor) -> View:
+        """This tensor, whose storage gets the number."""
+        places = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+        return View(storage, tensor.dtype, *places, tensor.untyped_storage().nbytes())
+
+    # what Triton's compiler asks a tensor for, beside the type: alignment, as if the storage began
+    # at 0, and whether 31 bits count its bytes
+
+    def data_ptr(self) -> int:
+        return self.offset * self.dtype.itemsize
+
+    def ptr_range(self) -> int:
+        return self.behind
 
     def of(self, storages: list[Tensor]) -> Tensor:
         """The tensor on these storages, which are tensors of bytes."""
@@ -148,8 +164,7 @@ def recording(seen: Callable[[Recorded], None]) -> Iterator[None]:
                 if place not in numbers:
                     numbers[place] = len(storages)
                     storages.append(bytes_of(value))
-                shape = value.storage_offset(), tuple(value.shape), value.stride()
-                arguments[name] = View(numbers[place], value.dtype, *shape)
+                arguments[name] = View.on(numbers[place], value)
         before = [storage.clone() for storage in storages]
         run(function, *given, grid=grid, warmup=warmup, **named)
         after = [storage.clone() for storage in storages]

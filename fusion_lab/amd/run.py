@@ -1,5 +1,5 @@
-"""Execute the machine code of a program's Triton kernels for an AMD GPU, on a CPU, and compare what
-comes out.
+"""Execute the machine code of a program's Triton kernels for an MI300X (gfx942), on a CPU, and
+compare what comes out.
 
 The program runs in Triton's interpreter. Every launch is compiled for the GPU, and its assembly is
 executed on the same tensors. Of a version script it is one training step, with the blocks that the
@@ -7,7 +7,7 @@ script chooses for AMD. Prints a table, and how many launches
 
   agree         each tensor is what the interpreter computed, by the rule of amd/agreement.py
   disagree      one is not, or there is an access outside of a tensor, a race in LDS, a barrier that
-                not all waves reach, a register that nobody wrote, a loop without end
+                not all waves reach, a loop without end
   not executed  the compiler refuses it, or its code has an instruction that is not known here
 
 and whether the program failed itself. The exit status is 0 if all agree.
@@ -39,7 +39,7 @@ from fusion_lab.amd.agreement import difference
 from fusion_lab.amd.assembly import Unknown
 from fusion_lab.amd.compile import compiled_launch
 from fusion_lab.amd.counters import Counts
-from fusion_lab.amd.launch import EXECUTED, Kernel, run_grid
+from fusion_lab.amd.launch import TARGET, Kernel, run_grid
 from fusion_lab.amd.memory import Fault
 from fusion_lab.amd.record import Recorded, is_version, recorded
 from fusion_lab.cli import Parser, documented_parser, note, program, say, sign_of_life
@@ -54,7 +54,6 @@ MIX = ("VALU", "VMEM", "LDS", "MFMA", "SALU", "SMEM", "BRANCH")
 class Outcome:
     """Of a launch, with its largest error; or that the program failed."""
 
-    file: str = ""
     kernel: str = ""
     error: float = 0.0
     outcome: str = AGREE
@@ -62,48 +61,43 @@ class Outcome:
     dispatch: dict = field(default_factory=dict)  # with its counters
 
 
-def outcome_of(launch: Recorded, target: str, watch: bool = False) -> Outcome:
+def outcome_of(launch: Recorded, watch: bool = False) -> Outcome:
     """Compile and execute a recorded launch, and compare all storages."""
     storages = [storage.clone() for storage in launch.before]
-    done = Outcome(launch.file, launch.kernel)
+    name = launch.kernel
     try:
-        kernel = Kernel(compiled_launch(launch, target))
+        kernel = Kernel(compiled_launch(launch, TARGET))
         counts = run_grid(kernel, launch.grid, launch.with_tensors(storages), watch)
     except Fault as fault:
-        done.outcome, done.remark = DISAGREE, str(fault)
+        return Outcome(name, outcome=DISAGREE, remark=str(fault))
     except Unknown as error:
-        done.outcome, done.remark = NOT_EXECUTED, str(error)
+        return Outcome(name, outcome=NOT_EXECUTED, remark=str(error))
     except Exception as error:  # of many kinds, down to a failed pass of the compiler
         reason = (str(error) or repr(error)).splitlines()[-1]
-        done.outcome, done.remark = NOT_EXECUTED, f"{launch.kernel}: {reason}"
-    else:
-        done.error, wrong = difference(launch, storages, counts.read, kernel.multiplies_in_xf32)
-        if wrong:
-            done.outcome, done.remark = DISAGREE, f"{launch.kernel}: {wrong}"
-        if watch:
-            done.dispatch = dispatch(kernel, counts)
+        return Outcome(name, outcome=NOT_EXECUTED, remark=f"{name}: {reason}")
+    error, wrong = difference(launch, storages, counts.read, kernel.multiplies_in_xf32)
+    done = Outcome(name, error, dispatch=dispatch(kernel, counts) if watch else {})
+    if wrong:
+        done.outcome, done.remark = DISAGREE, f"{name}: {wrong}"
     return done
 
 
-def outcomes_of(
-    file: Path, argv: Sequence[str], target: str, watch: bool = False, once: bool = False
-) -> list[Outcome]:
-    """Record a program's launches and execute them; with `once`, of those that differ in values
-    only the first."""
+def outcomes_of(file: Path, argv: Sequence[str], watch: bool = False) -> list[Outcome]:
+    """Record a program's launches and execute them; of a program's that differ in values only the
+    first, of a training step's all."""
     torch.set_num_threads(1)
-    found, seen = [], set()
+    found, seen, repeats = [], set(), is_version(file)
     with recorded(file, argv) as (done, launches):
         for launch in launches:
-            if once and launch.key() in seen:
-                continue
-            seen.add(launch.key())
-            found.append(outcome_of(launch, target, watch))
-    printed = (*done.stdout.splitlines(), *done.stderr.splitlines())
-    say(*(f"{file.name} prints: {line}" for line in printed))
-    if done.returncode or not found:
-        failed = f"it ended with status {done.returncode}"
-        remark = failed if done.returncode else "it launches no kernel"
+            if repeats or launch.key() not in seen:
+                seen.add(launch.key())
+                found.append(outcome_of(launch, watch))
+    say(*(f"{file.name} prints: {line}" for line in (done.stdout + done.stderr).splitlines()))
+    if done.returncode:
+        remark = f"it ended with status {done.returncode}"
         found.append(Outcome(outcome=FAILED, remark=remark))
+    elif not found:
+        found.append(Outcome(outcome=FAILED, remark="it launches no kernel"))
     lines = (f"{x.outcome}: {x.remark}" for x in found if x.outcome != AGREE)
     say(*(f"{file.name}: {line}" for line in dict.fromkeys(lines)))
     return found
@@ -137,22 +131,20 @@ def dispatch(kernel: Kernel, counts: Counts) -> dict:
     return described | counts.hardware()
 
 
-def write_counters(folder: Path, target: str, rows: Sequence[dict]) -> None:
+def write_counters(folder: Path, rows: Sequence[dict]) -> None:
     """Write rocprofv3's counter_collection.csv, a row for each counter of a dispatch, and
     rocprof-compute's pmc_perf.csv, a row for each dispatch."""
     agent = {"Agent_Id": dispatches.EXECUTED}
     rocprofv3, rocprof_compute = [], []
     for number, row in enumerate(rows, 1):
+        rocprof_compute.append({"Dispatch_ID": number, "GPU_ID": 0} | agent | row)
         counters = {name: row[name] for name in row if name.startswith(("SQ_", "TCP_", "TCC_"))}
         described = {name: row[name] for name in row if name not in counters}
         first = {"Correlation_Id": number, "Dispatch_Id": number} | agent | described
-        rocprofv3 += [
-            first | {"Counter_Name": name, "Counter_Value": value}
-            for name, value in counters.items()
-        ]
-        rocprof_compute.append({"Dispatch_ID": number, "GPU_ID": 0} | agent | row)
+        for name, value in counters.items():
+            rocprofv3.append(first | {"Counter_Name": name, "Counter_Value": value})
     write_csv(folder / "executed_counter_collection.csv", rocprofv3)
-    write_csv(folder / f"workloads/executed/{target}/pmc_perf.csv", rocprof_compute)
+    write_csv(folder / f"workloads/executed/{TARGET}/pmc_perf.csv", rocprof_compute)
 
 
 def instruction_mix(rows: Sequence[dict]) -> str:
@@ -174,10 +166,10 @@ def instruction_mix(rows: Sequence[dict]) -> str:
 
 def table(found: Sequence[Outcome]) -> str:
     """A row for each kernel."""
-    groups: dict[tuple, list[Outcome]] = {}
+    groups: dict[str, list[Outcome]] = {}
     for launch in found:
         if launch.outcome != FAILED:
-            groups.setdefault((launch.file, launch.kernel), []).append(launch)
+            groups.setdefault(launch.kernel, []).append(launch)
     columns = [
         Column("kernel", lambda rows: rows[0].kernel),
         Column("launches", len, "d"),
@@ -188,15 +180,13 @@ def table(found: Sequence[Outcome]) -> str:
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
-    once = not is_version(args.file)
     note(f"{args.file.name} runs in Triton's interpreter first, which is slow: give small sizes")
     with sign_of_life(args.file.name):
-        found = outcomes_of(args.file, argv, args.target, bool(args.counters), once)
-    if any(launch.kernel for launch in found):
-        print(table(found))
+        found = outcomes_of(args.file, argv, bool(args.counters))
+    print(table(found))
     if rows := [launch.dispatch for launch in found if launch.dispatch]:
-        write_counters(args.counters, args.target, rows)
-        print(f"\n{args.target}, instructions per wave of a launch, executed, not measured:")
+        write_counters(args.counters, rows)
+        print(f"\n{TARGET}, instructions per wave of a launch, executed, not measured:")
         print(f"\n{instruction_mix(rows)}")
     compared = "the compiler's code with Triton's interpreter: a kernel whose idea is wrong agrees"
     print(f"\n{summary(found)} (compared: {compared})")
@@ -206,8 +196,6 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 def build_parser() -> Parser:
     parser = documented_parser("amd-run run", __doc__)
     parser.add_argument("file", type=Path, metavar="FILE.py")
-    text = "(default: gfx942, an MI300X)"
-    parser.add_argument("--target", choices=EXECUTED, default=EXECUTED[0], help=text)
     parser.add_path("--counters", "DIR", "write counters there")
     return parser
 

@@ -18,7 +18,6 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import itertools
 import linecache
 from pathlib import Path
 
@@ -27,7 +26,7 @@ import numpy as np
 from fusion_lab.amd.assembly import ACCUMULATORS, Instruction, Unknown
 from fusion_lab.amd.compile import compiled_launch
 from fusion_lab.amd.execute import ROWS
-from fusion_lab.amd.launch import EXECUTED, Kernel, Loaded, explained, run_grid
+from fusion_lab.amd.launch import TARGET, Kernel, Loaded, explained, run_grid
 from fusion_lab.amd.memory import Fault
 from fusion_lab.amd.record import Recorded, launches_of
 from fusion_lab.amd.waves import EXEC, UNSET, VCC, Waves, unpacked
@@ -96,8 +95,8 @@ def source_of(launch: Recorded, line: str) -> str:
     return linecache.getline(launch.file, int(place)).strip()
 
 
-class Stepper:
-    """Prints while a workgroup executes."""
+class Printer:
+    """Prints instructions, below their lines of the source, and what they change."""
 
     def __init__(self, args: argparse.Namespace, launch: Recorded, kernel: Kernel):
         self.args, self.launch, self.kernel = args, launch, kernel
@@ -123,6 +122,7 @@ class Stepper:
                 self.name(place)
 
     def run(self) -> None:
+        """Execute a workgroup, and print what one of its waves does."""
         args, kernel = self.args, self.kernel
         loaded = Loaded(kernel, self.launch.grid, self.launch.with_tensors(self.launch.before))
         sizes = (*self.launch.grid, 1, 1)[:3]
@@ -130,26 +130,21 @@ class Stepper:
             raise ToolError(f"there are {np.prod(sizes)} workgroups of {kernel.waves} waves")
         group = np.array([np.unravel_index(args.workgroup, sizes, order="F")])
         waves = loaded.start(group)
-        steps = itertools.count()
         try:
             while waves.running:
                 place, here = waves.pc, bool(waves.here[args.wave, 0])
                 instruction = kernel.program.code[place]
-                wanted = here and self.shown(instruction) and next(steps) < args.most
-                before = contents(waves, instruction, args.wave, args.lanes) if wanted else {}
+                before = contents(waves, instruction, args.wave, args.lanes)
                 with np.errstate(all="ignore"):
                     waves.step()
-                if wanted:
-                    self.show(waves, place, before)
+                if here and self.shown(instruction):
+                    self.name(place)
+                    self.changes(waves, instruction, before)
         except Fault as fault:
             raise ToolError(str(explained(fault, waves, group)), status=1) from fault
-        if (done := next(steps)) > args.most:
-            print(f"\n{done - args.most} more instructions: --most shows them, --lines chooses")
 
-    def show(self, waves: Waves, place: int, before: dict[str, str]) -> None:
-        """An instruction and what it has changed."""
-        self.name(place)
-        instruction = self.kernel.program.code[place]
+    def changes(self, waves: Waves, instruction: Instruction, before: dict[str, str]) -> None:
+        """What an instruction has changed in the wave."""
         after = contents(waves, instruction, self.args.wave, self.args.lanes)
         for name, text in after.items():
             if text != before[name]:
@@ -200,14 +195,12 @@ def build_parser() -> Parser:
     parser = documented_parser("amd-run step", __doc__)
     parser.add_argument("file", type=Path, metavar="FILE.py")
     parser.add_argument("kernel", nargs="?", metavar="KERNEL", help="(default: the first launched)")
-    parser.add_argument("--target", choices=EXECUTED, default=EXECUTED[0], help="(default: gfx942)")
     parser.add_count("--workgroup", 0, "which is executed", least=0)
     parser.add_count("--wave", 0, "of it, which is shown", least=0)
     text = "whose values are shown (default: 0,1,16,63)"
     parser.add_argument("--lanes", type=several(lane), default=[0, 1, 16, 63], help=text)
     text = "show only what these lines of the source became (default: all)"
     parser.add_argument("--lines", type=lines, default=(0, 0), metavar="FIRST-LAST", help=text)
-    parser.add_count("--most", 100, "instructions are shown")
     what = parser.add_mutually_exclusive_group()
     text = "the instructions and what they mean, executing nothing"
     what.add_argument("--listing", action="store_true", help=text)
@@ -224,25 +217,29 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         raise ToolError(f"{args.file} launches no kernel of the name {args.kernel}")
     launch = found[0]
     try:
-        text = args.assembly.read_text() if args.assembly else None
-        compiled = compiled_launch(launch, args.target)
-        kernel = Kernel(compiled, text)
+        compiled = compiled_launch(launch, TARGET)
+        if args.save:
+            write_text(args.save, compiled.asm["amdgcn"])
+        kernel = Kernel(compiled, args.assembly.read_text() if args.assembly else None)
+        show(args, launch, kernel)
     except Unknown as error:
-        raise ToolError(str(error)) from error
-    if args.save:
-        write_text(args.save, compiled.asm["amdgcn"])
+        raise ToolError(f"not executed: {error}") from error
+    return 0
+
+
+def show(args: argparse.Namespace, launch: Recorded, kernel: Kernel) -> None:
+    """Print what the arguments ask for."""
     sizes = " x ".join(map(str, launch.grid))
-    print(f"{launch.kernel} for {args.target}: {sizes} workgroups of {kernel.waves} waves, "
+    print(f"{launch.kernel} for {TARGET}: {sizes} workgroups of {kernel.waves} waves, "
           f"{len(kernel.program.code)} instructions, {kernel.lds} bytes of LDS")  # fmt: skip
     if args.counts:
         counts_of(launch, kernel)
     elif args.listing:
-        Stepper(args, launch, kernel).listing()
+        Printer(args, launch, kernel).listing()
     else:
         print(f"workgroup {args.workgroup}, wave {args.wave}, "
               f"lanes {', '.join(map(str, args.lanes))}")  # fmt: skip
-        Stepper(args, launch, kernel).run()
-    return 0
+        Printer(args, launch, kernel).run()
 
 
 main = program(build_parser, run, of_scripts=True)

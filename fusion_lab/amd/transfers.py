@@ -1,18 +1,19 @@
-"""Instructions that move data: between registers and tensors (buffer_, global_, flat_, s_load_),
-LDS (ds_) and the registers of other lanes."""
+"""Instructions that move data between registers and tensors (buffer_, global_, s_load_) or LDS
+(ds_)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
-from fusion_lab.amd.assembly import Instruction, Operand, Unknown
-from fusion_lab.amd.waves import Waves, word
+from fusion_lab.amd.assembly import Instruction, Unknown
+from fusion_lab.amd.operands import long_word, word
+from fusion_lab.amd.waves import Waves
 
 Run = Callable[[Waves], None]
-Address = Callable[[Waves], tuple[np.ndarray, np.ndarray]]  # of each lane, and those at work
 # how much of memory moves: bytes of an element, how many, and whether with a sign
 FORMS = {
     **{f"dword{'' if n == 1 else f'x{n}'}": (4, n, False) for n in (1, 2, 3, 4, 8, 16)},
@@ -22,8 +23,7 @@ FORMS = {
     "sbyte": (1, 1, True),
     "sshort": (2, 1, True),
 }
-ACCESS = re.compile(r"(buffer|global|scratch|ds|s)_(load|store|read|write)(2?)(st64)?_"
-                    r"(\w+?)(?:_d16_hi)?$")  # fmt: skip
+ACCESS = re.compile(r"(buffer|global|ds|s)_(load|store|read|write)(2?)(st64)?_(\w+?)(_d16_hi)?$")
 ATOMIC = re.compile(r"(?:buffer|global)_atomic_(\w+)$")
 # the first row are modifiers that say where, the others concern caches only
 KNOWN_MODIFIERS = {"offset", "offset0", "offset1", "offen", "off",
@@ -34,129 +34,80 @@ def constant(instruction: Instruction, name: str = "offset") -> int:
     return int(instruction.modifiers.get(name, "0"), 0)
 
 
-def long(op: Operand, place: int = 0) -> Callable[[Waves], np.ndarray]:
-    """64 bits in two registers."""
-    low, high = word(op, place), word(op, place + 1)
-    return lambda waves: low(waves) | high(waves).astype(np.uint64) << 32
+def addresses(waves: Waves, instruction: Instruction, place: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where an access of tensors goes, of each lane, and the lanes at work.
 
-
-def of_buffer(instruction: Instruction) -> Address:
-    """A buffer is four scalar registers: base, stride, how many bytes it has, flags; beyond them
-    nothing is done and 0 is read, which is how Triton masks lanes."""
-    offset, buffer, start = instruction.operands[-3:]
-    base, size, more = long(buffer), word(buffer, 2), word(start)
-    lane = word(offset) if "offen" in instruction.modifiers else None
-    first = np.uint64(constant(instruction))
-
-    def address(waves: Waves) -> tuple[np.ndarray, np.ndarray]:
-        inside = first + more(waves)
-        if lane:
-            inside = inside + lane(waves)
-        active = waves.lanes & (inside < size(waves))
-        found = (base(waves) & 0xFFFFFFFFFFFF) + inside
-        return np.broadcast_to(found, active.shape), active
-
-    return address
-
-
-def of_scratch(instruction: Instruction, operands: Sequence[Operand]) -> Address:
-    """A lane's own memory, to which registers are spilled."""
-    offsets = [word(op) for op in operands if op.text != "off"]
-
-    def address(waves: Waves) -> tuple[np.ndarray, np.ndarray]:
-        inside = sum((offset(waves) for offset in offsets), np.uint32(constant(instruction)))
-        return waves.scratch + inside, waves.lanes
-
-    return address
-
-
-def addresses(instruction: Instruction, place: int) -> Address:
-    """Where an access goes. That of global memory is to an address in two vector registers, the
-    operand `place`, or in scalar ones with an offset in that."""
+    A buffer is four scalar registers: base, stride, how many bytes it has, flags; beyond them
+    nothing is done and 0 is read, which is how Triton masks lanes. That of global memory goes to an
+    address in two vector registers, the operand `place`, or in scalar ones with an offset in that.
+    """
+    inside, active = np.uint64(constant(instruction) & (1 << 64) - 1), waves.lanes
     if instruction.mnemonic.startswith("buffer"):
-        return of_buffer(instruction)
-    op, last = instruction.operands[place], instruction.operands[-1]
-    if instruction.mnemonic.startswith("scratch"):
-        return of_scratch(instruction, [op, last])
-    base = long(last) if last.kind == "s" else None
-    lane = word(op) if base else long(op)
-    first = np.uint64(constant(instruction) & (1 << 64) - 1)
-
-    def address(waves: Waves) -> tuple[np.ndarray, np.ndarray]:
-        found = lane(waves).astype(np.uint64) + first
-        if base:
-            found = found + base(waves)
-        return np.broadcast_to(found, waves.lanes.shape), waves.lanes
-
-    return address
+        offset, buffer, start = instruction.operands[-3:]
+        inside = inside + word(waves, start)
+        if "offen" in instruction.modifiers:
+            inside = inside + word(waves, offset)
+        active = active & (inside < word(waves, buffer, 2))
+        address = (long_word(waves, buffer) & 0xFFFFFFFFFFFF) + inside
+    else:
+        op, last = instruction.operands[place], instruction.operands[-1]
+        if last.kind == "s":
+            address = long_word(waves, last) + word(waves, op) + inside
+        else:
+            address = long_word(waves, op) + inside
+    return np.broadcast_to(address, active.shape), active
 
 
-def tensor_access(instruction: Instruction, form: tuple, writes: bool) -> Run:
+def tensor_access(instruction: Instruction, form: tuple, writes: bool, waves: Waves) -> None:
     """Between a tensor and registers."""
     size, count, signed = form
     is_buffer = instruction.mnemonic.startswith("buffer")
-    address = addresses(instruction, 0 if writes else 1)
     registers = instruction.operands[0 if is_buffer or not writes else 1]
-    shift = 16 if instruction.mnemonic.endswith("_hi") else 0
-    values = [word(registers, i) for i in range(count)] if writes else []
-
-    def run(waves: Waves) -> None:
-        where, active = address(waves)
-        words = [value(waves) >> shift for value in values]
-        waves.must_be_written()
-        if waves.watch:
-            waves.watch.tensor(where, active, size * count, writes)
-        if writes:
-            waves.memory.store(where, active, size, words)
-            return
-        for i, words in enumerate(waves.memory.load(where, active, size, count)):
-            if signed:
-                words = words.astype(f"i{size}").astype(np.int32).view(np.uint32)
-            waves.put(registers.index + i, words)
-
-    return run
+    where, active = addresses(waves, instruction, 0 if writes else 1)
+    if waves.watch:
+        waves.watch.tensor(waves, where, active, size * count, writes)
+    if writes:
+        shift = 16 if instruction.mnemonic.endswith("_hi") else 0
+        words = [word(waves, registers, i) >> shift for i in range(count)]
+        waves.memory.store(where, active, size, words)
+        return
+    for i, words in enumerate(waves.memory.load(where, active, size, count)):
+        if signed:
+            words = words.astype(f"i{size}").astype(np.int32).view(np.uint32)
+        waves.put(registers.index + i, words)
 
 
-def load_scalar(instruction: Instruction, form: tuple) -> Run:
+def load_scalar(instruction: Instruction, form: tuple, waves: Waves) -> None:
     target, base, offset = instruction.operands
     size, count, _ = form
-    first, more = long(base), word(offset)
-
-    def run(waves: Waves) -> None:
-        address = first(waves) + more(waves) + np.uint64(constant(instruction))
-        if waves.watch:
-            waves.watch.scalar(size * count)
-        words = waves.memory.load(address, waves.here, size, count)
-        waves.put_scalar(target.index, np.concatenate(list(words), axis=1))
-
-    return run
+    address = long_word(waves, base) + word(waves, offset) + np.uint64(constant(instruction))
+    words = waves.memory.load(address, waves.here, size, count)
+    waves.put_scalar(target.index, np.concatenate(list(words), axis=1))
 
 
-def lds_access(instruction: Instruction, form: tuple, writes: bool, unit: int) -> Run:
+def lds_access(
+    instruction: Instruction, form: tuple, writes: bool, unit: int, waves: Waves
+) -> None:
     """ds_read_ and ds_write_ of one place, ds_read2_ and ds_write2_ of two, whose offsets count
     units of so many bytes."""
     size, count, _ = form
-    operands = instruction.operands
-    at, shift = word(operands[0 if writes else 1]), 16 * instruction.mnemonic.endswith("_hi")
+    operands, lanes = instruction.operands, waves.lanes
     offsets = [constant(instruction)]
     if unit:
         offsets = [unit * constant(instruction, name) for name in ("offset0", "offset1")]
-    values = [[word(op, i) for i in range(count)] for op in operands[1:]] if writes else []
-
-    def run(waves: Waves) -> None:
-        address = np.broadcast_to(at(waves), waves.lanes.shape).astype(np.int64)
-        read = [[value(waves) >> shift for value in parts] for parts in values]
-        waves.must_be_written()
-        if waves.watch:
-            waves.watch.lds(address, size * count, offsets, writes)
-        if not writes:
-            loads = [waves.lds.load(address + n, waves.lanes, size, count) for n in offsets]
-            for i, words in enumerate(np.concatenate(loads)):
-                waves.put(operands[0].index + i, words)
-        for offset, words in zip(offsets, read, strict=False):
-            waves.lds.store(address + offset, waves.lanes, size, words)
-
-    return run
+    at = word(waves, operands[0 if writes else 1])
+    address = np.broadcast_to(at, lanes.shape).astype(np.int64)
+    if waves.watch:
+        waves.watch.lds(waves, address, size * count, offsets, writes)
+    if writes:
+        shift = 16 if instruction.mnemonic.endswith("_hi") else 0
+        for offset, op in zip(offsets, operands[1:], strict=True):
+            words = [word(waves, op, i) >> shift for i in range(count)]
+            waves.lds.store(address + offset, lanes, size, words)
+        return
+    loads = [waves.lds.load(address + offset, lanes, size, count) for offset in offsets]
+    for i, words in enumerate(np.concatenate(loads)):
+        waves.put(operands[0].index + i, words)
 
 
 # --- atomic operations
@@ -177,47 +128,37 @@ CHANGES = {  # new value in memory, from the old one and the operand
 }
 
 
-def atomic(instruction: Instruction, name: str) -> Run:
-    if name not in CHANGES:
-        raise Unknown("unknown atomic operation")
+def atomic(instruction: Instruction, name: str, waves: Waves) -> None:
     kind, change = CHANGES[name]
-    returns = bool({"sc0", "glc"} & instruction.modifiers.keys())
-    address = addresses(instruction, int(returns))
+    returns = "sc0" in instruction.modifiers
     op = instruction.operands[0 if instruction.mnemonic.startswith("buffer") else 1 + returns]
-    values = [word(op, place) for place in range(2 if name == "cmpswap" else 1)]
-
-    def run(waves: Waves) -> None:
-        where, active = address(waves)
-        operands = [
-            np.broadcast_to(value(waves), where.shape).astype(np.uint32).view(kind)
-            for value in values
-        ]
-        waves.must_be_written()
-        if waves.watch:
-            waves.watch.tensor(where, active, 4, True)
-        before = waves.memory.atomic(where, active, kind, change, operands)
-        if returns:
-            waves.put(instruction.operands[0].index, before.view(np.uint32))
-
-    return run
+    where, active = addresses(waves, instruction, int(returns))
+    words = [word(waves, op, place) for place in range(2 if name == "cmpswap" else 1)]
+    operands = [np.broadcast_to(each, where.shape).view(kind) for each in words]
+    if waves.watch:
+        waves.watch.tensor(waves, where, active, 4, True)
+    before = waves.memory.atomic(where, active, kind, change, operands)
+    if returns:
+        waves.put(instruction.operands[0].index, before.view(np.uint32))
 
 
 def build(instruction: Instruction) -> tuple[str, Run] | None:
     """Kind and function of an instruction that moves data; None if it is not one."""
     name = instruction.mnemonic
     atomics, found = ATOMIC.match(name), ACCESS.match(name)
-    if not atomics and (not found or found[5] not in FORMS):
-        return None
-    if name.endswith("_d16_hi") and found[2] in ("load", "read"):
+    known = atomics[1] in CHANGES if atomics else found and found[5] in FORMS
+    if not known:
         return None
     if unknown := instruction.modifiers.keys() - KNOWN_MODIFIERS:
         raise Unknown(f"modifier {unknown.pop()}")
     if atomics:
-        return "VMEM", atomic(instruction, atomics[1])
+        return "VMEM", partial(atomic, instruction, atomics[1])
     form, writes = FORMS[found[5]], found[2] in ("store", "write")
+    if found[6] and not writes:
+        return None
     if found[1] == "s":
-        return "SMEM", load_scalar(instruction, form)
+        return "SMEM", partial(load_scalar, instruction, form)
     if found[1] == "ds":
         unit = form[0] * form[1] * (64 if found[4] else 1) if found[3] else 0
-        return "LDS", lds_access(instruction, form, writes, unit)
-    return "VMEM", tensor_access(instruction, form, writes)
+        return "LDS", partial(lds_access, instruction, form, writes, unit)
+    return "VMEM", partial(tensor_access, instruction, form, writes)

@@ -6,11 +6,9 @@ register is an array [waves, 64], a scalar one a column of `scalars`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
-from fusion_lab.amd.assembly import Operand, Program, Unknown
+from fusion_lab.amd.assembly import Program
 from fusion_lab.amd.memory import Fault, Lds, Memory
 
 EXEC, VCC = 126, 106  # their places among the scalar registers
@@ -30,22 +28,6 @@ def unpacked(words: np.ndarray) -> np.ndarray:
     return np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").view(bool)
 
 
-def word(op: Operand, place: int = 0, high: bool = False) -> Callable[[Waves], np.ndarray]:
-    """A function that gives a register of an operand, or a constant, in 32 bits; `high` ones are
-    the upper half of a number."""
-    index = op.index + place
-    if op.kind in "vs" and place >= op.count:
-        raise Unknown(f"register {place} of {op.text}")
-    if op.kind == "v":
-        return lambda waves: waves.vector(index, high)
-    if op.kind == "s":
-        return lambda waves: waves.scalar_word(index, high)
-    if op.kind != "number":
-        raise Unknown(f"operand {op.text}")
-    value = np.array([[op.bits("u", 32)]], np.uint32)
-    return lambda waves: value
-
-
 class Waves:
     """`count` = groups x waves of each; wave w belongs to group w // waves."""
 
@@ -54,15 +36,7 @@ class Waves:
         self.vectors = np.full((registers, self.count, 64), UNSET, np.uint32)
         self.scalars = np.full((self.count, 128), UNSET, np.uint32)
         self.scc = np.zeros((self.count, 1), bool)
-        # lanes for which nobody has written a vector register, waves for which nobody has a scalar
-        # one, by their numbers
-        nowhere = np.ones((self.count, 64), bool)
-        self.unwritten = dict.fromkeys(range(registers), nowhere)
-        self.unwritten_scalars = dict.fromkeys(range(EXEC), nowhere[:, :1])
-        # of these registers' lanes, what the instruction has read: low words and high ones
-        self.undefined: list[np.ndarray | None] = [None, None]
         self.memory: Memory | None = None
-        self.scratch: np.ndarray | None = None  # addresses of the lanes' own memory
         self.lds = Lds(groups, waves, lds)
         self.pc = 0  # of the waves that are here
         self.at = np.zeros(self.count, np.int64)  # of the others
@@ -82,81 +56,21 @@ class Waves:
         self.lanes = self.exec & here
         self.all_lanes = bool(self.lanes.all())
 
-    # --- reading registers
-
-    def vector(self, index: int, high: bool = False) -> np.ndarray:
-        """A vector register. Where nobody has written it, what is made of it counts as unwritten,
-        too: the compiler lets numbers be undefined that decide nothing."""
-        if index in self.unwritten:
-            self.note_undefined(self.unwritten[index] & self.lanes, high)
-        return self.vectors[index]
-
-    def note_undefined(self, bad: np.ndarray, high: bool) -> None:
-        """This instruction has read in these lanes what nobody has written."""
-        if bad.any():
-            before = self.undefined[high]
-            self.undefined[high] = bad if before is None else bad | before
-
-    def take_high(self) -> None:
-        """What is written from here on depends on upper halves, too."""
-        low, high = self.undefined
-        if high is not None:
-            self.undefined[0] = high if low is None else low | high
-
-    def must_be_written(self) -> None:
-        """What has been read decides something: where to go, or what is in memory."""
-        self.take_high()
-        if self.undefined[0] is not None:
-            raise Fault("uses a vector register that nobody has written", self.undefined[0])
-
-    def scalar(self, index: int, count: int = 1) -> np.ndarray:
-        for place in range(index, index + count):
-            unwritten = self.unwritten_scalars.get(place)
-            if unwritten is not None and (bad := unwritten & self.here).any():
-                raise Fault(f"uses s{place}, which nobody has written", bad)
-        return self.scalars[:, index : index + count]
-
-    def scalar_word(self, index: int, high: bool) -> np.ndarray:
-        """One scalar register. A move to vector registers may take one that nobody has written, of
-        which half a number is enough."""
-        if index in self.unwritten_scalars:
-            if not self.program.code[self.pc - 1].mnemonic.startswith("v_mov"):
-                return self.scalar(index)
-            self.note_undefined(self.unwritten_scalars[index] & self.lanes, high)
-        return self.scalars[:, index : index + 1]
-
-    # --- writing registers, where waves are here and lanes are at work
+    # --- registers: they are written where waves are here and lanes at work
 
     def put(self, index: int, words: np.ndarray, allowed: np.ndarray | None = None) -> None:
         """Write a vector register, or of it the lanes that are `allowed`."""
-        if self.all_lanes and allowed is None and self.undefined[0] is None:
+        if self.all_lanes and allowed is None:
             self.vectors[index][:] = words
-            self.unwritten.pop(index, None)
             return
-        self.put_lanes(index, words, self.lanes if allowed is None else self.lanes & allowed)
-
-    def put_lanes(self, index: int, words: np.ndarray, lanes: np.ndarray) -> None:
-        """Write a vector register in these lanes, whether they are at work or not."""
+        lanes = self.lanes if allowed is None else self.lanes & allowed
         np.copyto(self.vectors[index], words, where=lanes)
-        left = self.unwritten.pop(index, None)
-        if left is not None:
-            left = left & ~lanes
-        if self.undefined[0] is not None:
-            more = self.undefined[0] & lanes
-            left = more if left is None else left | more
-        if left is not None and left.any():
-            self.unwritten[index] = left
 
     def put_scalar(self, index: int, words: np.ndarray) -> None:
         """Write one scalar register [waves, 1], two [waves, 2] or more."""
-        columns = self.scalars[:, index : index + words.shape[1]]
-        np.copyto(columns, words, where=self.here)
-        for place in range(index, index + words.shape[1]):
-            if place in self.unwritten_scalars:
-                left = self.unwritten_scalars.pop(place) & ~self.here
-                if left.any():
-                    self.unwritten_scalars[place] = left
-        if index + words.shape[1] > EXEC:
+        end = index + words.shape[1]
+        np.copyto(self.scalars[:, index:end], words, where=self.here)
+        if end > EXEC:
             self.exec = unpacked(self.scalars[:, EXEC : EXEC + 2])
             self.choose(self.here)
 
@@ -168,7 +82,8 @@ class Waves:
         np.copyto(self.scc, value, where=self.here)
 
     def mask(self, index: int) -> np.ndarray:
-        return unpacked(self.scalar(index, 2))
+        """Two scalar registers as bits [waves, 64]."""
+        return unpacked(self.scalars[:, index : index + 2])
 
     # --- the way through the program
 
@@ -226,7 +141,6 @@ class Waves:
         if self.steps > MOST:
             raise Fault(f"does not end after {MOST:,} instructions: a loop, or a wait for "
                         "workgroups that come later?", self.here)  # fmt: skip
-        self.undefined = [None, None]
         instruction.run(self)
         if self.pc >= self.others or self.left < 0:
             if self.left < 0:

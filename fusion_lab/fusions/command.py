@@ -12,8 +12,8 @@ operators, in a backward pass those of its forward pass.
 FILE.py` would run it; the file's own arguments stand behind --. It returns (model, batch), and
 model(**batch) is the loss, a scalar or with a .loss: the step is forward, backward and AdamW. Or it
 returns a function without arguments that takes one training step, on the device of its choice. It
-takes --use-amp, --matmul-precision and --device as the version scripts do. What torch.compile has
-made, and kernels of your own, are measured as they are, named, and never fused.
+takes --use-amp as the version scripts do. What torch.compile has made, and kernels of your own, are
+measured as they are, named, and never fused.
 
 --check takes both sides in turns as graphs. Where one cannot be a graph, as it waits for the
 device, they are compared by the time in which any of their kernels runs, from traces.
@@ -40,7 +40,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -55,6 +54,7 @@ from fusion_lab.show import Column, render
 if TYPE_CHECKING:  # where PyTorch is missing, --help works
     from fusion_lab.fusions.rates import Rates
     from fusion_lab.fusions.record import Recorded
+    from fusion_lab.fusions.step import Step
 
 PROG = "find-fusions"
 
@@ -75,16 +75,6 @@ def build_parser() -> Parser:
     return parser
 
 
-def model_options(argv: Sequence[str]) -> argparse.Namespace:
-    """What --model takes beside."""
-    parser = Parser(prog=PROG, allow_abbrev=False)
-    parser.add_argument("--use-amp", action="store_true")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    precisions = ("highest", "high", "medium")
-    parser.add_argument("--matmul-precision", choices=precisions, default="highest")
-    return parser.parse_args(argv)
-
-
 def script_of(argv: Sequence[str]) -> tuple[str, list[str]]:
     """The version script among arguments, and the others, which are its own."""
     script = next((word for word in argv if word.endswith(".py") and word[0] != "-"), "")
@@ -92,19 +82,6 @@ def script_of(argv: Sequence[str]) -> tuple[str, list[str]]:
     if script:
         rest.remove(script)
     return script, rest
-
-
-def behind(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Arguments before and behind the first `--`."""
-    end = [*argv, "--"].index("--")
-    return [*argv[:end]], [*argv[end + 1 :]]
-
-
-def examine(args: argparse.Namespace, argv: Sequence[str]) -> dict:
-    """Record and predict, and check if asked for: all that the report and --json have."""
-    start = time.perf_counter()
-    result = of_trace(args, argv) if args.trace else of_step(args, argv)
-    return result | {"seconds": time.perf_counter() - start}
 
 
 def of_trace(args: argparse.Namespace, argv: Sequence[str]) -> dict:
@@ -116,38 +93,51 @@ def of_trace(args: argparse.Namespace, argv: Sequence[str]) -> dict:
     return described(*from_trace(args.trace))
 
 
-def of_step(args: argparse.Namespace, argv: Sequence[str]) -> dict:
-    """What a step does that is taken here, or looked at where there is no GPU."""
+def of_script(args: argparse.Namespace, argv: Sequence[str]) -> dict:
+    """What a step of a version script does."""
+    from fusion_lab.fusions import step as steps
+
+    script, rest = script_of(argv)
+    if not script:
+        raise ToolError("name a version script, or --model FILE.py:FUNCTION: one of the two")
+    on_gpu = steps.script_device(script, rest) == "cuda"
+    return of_step(args, partial(steps.from_script, script, rest), on_gpu)
+
+
+def of_model(args: argparse.Namespace, argv: Sequence[str]) -> dict:
+    """What a step of somebody's own model does. Arguments behind `--` are its file's."""
     import torch
 
     from fusion_lab.fusions import step as steps
-    from fusion_lab.fusions.fitted import read_rates
-    from fusion_lab.fusions.groups import Finding
-    from fusion_lab.fusions.rates import measure_rates
 
-    argv, own = behind(argv) if args.model else (argv, [])
-    script, rest = script_of(argv)
-    if bool(script) == bool(args.model):
+    end = [*argv, "--"].index("--")
+    if script_of(argv[:end])[0]:
         raise ToolError("name a version script, or --model FILE.py:FUNCTION: one of the two")
-    rates = read_rates(args.rates) if args.rates else None
-    if args.model:
-        options = model_options(rest)
-        device = steps.device_of(options.device)
-        torch.set_float32_matmul_precision(options.matmul_precision)
-        user = steps.function_of(args.model, own)
-        build = partial(steps.from_function, args.model, *user, options.use_amp, device)
-    else:
-        device = steps.device_of(steps.script_device(script, rest))
-        build = partial(steps.from_script, script, rest)
-    if device.type != "cuda":
+    if unknown := [word for word in argv[:end] if word != "--use-amp"]:
+        raise ToolError(f"{unknown[0]}: --model takes --use-amp, and its file's own behind --")
+    on_gpu = torch.cuda.is_available()
+    with steps.users_function(args.model, argv[end + 1 :]) as function:
+        build = partial(steps.from_function, args.model, function, "--use-amp" in argv[:end])
+        return of_step(args, build, on_gpu)
+
+
+def of_step(args: argparse.Namespace, build: Callable[[], Step], on_gpu: bool) -> dict:
+    """What a step does that is taken here, or looked at where there is no GPU."""
+    from fusion_lab.fusions import step as steps
+    from fusion_lab.fusions.groups import Finding
+    from fusion_lab.fusions.rates import measure_rates, read_rates
+
+    if not on_gpu:
         if args.check:
             raise ToolError("--check compares times, and needs a GPU", status=4)
+        rates = read_rates(args.rates) if args.rates else None
         step, recorded = steps.count(build)
         return described(step.name, recorded, rates)
     if args.rates:
         raise ToolError("--rates is for where no GPU runs the step")
     step = build()
-    recorded, rates = steps.measure(step), measure_rates()
+    recorded = steps.measure(step)
+    rates = measure_rates()
     result = described(step.name, recorded, rates)
     if args.check:
         check = result["check"] = steps.compared(step, recorded.launched)
@@ -182,7 +172,7 @@ def described(name: str, recorded: Recorded, rates: Rates | None) -> dict:
         "chains": found.rows(),
         "not_understood": found.unknown(),
         "unwritten": recorded.unwritten,
-        "remarks": found.remarks() + (rates.remarks(found.operators) if rates else []),
+        "remarks": found.remarks(),
     }
 
 
@@ -207,7 +197,7 @@ def report(result: dict, top: int) -> str:
         lines += [f"and {len(rows) - top} more (--top {len(rows)})"] * (len(rows) > top)
     lines += ["", levels_table(result), *totals(result), *not_understood(result)]
     lines += [f"Note: {remark}" for remark in result["remarks"]]
-    return "\n".join(lines + (checked(result) if "check" in result else []))
+    return "\n".join(lines + (checked(result["check"]) if "check" in result else []))
 
 
 def head(result: dict) -> list[str]:
@@ -322,43 +312,43 @@ def not_understood(result: dict) -> list[str]:
     return lines
 
 
-def checked(result: dict) -> list[str]:
+def checked(check: dict) -> list[str]:
     """What the step and the same compiled took, beside the prediction; what is another program than
     was profiled is no verdict on it."""
-    check = result["check"]
-    now, fused = check["predicted_us"]["now"], check["predicted_us"]["compiled"]
+    if "error" in check:
+        return ["", f"not compared: {check['error']}"]
     how = "as graphs in turns, and compiled by inductor"
     if "traced" in check:
         how = "in turns, not as graphs: the time in which any of its kernels runs, from traces, and"
         how += f" compiled by inductor; {check['traced']}"
     lines = ["", f"{how}:"]
+    now_ms = check["predicted_us"]["now"] / 1e3
+    fused_ms = check["predicted_us"]["compiled"] / 1e3
     for what, key, predicted in (
-        ("ms now", "now_ms", now / 1e3),
-        ("ms fused", "compiled_ms", fused / 1e3),
-        ("speed-up", "speedup", now / fused),
+        ("ms now", "now_ms", now_ms),
+        ("ms fused", "compiled_ms", fused_ms),
+        ("speed-up", "speedup", now_ms / fused_ms),
     ):
-        if (measured := check.get(key)) is not None:
-            off = f"{100 * (predicted / measured - 1):+.1f} %"
-            if check["other"]["now"] or (key != "now_ms" and check["other"]["compiled"]):
-                off = "another program"
-            elif check.get("unchanged") and key != "now_ms":
-                off = "nothing is compiled"
-            lines += [f"{what}: predicted {predicted:.3f}, measured {measured:.3f} ({off})"]
-    for side, names in check.get("other", {}).items():
-        if names:
-            kinds = " and ".join(dict.fromkeys(map(category, names)))
-            where = "Compiled" if side == "compiled" else "Here"
-            lines += [
-                f"{where} the step runs other kernels for {kinds} than were profiled: it is another"
-                " program, and no verdict on the prediction. --json has some of their names."
-            ]
-    return lines + ([f"not compared: {check['error']}"] if "error" in check else [])
+        off = f"{100 * (predicted / check[key] - 1):+.1f} %"
+        if check["other"]["now"] or (key != "now_ms" and check["other"]["compiled"]):
+            off = "another program"
+        elif check["unchanged"] and key != "now_ms":
+            off = "nothing is compiled"
+        lines += [f"{what}: predicted {predicted:.3f}, measured {check[key]:.3f} ({off})"]
+    if names := [*check["other"]["now"], *check["other"]["compiled"]]:
+        kinds = " and ".join(dict.fromkeys(map(category, names)))
+        lines += [
+            f"another program: it runs other kernels for {kinds} than were profiled, so this is no"
+            " verdict on the prediction. --json has some of their names."
+        ]
+    return lines
 
 
 def find(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Examine, print, write; returns the exit status."""
     interpret_without_gpu()
     with sign_of_life("find-fusions"):
+        examine = of_trace if args.trace else of_model if args.model else of_script
         result = examine(args, argv)
     if args.json:
         write_text(args.json, json.dumps(result, indent=1) + "\n")

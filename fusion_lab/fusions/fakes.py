@@ -1,8 +1,9 @@
-"""Steps of fake tensors, with which nothing is computed; and those that need values, which are
-really taken on the CPU."""
+"""Steps without a GPU: tensors are fake, so nothing is computed, and what PyTorch chooses by the
+device is chosen as a GPU has it."""
 
 from __future__ import annotations
 
+import importlib
 import logging
 import traceback
 import warnings
@@ -38,8 +39,7 @@ def without_values(value: Tensor) -> Tensor:
 def where(error: BaseException) -> str:
     """The innermost line of the user's code in a traceback."""
     frames = traceback.extract_tb(error.__traceback__)
-    at = [f"{whose(f.filename)}:{f.lineno}" for f in frames]
-    at = [place for place in at if not place.startswith((":", "optimizer:"))]
+    at = [f"{whose(f.filename)}:{f.lineno}" for f in frames if whose(f.filename)]
     return f" at {at[-1]}" if at else ""
 
 
@@ -110,4 +110,35 @@ def faked() -> Iterator[None]:
         stack.enter_context(mock.patch("torch.utils.swap_tensors", become))
         for method, make in ORDINARY:
             stack.enter_context(patched(method, make))
+        yield
+
+
+# --- as on a GPU: types of autocast, and optimizers that take all weights at once
+
+AUTOCAST = ("torch.amp.autocast_mode", "autocast", "__init__")
+FOREACH = ("torch.optim.optimizer", "torch.utils._foreach_utils")  # each asks lists of its own
+DEVICES = ("cpu", "cuda")
+
+
+def autocast(old: Callable, context: object, device_type: str, dtype=None, *rest, **named) -> None:
+    """Autocast for a GPU casts the CPU's operators, to the same type."""
+    if device_type == "cuda":
+        device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+    old(context, device_type, dtype, *rest, **named)
+
+
+@contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """While it lasts, a step on the CPU of a machine without a GPU makes a GPU's choices."""
+    if torch.cuda.is_available():
+        yield
+        return
+    optimizer, utils = map(importlib.import_module, FOREACH)
+    foreach = {"_foreach_supported_types": [torch.Tensor, nn.Parameter, FakeTensor]}
+    devices = {"_get_foreach_kernels_supported_devices": lambda: [*DEVICES]}
+    with (
+        patched(AUTOCAST, autocast),
+        mock.patch.multiple(optimizer, **foreach, **devices),
+        mock.patch.multiple(utils, **foreach),
+    ):
         yield

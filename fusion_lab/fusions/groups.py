@@ -10,8 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from fusion_lab.fusions.forms import laid_out, padding
-from fusion_lab.fusions.rates import CONSTANTS, NO_RATES, Constants, Rates
+from fusion_lab.fusions.rates import NO_RATES, Rates
 from fusion_lab.fusions.record import MOVES, WINDOWS, Operator, Recorded, Use
 
 Key = tuple[int, int]
@@ -26,7 +25,18 @@ WHAT = ("us", "moved", "kernels")
 SOFTMAX = {"_softmax", "_safe_softmax", "_softmax_backward_data"}
 SUMS = {"sum", "_to_copy", "clone"}  # of the gradient of what attention adds
 JOINED = ("mm", "addmm")
+# A block holds a row of so many elements in its registers: 1,024 threads, four each. Sums over
+# longer rows are complete when their kernel has ended.
+LONGEST_ROW = 4096
+# Along columns a block adds up so many, as its threads lie along the rows.
+LONGEST_COLUMN = 64
+MOST_OPERATORS = 64  # that inductor makes one kernel: its max_fusion_size
+MOST_MOVES = 2  # times that an element goes elsewhere before it must lie in memory
+FLASH = 0.5  # of the rate of a large product, which FlashAttention reaches
 SUMMED = {"add", "add_", "_to_copy", "clone"}  # between products and their sum
+TURNS = re.compile("nchwToNhwc|nhwcToNchw|tensorTransform")  # cuDNN's kernels that turn a picture
+BIAS = re.compile("elementwise_kernel")  # PyTorch's that adds the bias
+FEW = 300  # operators to a convolution from which a compiler leaves layouts as they are
 
 
 class Group:
@@ -63,8 +73,8 @@ class Joiner:
     """Joins operators where that saves bytes and no group comes to wait for itself. A group has the
     number of its first operator, and a place in an order in which none waits for a later one."""
 
-    def __init__(self, operators: Sequence[Operator], constants: Constants):
-        self.operators, self.constants = operators, constants
+    def __init__(self, operators: Sequence[Operator]):
+        self.operators = operators
         count = range(len(operators))
         self.members = {i: [i] for i in count}
         self.root, self.place, self.segment = [*count], [*count], [0] * len(operators)
@@ -90,7 +100,7 @@ class Joiner:
         """Are its results complete only when its kernel has ended? Sums of an optimizer are, whose
         kernels have many weights."""
         _, length, columns = operator.sums or (0, 0, False)
-        longest = self.constants.longest_column if columns else self.constants.longest_row
+        longest = LONGEST_COLUMN if columns else LONGEST_ROW
         return operator.closed or length > (1 if operator.phase == "optimizer" else longest)
 
     def between(self, block: Collection[int], edges: list[set[int]]) -> set[int] | None:
@@ -148,7 +158,7 @@ class Joiner:
             return False
         numbers = sorted(self.members[a] + self.members[b])
         both = [self.operators[i] for i in numbers]
-        if len(both) > self.constants.most or any(o.kind != "stream" for o in both):
+        if len(both) > MOST_OPERATORS or any(o.kind != "stream" for o in both):
             return False
         late = [self.late(o) for o in both]
         sums = {o.sums for o, ends in zip(both, late, strict=True) if o.sums and not ends}
@@ -165,7 +175,7 @@ class Joiner:
                 return False
             moves = max((n + (0 < use.bytes < size) for use, n, size, _ in inside), default=0)
             moves += bool(inside and MOVES.fullmatch(operator.name))
-            if moves > self.constants.moves:
+            if moves > MOST_MOVES:
                 return False
             made |= {use.key: (moves, use.bytes, ends) for use in operator.writes}
         return True
@@ -207,10 +217,9 @@ class Finding:
         self,
         recorded: Recorded,
         rates: Rates | None,
-        levels: Iterable[str] = tuple(LEVELS),
-        constants: Constants = CONSTANTS,
     ):
-        self.recorded, self.rates, self.constants = recorded, rates or NO_RATES, constants
+        self.recorded = recorded
+        self.rates = rates or NO_RATES
         operators = [replace(operator) for operator in recorded.operators]
         # what in-place operators have changed, and when
         self.gone = {use.old: o.call for o in operators for use in o.writes}
@@ -218,7 +227,7 @@ class Finding:
         first: dict[tuple, Key] = {}
         for o in operators:
             if o.us is None:
-                o.us = self.rates.of(o, constants) if o.kernels and rates else 0.0
+                o.us = self.rates.of(o) if o.kernels and rates else 0.0
             else:
                 o.us += o.queued * self.rates.gap_us
             # a second cast of the same is none when fused
@@ -232,7 +241,7 @@ class Finding:
         self.without = {o.dtype for o in operators if math.isnan(o.us)}
         self.timed = bool(rates) and not self.without
         self.operators = operators
-        self.joiner = Joiner(operators, constants)
+        self.joiner = Joiner(operators)
         self.groups = self.joiner.groups()
         self.maker: dict[Key, Group] = {}
         self.users: dict[Key, set[Group]] = defaultdict(set)
@@ -249,7 +258,7 @@ class Finding:
         self.remake()
         self.clusters = self.passes_together()
         self.levels: dict[str, dict] = {}
-        for level in levels:
+        for level in LEVELS:
             if level != "now":
                 getattr(self, level)()
             self.levels[level] = {
@@ -257,9 +266,6 @@ class Finding:
                 "bytes": sum(group.moved for group in self.groups),
                 "kernels": sum(group.kernels for group in self.groups),
             }
-
-    def us(self, moved: float, flop: float = 0.0, dtype: str = "") -> float:
-        return self.rates.us(moved, flop, dtype, self.constants)
 
     def passes_together(self) -> list[list[Group]]:
         """The groups by what they are now: those together that have passes of the same call."""
@@ -346,7 +352,7 @@ class Finding:
             sums = any(o.sums and o.sums[2] and self.joiner.late(o) for o in group.members)
             group.kernels = 1 + sums if group.keeps else 0
             group.moved = group.bytes() if group.keeps else 0
-            group.us = (self.us(group.moved) if group.keeps else 0) + self.us(0) * sums
+            group.us = (self.rates.us(group.moved) if group.keeps else 0) + self.rates.us(0) * sums
         for what, most in now.items():
             cap(cluster, what, most)
 
@@ -406,7 +412,7 @@ class Finding:
             flop = sum(o.flop for group in block for o in group.members)
             (dtype,) = {o.dtype for group in block for o in group.members if o.flop} or {""}
             moved = self.needed(block, inside)
-            self.replace(block, moved, self.us(moved, flop / self.constants.attention, dtype))
+            self.replace(block, moved, self.rates.us(moved, flop / FLASH, dtype))
 
     def needed(self, block: Iterable[Group], inside: set[Group]) -> int:
         """Bytes that one kernel in place of these groups moves, where what goes from one group to
@@ -444,7 +450,7 @@ class Finding:
                 if len(own) > 1:
                     done |= {*own}
                     moved = sum(g.moved for g in own) - (len(own) - 1) * max(products.values())
-                    us = self.us(moved, sum(o.flop for g in own for o in g.members), dtype)
+                    us = self.rates.us(moved, sum(o.flop for g in own for o in g.members), dtype)
                     self.replace(own, moved, max(us, *(group.us for group in own)))
 
     def summands(self, group: Group) -> list[tuple[Operator, set[Group]]]:
@@ -521,11 +527,15 @@ class Finding:
         saved = sum(o.biased for o in self.operators if o.biased and self.streams_on(o))
         for o in self.operators:
             if copied := padding(o):
-                saved += max(0.0, o.us - self.us(o.moved, o.flop, o.dtype) - self.us(copied))
+                saved += max(
+                    0.0, o.us - self.rates.us(o.moved, o.flop, o.dtype) - self.rates.us(copied)
+                )
         for o in laid_out(self.operators):
             saved += o.turned
             if o.turned and o.name == "convolution" and o.operands[0][0] not in self.maker:
-                saved -= self.us(2 * next(u.bytes for u in o.reads if u.key == o.operands[0][0]))
+                saved -= self.rates.us(
+                    2 * next(u.bytes for u in o.reads if u.key == o.operands[0][0])
+                )
         return saved
 
     def compiled_us(self) -> float:
@@ -569,12 +579,7 @@ class Finding:
         """Why a compiled step can be another than predicted, where that is known before."""
         layout = laid_out(self.operators)
         padded = [o for o in self.operators if padding(o)]
-        softmax = [
-            g.members[0]
-            for g in getattr(self, "written_out", ())
-            for g in g
-            if SOFTMAX & {*g.names}
-        ]
+        softmax = [g.members[0] for g in self.written_out for g in g if SOFTMAX & {*g.names}]
         recurrent = [o for o in self.operators if "rnn" in o.name and o.phase == "forward"]
         grown = [o for o in self.operators if re.fullmatch(r"upsample_bi.*_backward", o.name)]
         apart = {o.call: o for o in self.operators if o.apart}.values()
@@ -617,3 +622,43 @@ def places(lines: Iterable[str]) -> str:
         by_file[file] |= {int(number)} if number.isdigit() else set()
     found = (f"{f}:{','.join(map(str, sorted(n)))}" for f, n in by_file.items() if n)
     return " ".join(found) or "?"
+
+
+# What torch.compile changes of products beside fusing: pictures have their channels last, so that
+# no kernel turns them, the bias of a convolution is added by the kernel behind, and matrices are
+# padded whose rows begin at any element.
+
+
+def gone(operator: Operator, kernel: str) -> str:
+    """The part of a convolution in a compiled step that one of its kernels is not: turned, biased,
+    or none."""
+    if "convolution" not in operator.name:
+        return ""
+    if TURNS.search(kernel):
+        return "turned"
+    return "biased" if operator.name == "convolution" and BIAS.search(kernel) else ""
+
+
+def laid_out(operators: Sequence[Operator]) -> list[Operator]:
+    """The convolutions of pictures of which a compiler changes the layout, see `decide_layout_opt`
+    in torch/_inductor/graph.py."""
+    found = [o for o in operators if "convolution" in o.name and len(o.operands[0][1]) == 4]
+    weights = [o.operands[1][1] for o in found]
+    grouped = any(o.groups > 1 and o.operands[1][1][1] > 1 for o in found)
+    shrinks = any(2 * w[0] <= w[1] and w[2] > 1 for w in weights)
+    small = all(w[0] <= 64 and w[1] <= 64 for w in weights)
+    training = any(o.phase == "backward" for o in operators)
+    few = len(operators) >= FEW * len(found)
+    if grouped or few or (training and (shrinks or small)):
+        return []
+    return [o for o in found if o.operands[0][2][1:2] != (1,)]  # that is channels_last
+
+
+def padding(operator: Operator) -> int:
+    """Bytes of those operands of a product of matrices that a compiler copies into longer rows: to
+    read and to write them. Whether padding pays it measures; where rows begin at two bytes it does,
+    as asynchronous copies need four."""
+    if operator.name not in JOINED or operator.dtype not in ("bf16", "fp16"):
+        return 0
+    odd = (shape for _, shape, strides in operator.operands if any(s % 2 for s in strides if s > 1))
+    return sum(2 * 2 * math.prod(shape) for shape in odd)

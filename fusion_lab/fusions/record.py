@@ -8,7 +8,6 @@ and is never fused.
 from __future__ import annotations
 
 import importlib
-import inspect
 import math
 import os
 import re
@@ -19,15 +18,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from types import CodeType
 from typing import NamedTuple
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -71,6 +74,7 @@ STREAMS = re.compile(  # element by element, or a loss of elements
 OURS = (ROOT / "fusion_lab", ROOT / "analysis_tools", Path(sysconfig.get_path("scripts")))
 OWN = tuple(f"{folder}{os.sep}" for folder in OURS)  # the last has the command find-fusions
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+OPTIM = f"{TORCH}optim{os.sep}"
 SECTOR = 32  # bytes that a GPU reads at least
 # Of these PyTorch runs other operators backward as soon as a mode, such as a recorder, looks on.
 OTHERWISE = {"CumprodBackward0": "cumprod", "ProdBackward0": "prod", "ProdBackward1": "prod"}
@@ -155,44 +159,17 @@ class Recorded:
 
 @cache
 def whose(path: str) -> str:
-    """The path of the user's code as a reader wants it; "" of a file that no user looks into, and
-    "optimizer"."""
-    if path.startswith(TORCH):
-        return "optimizer" if "/torch/optim/" in path else ""
+    """The path of the user's code as a reader wants it; "" of a file that no user looks into."""
     packages = re.search(r"(?:site|dist)-packages/(.*)", path)
-    own = path.startswith((*OWN, "<")) or "/torchinductor_" in path
-    own = own or (packages and packages[1].startswith("einops/"))
-    if own or (path.startswith(sysconfig.get_paths()["stdlib"]) and not packages):
+    of_others = path.startswith((TORCH, *OWN, "<")) or "/torchinductor_" in path
+    if of_others or (packages and packages[1].startswith("einops/")):
         return ""
-    here = Path(path).is_relative_to(Path.cwd())
-    return packages[1] if packages else str(Path(path).relative_to(Path.cwd())) if here else path
-
-
-def code_of(function: object) -> CodeType | None:
-    """The code of a function, also of one that is bound, wrapped or partial, or of an object that
-    can be called."""
-    while isinstance(function, partial) or hasattr(function, "__wrapped__"):
-        function = getattr(function, "func", None) or function.__wrapped__
-    if not hasattr(function, "__code__") and callable(function):
-        function = type(function).__call__ if not inspect.ismethod(function) else function.__func__
-    return getattr(function, "__code__", None)
-
-
-def of_optimizer(frame, inner: set[CodeType]) -> bool | None:
-    """Is what runs in this frame an optimizer's? None if the frame does not tell. Of `inner` code
-    between, that of a function which the optimizer was given, a closure, is not."""
-    code = frame.f_code
-    path = whose(code.co_filename)
-    if not path:
-        return False if f"{TORCH}nn{os.sep}modules" in code.co_filename else None
-    owner = frame.f_locals.get("self") if code.co_varnames[:1] == ("self",) else None
-    if isinstance(owner, nn.Module) and path != "optimizer":
-        return False
-    if path != "optimizer" and not isinstance(owner, torch.optim.Optimizer):
-        inner.add(code)
-        return None
-    given = [*frame.f_locals.values(), *getattr(owner, "__dict__", {}).values()] if inner else ()
-    return not any(callable(value) and code_of(value) in inner for value in given)
+    if packages:
+        return packages[1]
+    if path.startswith(sysconfig.get_paths()["stdlib"]):
+        return ""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
 
 def counts_steps(name: str, tensors: Sequence[Tensor]) -> bool:
@@ -201,10 +178,9 @@ def counts_steps(name: str, tensors: Sequence[Tensor]) -> bool:
     if name not in COUNTING or any(t.dim() or not t.is_cpu for t in tensors):
         return False
     frame = sys._getframe(2)
-    while frame and not whose(frame.f_code.co_filename):
+    while frame and not frame.f_code.co_filename.startswith(OPTIM):
         frame = frame.f_back
-    optimizer = frame and whose(frame.f_code.co_filename) == "optimizer"
-    return bool(optimizer) and frame.f_code.co_name.startswith(ON_HOST)
+    return frame is not None and frame.f_code.co_name.startswith(ON_HOST)
 
 
 # --- what runs
@@ -234,6 +210,8 @@ class Recorder(TorchDispatchMode):
         self.lines: dict[tuple[int, int], str] = {}  # by thread and number of the autograd node
         self.main = threading.get_ident()
         self.otherwise: set[tuple[str, str]] = set()  # operators and lines, see OTHERWISE
+        self.optimizing = 0  # steps of optimizers that are being taken, one in another
+        self.stepped: set[int] = set()  # optimizers that took a step, by id
 
     # --- which memory
 
@@ -266,7 +244,31 @@ class Recorder(TorchDispatchMode):
 
     def __enter__(self) -> Recorder:
         self.outer = seen_kernels(self)
+        self.outer.callback(register_optimizer_step_pre_hook(self.begin_step).remove)
+        self.outer.callback(register_optimizer_step_post_hook(self.end_step).remove)
         return super().__enter__()
+
+    def begin_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """An optimizer begins a step. What its closure runs is no part of it."""
+        self.stepped.add(id(optimizer))
+        self.optimizing += 1
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            return args, kwargs
+
+        def outside() -> object:
+            steps = self.optimizing
+            self.optimizing = 0
+            loss = closure()
+            self.optimizing = steps
+            return loss
+
+        if len(args) > 1:
+            return (optimizer, outside, *args[2:]), kwargs
+        return args, {**kwargs, "closure": outside}
+
+    def end_step(self, *_: object) -> None:
+        self.optimizing -= 1
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
@@ -283,13 +285,11 @@ class Recorder(TorchDispatchMode):
         """Phase and line of what runs now: the innermost line outside of PyTorch. In the backward
         pass it is that of the forward pass, unless code of the user runs in it: that of a custom
         Function, or once more that of a checkpoint."""
-        line, optimizer, frame, inner = "", None, sys._getframe(2), set()
+        line, frame = "", sys._getframe(2)
         while frame and frame.f_code.co_name != "_engine_run_backward":
             path = whose(frame.f_code.co_filename)
-            if path not in ("", "optimizer") and not line:
+            if path and not line:
                 line = f"{path}:{frame.f_lineno}"
-            if optimizer is None:
-                optimizer = of_optimizer(frame, inner)
             frame = frame.f_back
         node, thread = torch._C._current_autograd_node(), threading.get_ident()
         if line and (node is None or thread != self.main or frame):
@@ -302,7 +302,8 @@ class Recorder(TorchDispatchMode):
             line = self.lines.get((thread, number), "")
         if node is not None and node.name() in OTHERWISE:
             self.otherwise.add((OTHERWISE[node.name()], line))
-        phase = "backward" if node is not None else "optimizer" if optimizer else "forward"
+        phase = "optimizer" if self.optimizing else "forward"
+        phase = "backward" if node is not None else phase
         return phase, line or "?"
 
     # --- the operators

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import sys
 import tempfile
-import threading
-import time
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -20,21 +19,13 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from fusion_lab.cli import ToolError, note
-from fusion_lab.fusions.fakes import (
-    NeedsRun,
-    fake_mode,
-    faked,
-    where,
-    without_values,
-)
-from fusion_lab.fusions.forms import gone
-from fusion_lab.fusions.namespace import Namespace
+from fusion_lab.fusions.fakes import NeedsRun, as_on_gpu, fake_mode, faked, where, without_values
+from fusion_lab.fusions.groups import gone
 from fusion_lab.fusions.record import Operator, Recorded, Recorder
-from fusion_lab.fusions.target import as_on_gpu
 from fusion_lab.host import free_memory
 from fusion_lab.profile.kernels import (
     NO_KERNELS,
@@ -48,18 +39,11 @@ from fusion_lab.profile.kernels import (
     ranges_of,
 )
 from fusion_lab.profile.spans import alone
-from fusion_lab.script import load_script, script_arguments
-from fusion_lab.turns import (
-    Turns,
-    alternating,
-    captured,
-    compare_in_turns,
-    warm_up,
-)
+from fusion_lab.script import import_file, load_script, script_arguments
+from fusion_lab.turns import Turns, alternating, captured, compare_in_turns, warm_up
 
 REPEATS = 3  # profiled steps
 TRACED_TURNS = 5  # each is a call
-SIGN_S = 10.0  # seconds from one sign of life to the next
 OTHER = 0.05  # of a step's time in kernels of which the other side has none: another program
 NEEDED = (
     "it must return (model, batch) so that model(**batch) is the loss, a scalar or with a .loss;"
@@ -75,38 +59,21 @@ class Step:
     take: Callable[[], object]
     compiled: Callable[[], Callable[[], object]] | None = None
     calls: int = 0
-    stepped: set[int] = field(default_factory=set)  # optimizers in the last call, by id
 
     def call(self) -> object:
         """Take the step once more."""
         self.calls += 1
-        self.stepped = own = set()
-        hook = register_optimizer_step_pre_hook(lambda optimizer, *_: own.add(id(optimizer)))
-        try:
-            return self.take()
-        finally:
-            hook.remove()
-
-
-def placed(value: Tensor, device: torch.device) -> Tensor:
-    """A tensor on the device, or without its values where tensors are fake."""
-    value = without_values(value)
-    if value.is_meta and device.type != "meta":  # there are no values to move
-        return torch.empty_like(value, device=device).requires_grad_(value.requires_grad)
-    return value if fake_mode() else value.to(device)
-
-
-def device_of(name: str) -> torch.device:
-    """The device of --device; ToolError if it is not there."""
-    there = torch.cuda.is_available()
-    if name == "cuda" and not there:
-        raise ToolError("--device cuda: PyTorch finds no GPU", status=4)
-    return torch.device("cuda" if there and name != "cpu" else "cpu")
+        return self.take()
 
 
 def script_device(name: str, argv: Sequence[str]) -> str:
     """The --device of a version script with these arguments."""
     return script_arguments(load_script(name), argv, tempfile.gettempdir())[1].device
+
+
+def placed(value: Tensor, device: torch.device) -> Tensor:
+    """A tensor on the device, or without its values where tensors are fake."""
+    return without_values(value) if fake_mode() else value.to(device)
 
 
 def from_script(name: str, argv: Sequence[str]) -> Step:
@@ -129,75 +96,64 @@ def from_script(name: str, argv: Sequence[str]) -> Step:
     return Step(module.SCRIPT, build(False), partial(build, True))
 
 
-def function_of(place: str, argv: Sequence[str] = ()) -> tuple[Callable[[], object], Namespace]:
-    """The function of a file, FILE.py:function, and where its code runs: as `python FILE.py argv`
-    runs it."""
+@contextmanager
+def users_function(place: str, argv: Sequence[str]) -> Iterator[Callable[[], object]]:
+    """The function that FILE.py:FUNCTION names, while its file is the main module as under
+    `python FILE.py argv`: its folder stands on the path in place of ours, and what was pickled in a
+    run of the file finds its classes."""
     file, _, name = place.rpartition(":")
     if not file.endswith(".py") or not Path(file).is_file():
         raise ToolError(f"--model {place}: it must be FILE.py:function, of a file that is there")
-    namespace = Namespace(file, argv)
-    with of_the_user(f"--model {file}"), as_on_gpu():
-        make = getattr(namespace.run(), name, None)
-    if not callable(make):
-        raise ToolError(f"--model {place}: {file} has no function {name!r}; {NEEDED}")
-    return namespace.around(make), namespace
+    path = Path(file).resolve()
+    argv_before = sys.argv
+    path_before = sys.path[:]
+    main_before = sys.modules["__main__"]
+    sys.argv = [file, *argv]
+    sys.path[0] = str(path.parent)
+    try:
+        with of_the_user(f"--model {file}"), as_on_gpu():
+            function = getattr(import_file(path, path.stem, "__main__"), name, None)
+        if not callable(function):
+            raise ToolError(f"--model {place}: {file} has no function {name!r}; {NEEDED}")
+        yield function
+    finally:
+        sys.argv = argv_before
+        sys.path[:] = path_before
+        sys.modules["__main__"] = main_before
+        sys.modules.pop(path.stem, None)
 
 
-def from_function(
-    place: str,
-    make: Callable[[], object],
-    namespace: Namespace,
-    use_amp: bool,
-    device: torch.device,
-) -> Step:
+def from_function(place: str, function: Callable[[], object], use_amp: bool) -> Step:
     """The step of what a function returns, which `place` names."""
     with of_the_user(f"--model {place}"):
         try:
-            made = make()
+            result = function()
         except Exception:
             if not fake_mode():
                 raise
             with unset_fake_temporarily():  # it may ask for values, which are taken away behind it
-                made = make()
-    if callable(made) and not isinstance(made, nn.Module):
-        around = namespace.around
-        return Step(place, around(made), lambda: around(torch.compile(made)))
-    pair = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+                result = function()
+    if callable(result) and not isinstance(result, nn.Module):
+        return Step(place, result, lambda: torch.compile(result))
+    pair = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(pair[0], nn.Module) or not isinstance(pair[1], Mapping):
-        found = ", ".join(type(part).__name__ for part in pair)
-        raise ToolError(f"--model {place} returned {found}: {NEEDED}")
-    step = from_model(place, *pair, use_amp, device)
-    step.take = namespace.around(step.take)
-    step.compiled = lambda make=step.compiled: namespace.around(make())
-    return step
+        types = ", ".join(type(part).__name__ for part in pair)
+        raise ToolError(f"--model {place} returned {types}: {NEEDED}")
+    return from_model(place, *pair, use_amp)
 
 
-def loss_of(title: str, out: object) -> Tensor:
-    """The loss in what a model returns: a scalar, .loss, ["loss"], or the first of several."""
-    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
-    loss = loss[0] if isinstance(loss, tuple) and loss else loss
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shape = [*loss.shape] if isinstance(loss, Tensor) else type(loss).__name__
-        raise ToolError(f"{title}: the loss is of shape or type {shape}: {NEEDED}")
-    return loss
-
-
-def from_model(
-    title: str, model: nn.Module, batch: Mapping, use_amp: bool, device: torch.device
-) -> Step:
-    """The step of a model on a batch, both moved to the device: forward, backward, AdamW."""
+def from_model(title: str, model: nn.Module, batch: Mapping, use_amp: bool) -> Step:
+    """The step of a model on a batch, both on the GPU if there is one: forward, backward, AdamW."""
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    model.to(device)
     if fake_mode():
-        if isinstance(model, torch.jit.ScriptModule):
-            raise NeedsRun("a model of torch.jit needs to be run")
-        moved: dict[int, Tensor] = {}  # weights can be shared
+        fakes: dict[int, Tensor] = {}  # weights can be shared
         for module in model.modules():
-            for held in (module._parameters, module._buffers):
-                known = {k: x for k, x in held.items() if x is not None}
-                held |= {k: moved.setdefault(id(x), placed(x, device)) for k, x in known.items()}
-    elif any(weight.is_meta for weight in model.parameters()):
-        model.to_empty(device=device)
-    else:
-        model.to(device)
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        tensors[name] = fakes.setdefault(id(tensor), without_values(tensor))
     batch = tree_map_only(Tensor, partial(placed, device=device), dict(batch))
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     if not weights:
@@ -205,15 +161,16 @@ def from_model(
 
     def train(compiled: bool) -> Callable[[], Tensor]:
         forward = torch.compile(model) if compiled else model
-        gpu = device.type == "cuda"
-        fused = all(weight.is_floating_point() for weight in weights) or None  # no complex ones
-        optimizer = torch.optim.AdamW(weights, 1e-5, fused=fused, capturable=gpu)
+        optimizer = torch.optim.AdamW(weights, 1e-5, fused=True, capturable=on_gpu)
 
         def take() -> Tensor:
             optimizer.zero_grad()
             with torch.autocast(device.type, torch.bfloat16, enabled=use_amp):
-                out = forward(**batch)
-            loss = loss_of(title, out)
+                output = forward(**batch)
+            loss = getattr(output, "loss", output)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                shape = [*loss.shape] if isinstance(loss, Tensor) else type(loss).__name__
+                raise ToolError(f"{title}: the loss is of shape or type {shape}: {NEEDED}")
             loss.backward()
             optimizer.step()
             return loss.detach()
@@ -242,24 +199,6 @@ def of_the_user(name: str) -> Iterator[None]:
         raise ToolError(f"{name} failed{where(error)}: {what}", status=1) from error
 
 
-@contextmanager
-def signs_of_life(what: str) -> Iterator[None]:
-    """Say on stderr how long this has taken, while it does."""
-    begin, over = time.perf_counter(), threading.Event()
-
-    def say() -> None:
-        while not over.wait(SIGN_S):
-            note(f"{what} for {time.perf_counter() - begin:.0f} s")
-
-    thread = threading.Thread(target=say, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
 def record(step: Step, timed: bool = False) -> Recorded:
     """One step, of which no tensor stays. Optimizers that took no step in it are in the remarks."""
     recorder = Recorder(timed)
@@ -268,7 +207,7 @@ def record(step: Step, timed: bool = False) -> Recorded:
         loss = step.call()  # which is there when the step is over
     del loss
     recorded.call = step.calls
-    if idle := idle_optimizers(recorder, step.stepped):
+    if idle := idle_optimizers(recorder):
         recorded.remarks += [
             f"{', '.join(idle)} takes no step in the recorded call {step.calls}: a function that"
             " takes all calls from one step of the optimizer to the next is the whole step"
@@ -276,7 +215,7 @@ def record(step: Step, timed: bool = False) -> Recorded:
     return recorded
 
 
-def idle_optimizers(recorder: Recorder, stepped: set[int]) -> list[str]:
+def idle_optimizers(recorder: Recorder) -> list[str]:
     """The optimizers of weights that a recorded step has used, but for those that took a step."""
 
     def used(optimizer: Optimizer) -> bool:
@@ -285,7 +224,8 @@ def idle_optimizers(recorder: Recorder, stepped: set[int]) -> list[str]:
         return any(recorder.knows(weight) for weight in weights)
 
     found = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
-    return sorted(type(each).__name__ for each in found if id(each) not in stepped and used(each))
+    idle = (each for each in found if id(each) not in recorder.stepped)
+    return sorted(type(each).__name__ for each in idle if used(each))
 
 
 def counted(build: Callable[[], Step]) -> tuple[Step, Recorded]:
@@ -311,8 +251,7 @@ def count(build: Callable[[], Step]) -> tuple[Step, Recorded]:
         reason = str(cause) if isinstance(cause, NeedsRun) else reason
         note(f"{reason}{where(cause)}: the step is really taken on this CPU, twice")
     gc.collect()  # what the attempt before has left, such as workers of a DataLoader
-    with signs_of_life("taking two steps on this CPU"):
-        step, recorded = counted(build)
+    step, recorded = counted(build)
     recorded.run = "real"
     return step, recorded
 
@@ -407,61 +346,48 @@ def attribute(found: Recorded, events: list[dict]) -> None:
 
 # --- compiled
 
-WORK = {"now": "taking the step", "compiled": "compiling"}
-
 
 def compared(step: Step, launched: Mapping[str, float]) -> dict:
-    """A step beside the same compiled: medians of the turns and of their ratios, and where one is
-    another program than what was profiled, whose kernels took so many microseconds; or is
-    `unchanged` by compiling. Both are graphs; where one cannot be captured they are `traced`, for
-    that reason. What cannot be compared at all is an `error`."""
-    result, sides = {}, {}
+    """A step beside the same compiled: medians of the turns and of their ratios, and kernels of
+    another program than the one that was profiled, whose kernels took so many microseconds; or
+    whether it is `unchanged` by compiling. Both are graphs; where one cannot be captured they are
+    `traced`, for that reason. What cannot be compared at all is an `error`."""
     # A graph is how this measures, and no part of the step: Hugging Face's models ask for one, and
     # would make masks in it that they do not make in training.
-    with mock.patch("torch.cuda.is_current_stream_capturing", return_value=False):
-        try:
+    no_graph = mock.patch("torch.cuda.is_current_stream_capturing", return_value=False)
+    reason = ""
+    try:
+        with no_graph:
+            sides = {}
             for name, make in (("now", lambda: step.take), ("compiled", step.compiled)):
-                with of_the_user(f"{step.name}, {name}"), signs_of_life(WORK[name]):
-                    take = make()
-                    take()
-                    take()  # whose gradients may be other memory
-                sides[name] = take
-        except (ToolError, torch.OutOfMemoryError) as error:
-            result["error"] = " ".join(str(error).split())
-        if not sides:
-            return result
-        try:
+                with of_the_user(f"{step.name}, {name}"):
+                    sides[name] = make()
+                    sides[name]()
+                    sides[name]()  # whose gradients may be other memory
             with of_the_user(step.name):
-                turns, kernels = in_turns(sides, result)
-        except (ToolError, torch.OutOfMemoryError) as error:
-            return result | {"error": " ".join(str(error).split())}
-    result |= {f"{name}_ms": statistics.median(ms) for name, ms in turns.ms.items()}
+                try:
+                    turns, kernels = graphs_in_turns(sides)
+                except (ToolError, torch.OutOfMemoryError) as error:
+                    reason = " ".join(f"{error}{where(error.__cause__ or error)}".split())
+                if reason:
+                    free_memory()
+                    turns, kernels = traced_in_turns(sides)
+    except (ToolError, torch.OutOfMemoryError) as error:
+        return {"error": " ".join(str(error).split())} | ({"traced": reason} if reason else {})
+    result = {f"{name}_ms": statistics.median(ms) for name, ms in turns.ms.items()}
+    result["speedup"] = statistics.median(turns.ratios("compiled"))
     result["other"] = {name: others(name, kernels[name], launched) for name in sides}
+    result["unchanged"] = kernels["compiled"].keys() <= launched.keys()
     result["turns_ms"] = turns.ms
-    if "compiled" in sides:
-        result["speedup"] = statistics.median(turns.ratios("compiled"))
-        result["unchanged"] = kernels["compiled"].keys() <= launched.keys()
-    return result
+    return result | ({"traced": reason} if reason else {})
 
 
 Sides = Mapping[str, Callable[[], object]]
-Measured = tuple[Turns, dict[str, Counter]]
-
-
-def in_turns(sides: Sides, result: dict) -> Measured:
-    """The turns of these steps, and microseconds of the kernels of each by name: as graphs, or
-    traced, with the reason in the result."""
-    try:
-        return graphs_in_turns(sides)
-    except (ToolError, torch.OutOfMemoryError) as error:
-        reason = f"{error}{where(error.__cause__ or error)}"
-        result["traced"] = " ".join(reason.split())
-    free_memory()
-    return traced_in_turns(sides)
+Measured = tuple[Turns, dict[str, Counter]]  # and microseconds of the kernels of each by name
 
 
 def graphs_in_turns(sides: Sides) -> Measured:
-    """The same as graphs."""
+    """The turns of these steps as graphs."""
     for name, take in sides.items():
         compare_in_turns({name: take}, turns=1)
     turns, kernels = compare_in_turns(sides), {}
@@ -474,8 +400,8 @@ def graphs_in_turns(sides: Sides) -> Measured:
 
 
 def traced_in_turns(sides: Sides) -> Measured:
-    """The same without graphs: a turn is a call in a trace, and takes as long as any of its kernels
-    runs. What the host does between them does not count."""
+    """The turns of these steps without graphs: a turn is a call in a trace, and takes as long as
+    any of its kernels runs. What the host does between them does not count."""
     ms, kernels = {name: [] for name in sides}, {}
     for turn, name in alternating(sides, TRACED_TURNS + 1):
         kernels[name] = by_name(profiled(sides[name])[1])

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fusion_lab.cli import ToolError
-from fusion_lab.fusions.rates import CONSTANTS, Rates
+from fusion_lab.fusions.rates import AMONG_OTHERS, Rates
 from fusion_lab.fusions.record import RANDOM, Operator, Recorded, Recorder, is_composite
 from fusion_lab.profile.kernels import CALLS, NO_KERNELS, ON_GPU, complete, read_trace
 from fusion_lab.profile.laws import LARGE, Streaming, law_of
@@ -264,5 +264,5 @@ def from_trace(path: Path) -> tuple[str, Recorded, Rates]:
     ]
     if max(kernel.bytes for kernel in straight) < LARGE:
         recorded.remarks += [f"the rate is a guess: none of them moves {LARGE / 1e6:.0f} MB"]
-    rates = Rates(device, rate, least / CONSTANTS.among_others, 0.0, tflops)
+    rates = Rates(device, rate, least / AMONG_OTHERS, 0.0, tflops)
     return path.name, recorded, rates

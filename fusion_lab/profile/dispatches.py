@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Hashable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from pathlib import Path
 from typing import NamedTuple
 
@@ -116,17 +116,6 @@ def checked(dispatches: Sequence[Dispatch], source: object) -> list[Dispatch]:
 # --- numbers and tables
 
 
-def decimal_of(text: str) -> Decimal | None:
-    """A number; None for an empty cell, NaN, infinity; ValueError for other text."""
-    try:
-        value = Decimal(text or "nan")
-    except InvalidOperation as error:
-        raise ValueError(f"{text!r} is no number") from error
-    if value.is_finite() and value.adjusted() > 30:  # a power of ten of that size takes hours
-        raise ValueError(f"{text!r} is too large")
-    return value if value.is_finite() else None
-
-
 @dataclass(frozen=True)
 class Row:
     """The cells of a row by the names of their columns, and what error messages call it."""
@@ -136,24 +125,26 @@ class Row:
 
     def number(self, column: str) -> float:
         """The number in this cell; ToolError if there is none."""
+        text = self.cells[column]
+        if not math.isfinite(value := self.real(text)):
+            raise ToolError(f"{self.place}: {column}: {text!r} is no number")
+        return value
+
+    def real(self, text: str) -> float:
+        """The text as a number, NaN if it is empty; ToolError if it is none."""
         try:
-            if (value := decimal_of(self.cells[column])) is None:
-                raise ValueError(f"{self.cells[column]!r} is no number")
+            return float(text or "nan")
         except ValueError as error:
-            raise ToolError(f"{self.place}: {column}: {error}") from error
-        return float(value)
+            raise ToolError(f"{self.place}: {text!r} is no number") from error
 
     def times(self) -> tuple[int | None, int | None]:
-        """The timestamps in two cells, exactly; ToolError if they are rounded so that their
-        difference says nothing."""
+        """The timestamps in two cells, exactly, None where one was never written; ToolError if they
+        are rounded so that their difference says nothing."""
         written = [self.cells[column] for column in (START, END)]
-        try:
-            values = [decimal_of(text) for text in written]
-        except ValueError as error:
-            raise ToolError(f"{self.place}: {error}") from error
-        start, end = (None if value is None else round(value) for value in values)
-        step = 10 ** max((v.as_tuple().exponent for v in values if v is not None), default=0)
-        if step > 1 and None not in values and abs(end - start) < 100 * step:
+        exact = [Decimal(text) if math.isfinite(self.real(text)) else None for text in written]
+        start, end = (None if value is None else round(value) for value in exact)
+        step = 10 ** max((v.as_tuple().exponent for v in exact if v is not None), default=0)
+        if step > 1 and None not in exact and abs(end - start) < 100 * step:
             times = " and ".join(written)
             raise ToolError(f"{self.place}: the times {times} are rounded to {step:g} ns")
         return start, end
@@ -201,14 +192,9 @@ def read_table(path: Path, *needed: str) -> tuple[list[str], list[Row]]:
 # --- the files of ROCm's profilers
 
 
-def read_kernel_trace(path: Path, calls: int | None = None) -> list[Dispatch]:
-    """The dispatches of rocprofv3's `*_kernel_trace.csv`, checked; ToolError if their number is
-    not that of the calls in its statistics."""
-    _, rows = read_table(path, NAME, START, END)
-    if calls not in (None, len(rows)):
-        cut = f"{len(rows)} dispatches, {calls} calls in the statistics: is one of them cut off?"
-        raise ToolError(f"{path}: {cut}")
-    return checked([row.dispatch() for row in rows], path)
+def read_kernel_trace(path: Path) -> list[Dispatch]:
+    """The dispatches of rocprofv3's `*_kernel_trace.csv`, checked."""
+    return checked([row.dispatch() for row in read_table(path, NAME, START, END)[1]], path)
 
 
 def read_database(path: Path) -> list[Dispatch]:
@@ -275,7 +261,8 @@ def counters_of(path: Path) -> list[Row]:
     pid = path.stem.partition("_")[0]
     names = (f"{pid}_native_counter_collection.csv{end}" for end in (".gz", ""))
     places = [folder / name for name in names for folder in (path.parent, path.parent.parent)]
-    process = str(sorted(path.parent.glob("*.db"), key=by_number).index(path))
+    processes = sorted(path.parent.glob("*.db"), key=lambda file: (len(file.name), file.name))
+    process = str(processes.index(path))
     if not (beside := [place for place in places if place.exists()]):
         rows = read_view(path, "counters_collection")
         return [Row(row.place, {**row.cells, "Process": process}) for row in rows]
@@ -287,9 +274,3 @@ def counters_of(path: Path) -> list[Row]:
         counter = {COUNTER: row.cells["counter_name"], VALUE: row.cells["counter_value"]}
         rows.append(Row(row.place, {**kernels[number].cells, **counter, "Process": process}))
     return rows
-
-
-def by_number(path: Path) -> tuple[int, str]:
-    """A file that is named after a process, in the order of their numbers."""
-    pid = path.stem.partition("_")[0]
-    return (int(pid) if pid.isdigit() else 0), path.name

@@ -12,9 +12,10 @@ import csv
 import json
 import math
 import re
+import statistics
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -23,7 +24,6 @@ from fusion_lab.files import write_file
 from fusion_lab.profile.dispatches import (
     HOUR_NS,
     Dispatch,
-    read_kernel_trace,
     read_table,
     say_changes,
     unzipped,
@@ -46,11 +46,9 @@ CATEGORIES = (
 )
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # what a trace calls these events
 CALLS = ("cuda_runtime", "cuda_driver")  # and calls of CUDA, or of HIP
-NUMBERS = ("correlation", "External id", "Ev Idx")  # by which events know each other
 WINDOW_END = "Record Window End"  # the profiler's mark of the end, one for each process
 NO_KERNELS = "the profiler saw no kernels on the GPU: may this user profile it?"
 
-BACKEND = re.compile("^(gloo|mpi|ucc):")  # how a collective without a GPU is marked
 # The first pattern that is found in the name decides, so what is specific comes first. Upper and
 # lower case are alike.
 KERNELS = (
@@ -62,7 +60,7 @@ KERNELS = (
     # NCCL, RCCL, MSCCL, oneCCL; PyTorch's own, also of symmetric memory; NVSHMEM, rocSHMEM
     ("communication", r"[nrsexu]ccl|c10d|symm_mem|multimem_|shmem|_on_stream_kernel"),
     ("communication", r"cross_device|all_?(reduce|gather(?!_copy)|to_?all)|reduce_?scatter"),
-    ("communication", BACKEND.pattern),
+    ("communication", r"^(gloo|mpi|ucc):"),
     # AOTriton (attn_fwd, bwd_kernel_*), composable kernel (Fmha), CUTLASS (MemEffAttention), cuDNN
     # (sdpa), V3's own
     ("attention", r"flash|fmha|attn_fwd|attn_bwd|bwd_kernel_|bwd_preprocess|attention|sdpa"),
@@ -173,28 +171,18 @@ WITH_WARM_UP = "with_warm_up"
 HEADER = ("Name", "Calls", "TotalDurationNs", "AverageNs", "Percentage", "MinNs", "MaxNs", "StdDev")
 
 
-def statistics_of(durations: dict[str, list[int]]) -> list[KernelStatistics]:
+def statistics_of(durations: Mapping[str, Sequence[int]]) -> list[KernelStatistics]:
     """Statistics of kernels from the durations in nanoseconds of their calls, the longest first."""
-    calls = ((name, ns) for name, times in durations.items() for ns in times)
-    return merge_statistics(KernelStatistics(n, 1, ns, ns, 0.0, ns, ns, 0.0) for n, ns in calls)
-
-
-def merge_statistics(rows: Iterable[KernelStatistics]) -> list[KernelStatistics]:
-    """One row for each name, the longest first; deviations are from sums of squares."""
-    by_name: dict[str, list[KernelStatistics]] = defaultdict(list)
-    for row in rows:
-        by_name[row.name].append(row)
-    total = sum(row.total_ns for same in by_name.values() for row in same)
-    merged = []
-    for name, same in by_name.items():
-        calls, duration = sum(r.calls for r in same), sum(r.total_ns for r in same)
-        squares = sum((r.calls - 1) * r.std_dev_ns**2 + r.calls * r.average_ns**2 for r in same)
-        variance = max(0, squares * calls - duration**2) / calls / max(1, calls - 1)
-        average = duration / calls, 100 * duration / total if total else 100 / len(by_name)
-        low, high = min(r.min_ns for r in same), max(r.max_ns for r in same)
-        row = KernelStatistics(name, calls, duration, *average, low, high, math.sqrt(variance))
-        merged.append(row)
-    return sorted(merged, key=lambda row: (-row.total_ns, row.name))
+    everything = sum(map(sum, durations.values()))
+    rows = []
+    for name, times in durations.items():
+        total = sum(times)
+        share = 100 * total / everything if everything else 100 / len(durations)
+        deviation = statistics.stdev(times) if len(times) > 1 else 0.0
+        ends = min(times), max(times)
+        average = total / len(times)
+        rows.append(KernelStatistics(name, len(times), total, average, share, *ends, deviation))
+    return sorted(rows, key=lambda row: (-row.total_ns, row.name))
 
 
 def write_statistics(path: Path, rows: Sequence[KernelStatistics]) -> None:
@@ -210,8 +198,8 @@ def write_statistics(path: Path, rows: Sequence[KernelStatistics]) -> None:
 
 
 def read_statistics(path: Path) -> list[KernelStatistics]:
-    """The rows of a `*_kernel_stats.csv`, one for each name, also where the profiler has shortened
-    names; none for a process without kernels. ToolError says what is wrong with the file."""
+    """The rows of a `*_kernel_stats.csv`; none for a process without kernels. ToolError says what
+    is wrong with the file."""
     rows = []
     for row in read_table(path, *HEADER)[1]:
         calls, total, average, share, low, high = map(row.number, HEADER[1:7])
@@ -225,7 +213,7 @@ def read_statistics(path: Path) -> list[KernelStatistics]:
     if rows and not abs(total_percentage - 100) <= 1:
         found = f"{total_percentage:.1f}, not to 100"
         raise ToolError(f"{path}: percentages add up to {found}, is the file cut off?")
-    return rows if len({row.name for row in rows}) == len(rows) else merge_statistics(rows)
+    return rows
 
 
 def statistics_of_dispatches(dispatches: Iterable[Dispatch]) -> list[KernelStatistics]:
@@ -234,16 +222,6 @@ def statistics_of_dispatches(dispatches: Iterable[Dispatch]) -> list[KernelStati
     for dispatch in dispatches:
         durations[dispatch.name].append(dispatch.end - dispatch.start)
     return statistics_of(durations)
-
-
-def read_process(path: Path) -> list[KernelStatistics]:
-    """The statistics of a process that rocprofv3 profiled, from the trace beside its
-    `*_kernel_stats.csv` if there is one: its times can be checked one by one."""
-    trace = path.with_name(path.name.replace("_kernel_stats", "_kernel_trace"))
-    if not trace.exists():
-        return read_statistics(path)
-    calls = sum(row.number("Calls") for row in read_table(path, *HEADER)[1])
-    return statistics_of_dispatches(read_kernel_trace(trace, int(calls)))
 
 
 @dataclass(frozen=True)
@@ -286,7 +264,8 @@ def check_events(events: Sequence[dict], source: object) -> list[dict]:
     A note on stderr counts what is left out or shortened; ToolError if that is every kernel, or if
     there are several processes, each of which counts its calls from one.
     """
-    good = [{**event, "args": arguments_of(event)} for event in events if has_place(event)]
+    placed = [event for event in events if has_place(event)]
+    good = [{**event, "args": event.get("args") or {}} for event in placed]
     marks = [event for event in good if event.get("name") == WINDOW_END]
     hosts = {call["pid"] for call in complete(good, *CALLS)}
     if len(marks) > 1 or len(hosts) > 1:
@@ -327,16 +306,8 @@ def has_place(event: dict) -> bool:
     if event.get("ph") != "X":
         return True
     timed = is_number(event.get("ts")) and is_number(event.get("dur")) and event["dur"] >= 0
-    return timed and isinstance(event.get("name"), str) and {"pid", "tid"} <= event.keys()
-
-
-def arguments_of(event: dict) -> dict:
-    """What else a trace tells of an event, without numbers of other events that are none."""
-    arguments = event.get("args")
-    if not isinstance(arguments, dict):
-        return {}
-    odd = [name for name in NUMBERS if not isinstance(arguments.get(name, 0), int)]
-    return {k: v for k, v in arguments.items() if k not in odd} if odd else arguments
+    named = isinstance(event.get("name"), str) and isinstance(event.get("args", {}), dict)
+    return timed and named and {"pid", "tid"} <= event.keys()
 
 
 def is_number(value: object) -> bool:

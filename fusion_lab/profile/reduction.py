@@ -171,7 +171,8 @@ def match(sides: Sequence[Profile], steps: Sequence[int]) -> list[dict]:
         for row in side.statistics:
             new = {"name": row.name, "category": category(row.name), **dict.fromkeys(NUMBERS, 0)}
             kernel = kernels.setdefault(row.name, new)
-            kernel |= {f"{label} launches": row.calls / n, f"{label} ms": row.total_ns / 1e6 / n}
+            kernel[f"{label} launches"] += row.calls / n  # a name may be listed twice
+            kernel[f"{label} ms"] += row.total_ns / 1e6 / n
     return sorted(
         kernels.values(), key=lambda k: (-max(k["baseline ms"], k["fused ms"]), k["name"])
     )

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from fusion_lab.profile.kernels import BACKEND, CALLS, ON_GPU, category, complete
+from fusion_lab.profile.kernels import CALLS, ON_GPU, category, complete
 
 
 @dataclass(eq=False)
@@ -73,32 +73,3 @@ def alone(kernels: Iterable[dict]) -> Counter:
 
 def is_collective(event: dict) -> bool:
     return category(event["name"]) == "communication"
-
-
-@dataclass(frozen=True)
-class Communication:
-    """Collectives in profiled steps, in milliseconds per step."""
-
-    step_ms: float  # from the first phase to the end of the last phase or kernel
-    ms: float  # a collective was running
-    exposed_ms: float  # and nothing beside it: what communication costs
-
-
-def communication_of(events: Sequence[dict], phases: Sequence[str]) -> Communication | None:
-    """How long collectives ran, and how far other work hid them; None without any."""
-    marks = [e for e in complete(events, "user_annotation") if e["name"] in phases]
-    work = complete(events, "kernel") or [
-        event
-        for event in complete(events, "cpu_op", "user_annotation")
-        if event["cat"] == "cpu_op" or BACKEND.match(event["name"])
-    ]
-    begin = min((mark["ts"] for mark in marks), default=0.0)
-    work = [event for event in work if event["ts"] >= begin]  # not where processes meet before it
-    collectives = [event for event in work if is_collective(event)]
-    steps = sum(mark["name"] == phases[0] for mark in marks)
-    if not collectives or not steps:
-        return None
-    span = max(event["ts"] + event["dur"] for event in [*marks, *work]) - begin
-    total, spent = alone(collectives).total(), alone(work)
-    exposed = sum(spent[id(event)] for event in collectives)
-    return Communication(*(value / 1e3 / steps for value in (span, total, exposed)))

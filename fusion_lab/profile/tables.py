@@ -19,7 +19,6 @@ from fusion_lab.profile.kernels import (
     ranges_of,
     statistics_of,
 )
-from fusion_lab.profile.spans import Communication, communication_of
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,6 @@ class Profile:
     categories: dict[str, Share]
     phases: dict[str, Share]
     operators: list[Operator]
-    communication: Communication | None  # of a run on several GPUs
 
 
 def shares(kernels: Sequence[Kernel], keys: Iterable[str], steps: int) -> dict[str, Share]:
@@ -112,5 +110,4 @@ def analyse(events: list[dict], phases: Sequence[str]) -> Profile:
         {name: by_category[name] for name in CATEGORIES if name in by_category},
         {name: by_phase[name] for name in (*phases, "outside") if name in by_phase},
         operator_table(events, kernels),
-        communication_of(events, phases),
     )

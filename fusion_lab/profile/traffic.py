@@ -21,6 +21,13 @@ OPTIMIZER = "optimizer"  # stands for PyTorch's, beside names of operators
 OVERWRITING = ("copy_", "fill_", "zero_")  # these do not read the tensor that they write
 ONLY_WRITTEN = ("out", "casts")  # arguments of our own operators
 UPDATED = ("WEIGHTS", "AVERAGES", "SQUARES", "TOTAL")  # tensors that a kernel reads and writes
+# Kernels that write a part of one tensor only: of the gradient of q, k and v, with H query and K
+# key heads; of that of the five projections before a triangle multiplication.
+PARTS = {
+    ("attention_backward_queries_kernel", "GRAD_QKV"): lambda H, K, **rest: H / (H + 2 * K),
+    ("attention_backward_keys_kernel", "GRAD_QKV"): lambda H, K, **rest: 2 * K / (H + 2 * K),
+    ("triangle_output_backward_kernel", "GRAD_LINEAR"): lambda **rest: 1 / 5,
+}
 # these read only some of their first tensor
 LOOKUPS = ("embedding", "index", "index_select", "gather")
 
@@ -77,10 +84,17 @@ class Traffic(TorchDispatchMode):
         return result
 
     def launched(self, kernel: str, arguments: dict) -> None:
-        """Count a launch: each tensor once, twice what the kernel reads and writes."""
-        tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
-        once = {id(tensor): bytes_behind(tensor) for tensor in tensors.values()}
-        again = sum(bytes_behind(t) for name, t in tensors.items() if name in UPDATED)
+        """Count a launch: each tensor once, or its part; twice what the kernel reads and writes."""
+        once: dict[int, int] = {}
+        again = 0
+        for name, tensor in arguments.items():
+            if not isinstance(tensor, Tensor):
+                continue
+            share = PARTS.get((kernel, name))
+            whole = bytes_behind(tensor)
+            once[id(tensor)] = round(whole * share(**arguments)) if share else whole
+            if name in UPDATED:
+                again += whole
         self.count(kernel, sum(once.values()) + again)
 
     def innermost(self) -> str:

@@ -88,26 +88,22 @@ given() { # FLAG: is it among the script's arguments?
     return 1
 }
 
-single_fusion() { # enable or disable: do the script's arguments switch one fusion so? Sets `flag` to the first such
-    for flag in ${script_args[@]+"${script_args[@]}"}; do
-        case $flag in
+side() { # baseline: all fusions off, and V1; fused: all on; partial: some
+    local word found=fused on='' off=''
+    for word in ${script_args[@]+"${script_args[@]}"}; do
+        case $word in
+        --disable-all-fusion) found=baseline ;;
         --*-all-fusion | --*-torch-compile | --*-cuda-graph | --*-profiler | --*-profiling) ;;
-        "--$1-"*) return 0 ;;
+        --enable-*) on=yes ;;
+        --disable-*) off=yes ;;
         esac
     done
-    return 1
-}
-
-side() { # baseline: all fusions off, and V1; fused: all on; partial: some
     if [[ $script == *_v1.py ]]; then
-        echo baseline
-    elif given --disable-all-fusion; then
-        if single_fusion enable; then echo partial; else echo baseline; fi
-    elif single_fusion disable; then
-        echo partial
-    else
-        echo fused
+        found=baseline
+    elif [[ $found$on == baselineyes || $found$off == fusedyes ]]; then
+        found=partial
     fi
+    echo $found
 }
 
 application() { # RESULT_DIR [ARGUMENT...]: sets `app` to the command that runs the script under a profiler
@@ -128,7 +124,7 @@ show() { # COMMAND...: print it as one could type it
     echo
 }
 
-own() { # DIR: be the only one that writes there, until the end of this program and of the tools that it has started
+own() { # DIR: be the only one that writes there, until this program and the tools that it has started end
     mkdir -p "$1" 2>/dev/null && [[ -w $1 ]] || fail 2 "$1: cannot write there"
     command -v flock >/dev/null || return 0 # a Mac, which has no ROCm
     exec {lock}<"$1"
@@ -139,16 +135,12 @@ own() { # DIR: be the only one that writes there, until the end of this program 
 # failure they come back and what the tool left is in DIR.failed.
 open_results() { # DIR
     results=$1
-    if [[ $results == "$result_dir" ]]; then
-        mkdir -p "$(dirname "$results")" 2>/dev/null && [[ -w $(dirname "$results") ]] ||
-            fail 2 "$(dirname "$results"): cannot write there"
-        mkdir "$results" 2>/dev/null || fail 2 "--result-dir $results: it exists already"
+    if [[ $result_dir ]]; then
+        mkdir -p "$(dirname "$results")" 2>/dev/null && mkdir "$results" 2>/dev/null ||
+            fail 2 "--result-dir $result_dir: it exists already, or cannot be made"
     else
         own "$(dirname "$results")"
-        if [[ -e $results.previous ]]; then # a wrapper was killed here
-            rm -rf "$results"
-            mv "$results.previous" "$results"
-        fi
+        if [[ -e $results.previous ]]; then close_results; fi # a wrapper was killed here
         if [[ -e $results ]]; then mv "$results" "$results.previous"; fi
         mkdir "$results"
     fi
@@ -158,7 +150,7 @@ open_results() { # DIR
 
 close_results() {
     rm -rf "$results.failed"
-    mv "$results" "$results.failed"
+    if [[ -e $results ]]; then mv "$results" "$results.failed"; fi
     if [[ -e $results.previous ]]; then mv "$results.previous" "$results"; fi
 }
 
@@ -179,11 +171,7 @@ run_tool() { # COMMAND...
     read_files libraries "$(command -v "$tool")"
     show "$@"
     "$@" </dev/null || status=$?
-    if ((status > 128)); then
-        fail "$status" "$tool was ended by signal $((status - 128)); what it left is in $results.failed"
-    elif ((status)); then
-        fail "$status" "$tool ended with status $status; what it left is in $results.failed"
-    fi
+    ((status == 0)) || fail "$status" "$tool ended with status $status; what it left is in $results.failed"
 }
 
 read_files() { # SUBCOMMAND ARGUMENT...: fusion_lab/rocm/files.py; if it fails, what it says is the one line

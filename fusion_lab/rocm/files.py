@@ -2,13 +2,13 @@
 """Read the files that the ROCm profilers write; the run_rocprof*.sh wrappers call it.
 
 Usage:
-  files.py statistics DIR OUT.csv    merge *_kernel_stats.csv, or databases, of all processes in DIR
-  files.py convert FILE.db OUT.csv   kernel statistics of a database of rocpd (ROCm 7 and newer)
+  files.py statistics DIR OUT.csv    kernels of all processes in DIR, from traces or databases
+  files.py statistics FILE.db OUT.csv  the same of a database of rocpd (ROCm 7 and newer)
   files.py show DIR                  top kernels of DIR/stats.csv
   files.py dispatches DIR OUT.csv    kernels and their times of a profile of rocprof-compute
   files.py newest DIR                print the folder of the newest profile of rocprof-compute
-  files.py counters DIR PATTERN      print the counter files below DIR, after a look at each row
-  files.py require DIR PATTERN       print the files below DIR that match; none is an error
+  files.py require DIR PATTERN       print the files below DIR that match, tables after a look at
+                                     each row; none is an error
   files.py libraries TOOL            a note where TOOL and PyTorch bring two rocprofiler-sdk
 
 A file that is missing, cut off or of another format is one line on stderr and status 1.
@@ -16,21 +16,18 @@ A file that is missing, cut off or of another format is one line on stderr and s
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from fusion_lab.cli import ToolError
 from fusion_lab.profile.dispatches import (
-    Dispatch,
     read_counters,
     read_database,
+    read_kernel_trace,
     read_table,
 )
 from fusion_lab.profile.kernels import (
-    KernelStatistics,
     category,
-    merge_statistics,
-    read_process,
     read_statistics,
     short_name,
     statistics_of_dispatches,
@@ -52,39 +49,31 @@ COUNTERS = (
 )
 
 
-def matching(directory: Path, pattern: str, writer: str) -> list[Path]:
+def matching(directory: Path, pattern: str) -> list[Path]:
     """Files below a directory; a ToolError if there are none or one is empty."""
     paths = sorted(path for path in directory.rglob(pattern) if path.is_file())
     if not paths:
-        missing = f"{writer} wrote no {pattern.lstrip('*_')} into {directory}"
+        missing = f"the profiler wrote no {pattern.lstrip('*_')} into {directory}"
         raise ToolError(f"{missing}: did anything run on an AMD GPU?")
-    if empty := [path for path in paths if not path.stat().st_size]:
-        raise ToolError(f"{empty[0]}: the file is empty")
+    refuse_empty(paths)
     return paths
 
 
-def statistics(directory: Path, out: Path) -> None:
-    if databases := sorted(directory.rglob("*_results.db")):
+def refuse_empty(paths: Iterable[Path]) -> None:
+    if empty := [path for path in paths if not path.stat().st_size]:
+        raise ToolError(f"{empty[0]}: the file is empty")
+
+
+def statistics(source: Path, out: Path) -> None:
+    """Of all processes below a folder, or of one database."""
+    if databases := [source] if source.is_file() else sorted(source.rglob("*_results.db")):
         dispatches = [each for path in databases for each in read_database(path)]
-        write_statistics(out, of_dispatches(dispatches, directory))
-        return
-    paths = matching(directory, "*_kernel_stats.csv", "rocprofv3")
-    files = [rows for rows in map(read_process, paths) if rows]
-    if not files:
-        raise ToolError(f"{directory}: no process has launched a kernel")
-    merged = merge_statistics([row for rows in files for row in rows])
-    write_statistics(out, files[0] if len(files) == 1 else merged)
-
-
-def of_dispatches(dispatches: Sequence[Dispatch], source: Path) -> list[KernelStatistics]:
-    """The statistics of all dispatches; a ToolError where there are none."""
+    else:
+        traces = matching(source, "*_kernel_trace.csv")
+        dispatches = [each for path in traces for each in read_kernel_trace(path)]
     if not dispatches:
         raise ToolError(f"{source}: it has no kernel dispatches")
-    return statistics_of_dispatches(dispatches)
-
-
-def convert(database: Path, out: Path) -> None:
-    write_statistics(out, of_dispatches(read_database(database), database))
+    write_statistics(out, statistics_of_dispatches(dispatches))
 
 
 def show(directory: Path) -> None:
@@ -126,8 +115,7 @@ def profiles(directory: Path) -> dict[Path, list[Path]]:
     if not paths:
         missing = f"rocprof-compute wrote no {', '.join(COUNTERS[::-1])} into {directory}"
         raise ToolError(f"{missing}: did anything run on an AMD GPU?")
-    if empty := [path for files in paths.values() for path in files if not path.stat().st_size]:
-        raise ToolError(f"{empty[0]}: the file is empty")
+    refuse_empty(path for files in paths.values() for path in files)
     return paths
 
 
@@ -144,45 +132,40 @@ def newest(directory: Path) -> None:
 
 
 def require(directory: Path, pattern: Path) -> None:
-    for path in matching(directory, str(pattern), "the profiler"):
-        print(path)
-
-
-def counters(directory: Path, pattern: Path) -> None:
-    """Print the counter files, none of which may be cut off."""
-    for path in matching(directory, str(pattern), "rocprofv3"):
-        if not read_table(path, "Dispatch_Id", "Kernel_Name", "Counter_Name", "Counter_Value")[1]:
+    for path in matching(directory, str(pattern)):
+        if path.suffix == ".csv" and not read_table(path)[1]:
             raise ToolError(f"{path}: it has no dispatches")
         print(path)
 
 
 def libraries(tool: Path) -> None:
     """A note on stderr where a profiler would bring a second rocprofiler-sdk into the process of
-    PyTorch, which hangs or crashes (ROCm/TheRock 6695, ROCm/rocm-aic 149).
+    PyTorch, which hangs or crashes (ROCm/TheRock 6695, ROCm/rocm-aic 149, hello-gpu 20).
 
-    Wheels of pytorch.org have it in torch/lib. TheRock's have it in a package of its own, which
-    those before August 2026 load by name, whatever is loaded; later ones take what is there.
+    TheRock's wheels have it in a package of ROCm, with profilers of their own; those of pytorch.org
+    in torch/lib.
     """
-    torch = importlib.util.find_spec("torch")
-    if not torch or not torch.submodule_search_locations:
-        return
-    home = Path(torch.submodule_search_locations[0])
-    mend = "take PyTorch and ROCm of one release, as in AMD's containers rocm/pytorch"
-    core = importlib.util.find_spec("_rocm_sdk_core")
-    if core and "rocprofiler-sdk" in (home / "_rocm_init.py").read_text():
-        home = Path(core.submodule_search_locations[0])
-        mend = f"export PATH={home}/bin:$PATH"
+    mends = {
+        "_rocm_sdk_core": "export PATH={}/bin:$PATH",
+        "torch": "take PyTorch and ROCm of one release, as in AMD's containers rocm/pytorch",
+    }
     pattern = "lib*/librocprofiler-sdk.so*"
-    bundled = sorted(home.glob(pattern))
     system = [path for folder in tool.resolve().parents for path in sorted(folder.glob(pattern))]
-    if bundled and system and not bundled[0].samefile(system[0]):
-        both = f"{bundled[0]} and {system[0]}"
-        print(f"note: {both} in one process hang or crash: {mend}", file=sys.stderr)
+    for package, mend in mends.items():
+        found = importlib.util.find_spec(package)
+        places = found.submodule_search_locations if found else []
+        bundled = [path for place in places for path in sorted(Path(place).glob(pattern))]
+        if bundled and system and not bundled[0].samefile(system[0]):
+            both = f"{bundled[0]} and {system[0]}"
+            mend = mend.format(bundled[0].parents[1])
+            print(f"note: {both} in one process hang or crash: {mend}", file=sys.stderr)
+        if bundled:
+            return
 
 
 def main(argv: list[str]) -> int:
     alone = {f.__name__: f for f in (show, newest, libraries)}
-    pairs = {f.__name__: f for f in (statistics, convert, dispatches, counters, require)}
+    pairs = {f.__name__: f for f in (statistics, dispatches, require)}
     commands = alone | pairs
     if not argv or argv[0] not in commands or len(argv) != (2 if argv[0] in alone else 3):
         print(__doc__, file=sys.stderr)

@@ -120,19 +120,18 @@ def describe_torch(track: str) -> str:
     # never into the environment of one that is broken
     fresh = f"python3 -m venv fresh && source fresh/bin/activate && {setup}"
     try:
-        version, build = output_of([sys.executable, "-c", DESCRIBE_TORCH], TORCH_TIMEOUT).split(
-            ", "
-        )
+        printed = output_of([sys.executable, "-c", DESCRIBE_TORCH], TORCH_TIMEOUT)
     except Problem as problem:
         if "No module named 'torch'" in str(problem):
             raise Problem("missing", setup) from None
         raise Problem(f"does not import: {problem}", fresh) from None
+    version, build = printed.strip().split(", ")
     if release(version) < release(OLDEST_TORCH):
         raise Problem(f"{version} is older than {OLDEST_TORCH}", fresh)
     if not build.startswith({"rocm": "ROCm", "nvidia": "CUDA", "cpu": ""}[track]):
-        reason = f"{version} is a {build.strip()} build, which the {track} track cannot use"
+        reason = f"{version} is a {build} build, which the {track} track cannot use"
         raise Problem(reason, fresh)
-    return f"{version}, {build.strip()} build"
+    return f"{version}, {build} build"
 
 
 # The table

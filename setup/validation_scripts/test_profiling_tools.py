@@ -4,8 +4,6 @@
 Example: python setup/validation_scripts/test_profiling_tools.py --track rocm
 """
 
-import contextlib
-import ctypes
 import shutil
 import sys
 from functools import partial
@@ -13,7 +11,6 @@ from functools import partial
 import checks
 from checks import Problem, Table
 
-ROCTX = "librocprofiler-sdk-roctx.so"
 # A tool, its package, what needs it, and whether every release of ROCm has it.
 TOOLS = (
     ("rocprofv3", "rocprofiler-sdk", "run_rocprofv3.sh: kernels, traces, counters", True),
@@ -45,14 +42,6 @@ def profile_matmul(track: str) -> str:
     return found
 
 
-def load_roctx() -> str:
-    """Load the library as --enable-rocm-profiling does, after PyTorch, which may bring it."""
-    with contextlib.suppress(ImportError):
-        import torch  # noqa: F401
-    ctypes.CDLL(ROCTX).roctxProfilerPause  # noqa: B018 - it may not be there
-    return "loads"
-
-
 def find_profiler(name: str, package: str) -> str:
     """A tool on PATH that answers --help."""
     if not shutil.which(name):
@@ -78,10 +67,6 @@ def fill(table: Table, track: str) -> None:
     for name, package, purpose, needed in TOOLS:
         find = partial(find_profiler, name, package)
         table.row(name, find, purpose, checks.PACKAGE.format(package), needed)
-    library = checks.ROCM / "lib" / ROCTX
-    path = f'export LD_LIBRARY_PATH="{library.parent}:$LD_LIBRARY_PATH"'
-    mend = path if library.exists() else checks.PACKAGE.format("rocprofiler-sdk-roctx")
-    table.row(ROCTX, load_roctx, "--enable-rocm-profiling", mend)
 
 
 if __name__ == "__main__":

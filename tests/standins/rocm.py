@@ -8,16 +8,15 @@ application and write files of the real formats, with made-up content that is al
 Environment variables for tests:
 STANDIN_LOG=FILE     append a line of JSON per call: tool, argv, application
 STANDIN_ROCM=6       rocprofv3 without --selected-regions, --pmc, --hip-graph-trace and databases
-STANDIN_ROCM=10      rocprof-compute 3.10: no --path and no plots, a compressed table for each pass,
-                     dispatches from 1; it knows more GPUs
+STANDIN_ROCM=10      rocprof-compute 3.10: no --path and no plots, a database of each process and
+                     pass and no tables, dispatches from 1; it knows more GPUs
 STANDIN_PROCESSES=2  rocprofv3 writes files for so many processes
 STANDIN_GPU=NAMES    rocminfo lists these GPUs
-STANDIN_FAIL=MODE    killed: the tool dies; nothing: it writes no files; truncated: they are cut off
+STANDIN_FAIL=MODE    nothing: the tool writes no files; truncated: they are cut off
 """
 
 import argparse
 import csv
-import gzip
 import io
 import json
 import os
@@ -46,27 +45,24 @@ GPUS = "gfx908,gfx90a,gfx942,gfx950" + ",gfx1150,gfx1151,gfx1152,gfx1153,gfx1250
 # of a tool or one of its commands: `=` takes a value, `=+` several, `=*` any number, of these
 OPTIONS = {
     "rocprofv3": "--kernel-trace --runtime-trace --sys-trace --marker-trace --stats -d= -o="
-    " --truncate-kernels --output-format=+csv,pftrace,rocpd"
+    " --output-format=+csv,pftrace,rocpd"
     + " --selected-regions --hip-graph-trace --pmc=+SQ_WAVES,SQ_INSTS_VALU,GRBM_GUI_ACTIVE"
     * (ROCM >= 7),
     "rocprof-sys-run": "-T/--trace -P/--profile -S/--sample=*cputime,realtime -o/--output=",
-    "rocprof-compute profile": "-n/--name= --no-roof --roof-only --device= "
+    "rocprof-compute profile": "-n/--name= --roof-only "
     + ("-d/--output-directory=" if ROCM >= 10 else "-p/--path= --kernel-names"),
-    "rocprof-compute analyze": f"-p/--path= --list-stats -d/--dispatch=+ --list-metrics=?{GPUS}",
-    "rocpd convert": "-i/--input=+ -f/--output-format=+csv -d/--output-path= -o/--output-file=",
-    "rocpd summary": "-i/--input=+ --region-categories=+",
+    "rocprof-compute analyze": f"-p/--path= -d/--dispatch=+ --list-metrics=?{GPUS}",
 }
-OTHER_NAMES = {"rocpd2csv": ("rocpd", "convert")}
 
 
-def parse(tool: str, argv: list[str]) -> argparse.Namespace:
+def parse(argv: list[str]) -> argparse.Namespace:
     """The options, None if not given, the command and, as `application`, what is behind the first
     `--`. As in the real tools an unknown option ends with status 2 before anything runs."""
     place = argv.index("--") if "--" in argv else len(argv)
     own = argv[:place]
-    command = tool
-    if tool not in OPTIONS:
-        command = " ".join((tool, *own[:1]))
+    command = TOOL
+    if TOOL not in OPTIONS:
+        command = " ".join((TOOL, *own[:1]))
         own = own[1:]
     parser = argparse.ArgumentParser(prog=command, allow_abbrev=False)
     if command not in OPTIONS:
@@ -96,8 +92,6 @@ def run_application(application: list[str]) -> int:
     process = subprocess.Popen(application)
     if status := process.wait():
         sys.exit(status if status > 0 else 128 - status)
-    if FAIL == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
     return process.pid
 
 
@@ -118,9 +112,7 @@ def write(path: Path | str, text: str) -> None:
     if FAIL != "nothing":
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         text = text[: -len(text) // 3] if FAIL == "truncated" else text
-        opened = gzip.open if str(path).endswith(".gz") else open
-        with opened(path, "wt", newline="") as file:
-            file.write(text)
+        Path(path).write_text(text)
 
 
 def write_csv(path: Path | str, rows: list[dict]) -> None:
@@ -133,7 +125,7 @@ def write_csv(path: Path | str, rows: list[dict]) -> None:
 
 
 def statistics_of(records: list[dict]) -> list[dict]:
-    """A row for each kernel, all of whose dispatches take equally long; longest total first."""
+    """A row for each kernel, all of whose dispatches take equally long."""
     times: dict[str, list[int]] = {}
     for record in records:
         ns = int(record["End_Timestamp"]) - int(record["Start_Timestamp"])
@@ -142,19 +134,24 @@ def statistics_of(records: list[dict]) -> list[dict]:
     rows = [
         (n, len(t), sum(t), t[0], 100 * sum(t) / total, t[0], t[0], 0) for n, t in times.items()
     ]
-    rows.sort(key=lambda row: -row[2])
     return [dict(zip(STATISTICS, row, strict=True)) for row in rows]
 
 
-def write_database(path: Path, records: list[dict]) -> None:
+def write_database(path: Path, records: list[dict], counter: str = "") -> None:
     """rocpd's tables have the session's UUID in their names; readers use views without it."""
     write(path, "")
+    if FAIL == "nothing":
+        return
     with sqlite3.connect(path) as database:
-        columns = "id INTEGER PRIMARY KEY, name TEXT, start BIGINT, end BIGINT"
+        columns = "dispatch_id INTEGER, name TEXT, start BIGINT, end BIGINT"
         database.execute(f"CREATE TABLE rocpd_kernel_dispatch_5a1d7b32 ({columns})")
         database.execute("CREATE VIEW kernels AS SELECT * FROM rocpd_kernel_dispatch_5a1d7b32")
         insert = "INSERT INTO rocpd_kernel_dispatch_5a1d7b32 VALUES (?, ?, ?, ?)"
         database.executemany(insert, [tuple(record.values()) for record in records])
+        counted = f"dispatch_id, name kernel_name, start, end, '{counter}' counter_name, 0 value"
+        database.execute(f"CREATE VIEW counters_collection AS SELECT {counted} FROM kernels")
+    if FAIL == "truncated":
+        os.truncate(path, path.stat().st_size // 3)
 
 
 def rocprofv3(args: argparse.Namespace) -> None:
@@ -164,7 +161,7 @@ def rocprofv3(args: argparse.Namespace) -> None:
     formats = args.output_format or ["rocpd" if ROCM >= 7 else "csv"]
     for process in range(pid, pid + int(os.environ.get("STANDIN_PROCESSES", "1"))):
         prefix = f"{args.d or '.'}/{args.o or 'host/%pid%'}".replace("%pid%", str(process))
-        if "rocpd" in formats and FAIL != "nothing":
+        if "rocpd" in formats:
             write_database(Path(f"{prefix}_results.db"), records)
         if "csv" in formats and (args.kernel_trace or args.marker_trace):
             write_csv(f"{prefix}_kernel_trace.csv", records)
@@ -191,19 +188,17 @@ def rocprof_sys(args: argparse.Namespace) -> None:
 
 def rocprof_compute_profile(args: argparse.Namespace) -> None:
     """Counters of every dispatch, and roofline plots."""
-    for _ in range(2):  # one run for each set of counters
-        run_application(args.application)
-    renamed = {"Dispatch_Id": "Dispatch_ID"}
+    place = Path(args.output_directory if ROCM >= 10 else f"{args.path}/MI300A_A1")
     records = dispatches(args.application, first=int(ROCM >= 10))
-    rows = [{renamed.get(name, name): v for name, v in record.items()} for record in records]
-    place = Path(f"workloads/{args.name}/MI300A_A1")
+    for number, counter in enumerate(("SQ_INSTS_VALU", "SQ_WAVES")):  # a run for each set
+        pid = run_application(args.application)
+        if ROCM >= 10:
+            folder = place / f"out/pmc_perf_{number}/host"
+            write_database(folder / f"{pid}_results.db", records, counter)
     if ROCM >= 10:
-        for number, counter in enumerate(("SQ_INSTS_VALU", "SQ_WAVES")):
-            counted = [{**row, "Counter_Name": counter, "Counter_Value": 0} for row in rows]
-            file = f"results_pmc_perf_{number}.csv.gz"
-            write_csv(Path(args.output_directory or place) / file, counted)
         return
-    place = Path(args.path) / "MI300A_A1" if args.path else place
+    renamed = {"Dispatch_Id": "Dispatch_ID"}
+    rows = [{renamed.get(name, name): v for name, v in record.items()} for record in records]
     write_csv(place / "pmc_perf.csv", [{**row, "SQ_INSTS_VALU": 0} for row in rows])
     plots = ["empirRoof_gpu-0_FP32", *["kernelName_legend"] * args.kernel_names]
     for name in plots if args.roof_only else ():
@@ -212,29 +207,18 @@ def rocprof_compute_profile(args: argparse.Namespace) -> None:
 
 def rocprof_compute_analyze(args: argparse.Namespace) -> None:
     """The dispatches of a profile, or the report on some."""
-    name = "results_pmc_perf_0.csv.gz" if ROCM >= 10 else "pmc_perf.csv"
-    with (gzip.open if ROCM >= 10 else open)(Path(args.path) / name, "rt", newline="") as lines:
-        rows = {row["Dispatch_ID"]: row for row in csv.DictReader(lines)}
-    if unknown := set(args.dispatch or ()) - set(rows):
-        sys.exit(f"ERROR dispatch id {unknown.pop()} is not in this profile of {len(rows)}")
+    if ROCM >= 10:  # it refuses tables
+        with sqlite3.connect(next(Path(args.path).glob("out/*/*/*.db"))) as database:
+            names = {str(n): name for n, name, *_ in database.execute("SELECT * FROM kernels")}
+    else:
+        with open(Path(args.path) / "pmc_perf.csv", newline="") as lines:
+            names = {row["Dispatch_ID"]: row["Kernel_Name"] for row in csv.DictReader(lines)}
+    if unknown := set(args.dispatch or ()) - set(names):
+        sys.exit(f"ERROR dispatch id {unknown.pop()} is not in this profile of {len(names)}")
     print("0. Top Stats\n0.2 Dispatch List")
-    for number in args.dispatch or rows:
-        print(f"| {number} | {rows[number]['Kernel_Name']} |")
-    if not args.list_stats:
-        print("2. System Speed-of-Light")
-
-
-def rocpd(args: argparse.Namespace) -> None:
-    """Converts and summarises the databases of rocprofv3."""
-    query = "SELECT name Kernel_Name, start Start_Timestamp, end End_Timestamp FROM kernels"
-    with sqlite3.connect(args.input[0]) as database:
-        database.row_factory = sqlite3.Row
-        records = list(map(dict, database.execute(query)))
-    if args.command == "rocpd summary":
-        print("KERNEL_DISPATCH SUMMARY", *map(dict.values, statistics_of(records)), sep="\n")
-        return
-    folder = args.output_path or "rocpd-output-data"
-    write_csv(f"{folder}/{args.output_file or 'out'}_kernel_trace.csv", records)
+    for number in args.dispatch or names:
+        print(f"| {number} | {names[number]} |")
+    print("2. System Speed-of-Light")
 
 
 def rocminfo() -> None:
@@ -249,8 +233,6 @@ PROFILERS = {
     "rocprof-sys-run": rocprof_sys,
     "rocprof-compute profile": rocprof_compute_profile,
     "rocprof-compute analyze": rocprof_compute_analyze,
-    "rocpd convert": rocpd,
-    "rocpd summary": rocpd,
 }
 PRINTED = {
     "rocminfo": rocminfo,
@@ -258,12 +240,11 @@ PRINTED = {
 }
 
 if __name__ == "__main__":
-    names = {name.partition(" ")[0] for name in PROFILERS} | {*OTHER_NAMES, *PRINTED}
+    names = {name.partition(" ")[0] for name in PROFILERS} | {*PRINTED}
     if TOOL in PRINTED:
         PRINTED[TOOL]()
     elif TOOL in names:
-        tool, *first = OTHER_NAMES.get(TOOL, (TOOL,))
-        arguments = parse(tool, [*first, *sys.argv[1:]])
+        arguments = parse(sys.argv[1:])
         PROFILERS[arguments.command](arguments)
     else:
         for name in names:
