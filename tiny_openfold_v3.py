@@ -1222,6 +1222,13 @@ def triangle_weights_kernel(
 
 
 @triton.jit
+def project(x, weight, BIAS, column, PRECISION: tl.constexpr):
+    """Compute x W^T + b [rows, columns]; `weight` is where W^T [C, columns] is in memory."""
+    out = tl.dot(x, tl.load(weight), input_precision=PRECISION)
+    return out + tl.load(BIAS + column)[None, :]
+
+
+@triton.jit
 def normalise_and_keep(x, position, STATISTICS, M, eps, C: tl.constexpr):
     """Compute x_hat = (x - mean(x)) * rstd [positions, C], and store mean and rstd for later.
 
@@ -1912,13 +1919,6 @@ def sigmoid(x):
     """
     root = tl.rsqrt(1 + tl.exp2(-x * LOG2E))
     return root * root
-
-
-@triton.jit
-def project(x, weight, BIAS, column, PRECISION: tl.constexpr):
-    """Compute x W^T + b [rows, columns]; `weight` is where W^T [C, columns] is in memory."""
-    out = tl.dot(x, tl.load(weight), input_precision=PRECISION)
-    return out + tl.load(BIAS + column)[None, :]
 
 
 @triton.jit

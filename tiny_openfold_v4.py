@@ -1417,6 +1417,13 @@ def triangle_weights_kernel(
 
 
 @triton.jit
+def project(x, weight, BIAS, column, PRECISION: tl.constexpr):
+    """Compute x W^T + b [rows, columns]; `weight` is where W^T [C, columns] is in memory."""
+    out = tl.dot(x, tl.load(weight), input_precision=PRECISION)
+    return out + tl.load(BIAS + column)[None, :]
+
+
+@triton.jit
 def normalise_and_keep(x, position, STATISTICS, M, eps, C: tl.constexpr):
     """Compute x_hat = (x - mean(x)) * rstd [positions, C], and store mean and rstd for later.
 
@@ -1953,8 +1960,8 @@ def transition_forward_kernel(
     out = tl.zeros([BLOCK_M, C], tl.float32)
     for first in tl.range(0, HIDDEN, BLOCK_N):
         hidden = first + tl.arange(0, BLOCK_N)
-        weight = WEIGHT_1 + hidden[None, :] * C + channel[:, None]
-        h = project(y, weight, BIAS_1, hidden, PRECISION)
+        weight = tl.load(WEIGHT_1 + hidden[None, :] * C + channel[:, None])
+        h = tl.dot(y, weight, input_precision=PRECISION) + tl.load(BIAS_1 + hidden)[None, :]
         h = tl.maximum(h, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dtype)  # relu(y W1^T + b1)
         weight = tl.load(WEIGHT_2 + channel[None, :] * HIDDEN + hidden[:, None])
         out = tl.dot(h, weight, out, input_precision=PRECISION)  # out += h W2^T
@@ -2310,10 +2317,9 @@ def load_head(
 
 
 class HeadLoss(torch.autograd.Function):
-    """Average cross-entropies over what counts of each protein, then over the batch -> scalar.
+    """Compute `weight` times the head_loss below.
 
-    The result is `weight` times as much. logits [B, S, N, bins], targets and counted [B, S, N];
-    with `pairs` S is N, and the logits are those of a pair plus those of its mirror image.
+    With `pairs` S is N, and the logits are those of a pair plus those of its mirror image.
     """
 
     @staticmethod
@@ -2429,13 +2435,6 @@ def sigmoid(x):
     """
     root = tl.rsqrt(1 + tl.exp2(-x * LOG2E))
     return root * root
-
-
-@triton.jit
-def project(x, weight, BIAS, column, PRECISION: tl.constexpr):
-    """Compute x W^T + b [rows, columns]; `weight` is where W^T [C, columns] is in memory."""
-    out = tl.dot(x, tl.load(weight), input_precision=PRECISION)
-    return out + tl.load(BIAS + column)[None, :]
 
 
 @triton.jit

@@ -3,9 +3,10 @@
 
 A PATH is a file or a folder with runs, or a pattern: a result (<script>_summary.json), the
 directory of a run (its --profile-dir), a study of versions or fusions, a file of several runs or
-FILE.json/NAME for one of them, what run_all_profilers.sh left, or a tree of these; a folder without
-a run is named and passed over. NAME=PATH names the row; several runs of one NAME are repeats, of
-which the median is shown, with the range.
+FILE.json/NAME for one of them, what run_all_profilers.sh left, or a tree of these. A folder without
+a run is named and passed over. An earlier run of a folder (<script>_summary.1.json) is taken where
+it is the PATH. NAME=PATH names the row; several runs of one NAME are repeats, of which the median
+is shown, with the range.
 
 Speed-up and memory change are over --baseline, else over the first run, which is said, or over a
 run's own baseline where both took turns (--compare-fusion, whose folder alone shows both sides;

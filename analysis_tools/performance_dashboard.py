@@ -22,7 +22,8 @@ from pathlib import Path
 from fusion_lab.cli import Parser, ToolError, documented_parser, program
 from fusion_lab.files import ROOT
 from fusion_lab.profile import report
-from fusion_lab.runs import report_failed
+from fusion_lab.runs import baseline_in_turns, beside, csv_rows, report_failed
+from fusion_lab.show import write_csv
 
 
 def build_parser() -> Parser:
@@ -31,6 +32,7 @@ def build_parser() -> Parser:
     places = "files and folders (default: results/ of the repository)"
     parser.add_argument("paths", **paths, help=places)
     parser.add_path("--output", "FILE.html", default=Path("dashboard.html"))
+    parser.add_path("--csv", "FILE.csv", "also write all runs there")
     parser.add_flag("--markdown", "print the tables, and write no page")
     return parser
 
@@ -42,6 +44,9 @@ def build(args: argparse.Namespace) -> int:
     if not panels:
         raise ToolError(f"{', '.join(map(str, args.paths))}: no results in there")
     report.write(panels, None if args.markdown else args.output, not args.markdown)
+    if args.csv:
+        rows = [beside(run, baseline_in_turns(run, runs) or run) for run in runs]
+        write_csv(args.csv, csv_rows(rows, runs))
     return report_failed(runs)
 
 

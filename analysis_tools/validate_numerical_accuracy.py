@@ -38,6 +38,7 @@ from fusion_lab.cli import (
     program,
     sign_of_life,
 )
+from fusion_lab.files import write_text
 from fusion_lab.script import load_script, script_arguments
 from fusion_lab.show import Column, render
 
@@ -59,6 +60,7 @@ def build_parser() -> Parser:
     limit = "limit, looser or tighter (default: 1e-3, for gradients 3e-3, below float32 0.05)"
     parser.add_argument("--tolerance", type=positive(), metavar="X", help=limit)
     parser.add_count("--steps", 20, "of the loss curve")
+    parser.add_path("--csv", "FILE.csv", "also write the table there")
     return parser
 
 
@@ -78,6 +80,8 @@ def validate(args: argparse.Namespace, argv: Sequence[str]) -> int:
         status, message = scripts[0].explain(error, sides[0].args)
         raise ToolError(message, status) from error
     print(render(COLUMNS, rows))
+    if args.csv:
+        write_text(args.csv, render(COLUMNS, rows, "csv"))
     passed = all(row["passed"] for row in rows)
     print(f"\n{names[1]} against {names[0]}: {'PASS' if passed else 'FAIL'}")
     return 0 if passed else 1

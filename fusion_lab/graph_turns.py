@@ -35,10 +35,6 @@ def matmul_precision(products: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def as_tuple(found: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-    return (found,) if isinstance(found, Tensor) else found
-
-
 def gradient_step(
     operation: Callable, inputs: list[Tensor], parameters: Sequence[Tensor] = ()
 ) -> Step:
@@ -48,7 +44,8 @@ def gradient_step(
     grads: list[Tensor] = []
 
     def results() -> Sequence[Tensor]:
-        return as_tuple(operation(*inputs))
+        found = operation(*inputs)
+        return (found,) if isinstance(found, Tensor) else found
 
     def step() -> Sequence[Tensor]:
         found = results()

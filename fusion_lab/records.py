@@ -282,8 +282,13 @@ def read_study(path: Path, *wanted: Iterable[str], kind: type = Row) -> dict:
 
 
 def read_rows(path: Path, *wanted: Iterable[str], kind: type = Row) -> Sequence[dict]:
-    """The rows of a study; none if it is not there."""
-    return checked_study(read_json(path), path, *wanted, kind=kind)["rows"] if path.exists() else []
+    """The rows of a finished study; none if it is not there."""
+    if not path.exists():
+        return []
+    study = checked_study(read_json(path), path, *wanted, kind=kind)
+    if not study.get("complete", True):
+        raise ToolError(f"{path}: the study is not finished; its command goes on with it")
+    return study["rows"]
 
 
 def check_turns(rows: Iterable[dict], path: Path) -> None:

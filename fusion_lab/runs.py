@@ -5,7 +5,6 @@ A run is a result of a script, or a row of a study. Several runs may be in one f
 """
 
 import glob
-import itertools
 import re
 import statistics
 from collections import Counter, defaultdict
@@ -19,7 +18,7 @@ from fusion_lab.files import below, read_json
 from fusion_lab.records import Steps, Summary, checked, checked_study, read
 from fusion_lab.script import mode_of, model_and_version, precision_of
 from fusion_lab.show import Column, rate, render
-from fusion_lab.study import launch_of
+from fusion_lab.study import in_words, launch_of
 from fusion_lab.turns import ratios, spread
 
 # What is named where it is not the same; with the value where a file of an earlier core has
@@ -32,6 +31,8 @@ SAME_TRAINING = {
 }
 SAME_ENVIRONMENT = ("device_name", "torch")
 SIZES = ("batch_size", "seq_len")  # what names a row of a study, with
+# of runs that a profiler slowed down, and what a script kept of an earlier one in its folder
+PASSED_OVER = r"(^|/)rocprof.*_summary\.json$|_summary\.\d+\.json$"
 OTHER_FILES = {"rows", "modules", "categories", "chains", "stages"}  # fields of other programs
 NAMES = ("precision", "mode", "seed", "group", "side", "version")
 # mean over median step, from which a run was disturbed; 67 of the 71 in exercises.json are below
@@ -205,29 +206,27 @@ def is_run(row: Mapping) -> bool:
 
 def of_study(path: Path, study: dict) -> list[Run]:
     """The rows of a study that trained a model, under their names."""
-    found: dict[str, tuple[dict, str]] = {}
-    numbered: set[tuple[str, int]] = set()  # names of rows, and which of that name
+    found = []
+    count: Counter[str] = Counter()
     firsts: dict[str, dict] = {}  # of each team
-    for row in study["rows"]:
-        if not is_run(row):
-            continue
+    for row in filter(is_run, study["rows"]):
         sizes = next(((key,) for key in ("shape", "name") if key in row), SIZES)
         shared = {key: row[key] for key in (*sizes, "precision", "seed", "group") if key in row}
         shared["launch"] = launch_of(row)
-        size = [v if isinstance(v, str) else f"{k} {v}" for k, v in shared.items() if v]
-        team = f"{path}: {', '.join([row.get('model', ''), *size])}"
+        size = {key: value for key, value in shared.items() if value}
+        team = f"{path}: {in_words({'model': row.get('model', ''), **size})}"
         if team not in firsts or row.get("side") == "none":
             firsts[team] = row
         names = {key: row[key] for key in (*sizes, *NAMES) if key in row}
-        names.pop("version", None) if "side" in row else None
-        name = ", ".join(v if isinstance(v, str) else f"{k} {v}" for k, v in names.items())
-        number = next(n for n in itertools.count(1) if (name, n) not in numbered)
-        numbered.add((name, number))
-        found[f"{name} ({number})" if number > 1 else name] = row, team
+        if "side" in row:
+            names.pop("version", None)
+        name = in_words(names)
+        count[name] += 1
+        found.append((f"{name} ({count[name]})" if count[name] > 1 else name, row, team))
     environment = study["environment"]
     return [
         Run(name, path, result_of(row, environment), team, firsts[team] is row, row)
-        for name, (row, team) in found.items()
+        for name, row, team in found
     ]
 
 
@@ -276,6 +275,8 @@ def of_file(path: Path, name: str) -> list[Run] | None:
         rows = [row for row in content["rows"] if isinstance(row, dict)]
         if not any(is_run(row) for row in rows):
             return None  # of operations
+        if not content.get("complete", True):
+            note(f"{path}: the study is not finished; its command goes on with it")
         return of_study(path, checked_study(content, path)) or None
     if OTHER_FILES & content.keys() or "schema_version" not in content:
         return None
@@ -286,8 +287,9 @@ def find_runs(path: Path, everything: bool = False) -> list[Run]:
     """All runs in a file, or in a folder: its own results, else its other files, else those below;
     `everything`: all of these.
 
-    Runs that a profiler slowed down are not among them. A folder without runs, and files in it that
-    are of something else, are passed over; a file that is named itself has to be of runs.
+    Runs that a profiler slowed down, and what was kept of an earlier run, are not among them. A
+    folder without runs, and files in it that are of something else, are passed over; a file that is
+    named itself has to be of runs.
     """
     if inside := file_of_runs(path):
         runs, key = inside
@@ -308,8 +310,7 @@ def find_runs(path: Path, everything: bool = False) -> list[Run]:
         found = []
         for file in files:
             place = f"{path.resolve().name}/{file.relative_to(path)}"
-            slowed_down = re.search(r"(^|/)rocprof.*_summary\.json$", place)
-            if slowed_down:
+            if re.search(PASSED_OVER, place):
                 continue
             try:
                 found += of_file(file, name_below(path, file)) or []
@@ -382,11 +383,7 @@ def matched(sides: Mapping[str, Sequence[Run]], exact: bool = False) -> list[dic
     Raises:
         ToolError: a side has two runs to compare that are no repeats.
     """
-    found = {}
-    for label, runs in sides.items():
-        fused = [run for run in runs if run.asked or not run.is_first]
-        if runs:
-            found[label] = medians(fused or runs, named=False)
+    found = {label: to_compare(runs) for label, runs in sides.items() if runs}
     alone = all(len(runs) == 1 for runs in found.values())
     cells: dict[str, dict[str, Run]] = defaultdict(dict)
     for label, runs in found.items():
@@ -402,6 +399,11 @@ def matched(sides: Mapping[str, Sequence[Run]], exact: bool = False) -> list[dic
     if whole:
         note(*(f"left out, one side alone has it: {run.path}" for run in lonely))
     return whole
+
+
+def to_compare(runs: Sequence[Run]) -> list[Run]:
+    """Repeats as their median; without what --compare-fusion measured beside one of the runs."""
+    return medians([run for run in runs if run.asked or not run.is_first] or runs, named=False)
 
 
 def cell_of(run: Run, exact: bool) -> str:
@@ -659,13 +661,9 @@ def csv_rows(rows: Sequence[dict], runs: Sequence[Run]) -> list[dict]:
     return wide
 
 
-def renamed(sides: Mapping[str, Run]) -> list[Run]:
-    return [replace(run, name=label) for label, run in sides.items()]
-
-
 def runs_section(sides: Mapping[str, Run]) -> str:
     """The table of these runs beside the first of them, and what to know about it."""
-    runs = renamed(sides)
+    runs = [replace(run, name=label) for label, run in sides.items()]
     rows = [beside(run, baseline_of(run, runs)) for run in runs]
     bad = [run for run in runs if run.status != "ok"]
     notes = [*unsteady(runs), *(f"{r.name} did not finish: {r.result.get('error')}" for r in bad)]

@@ -15,7 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -133,7 +133,9 @@ def fusion_teams(
     for number, chosen in enumerate(groups, 1):
         sides = {}
         for on in (tuple(fusions), *chosen, ()):
-            flags = [f"--{'enable' if fusion in on else 'disable'}-{fusion}" for fusion in fusions]
+            flags = [f"--disable-{fusion}" for fusion in fusions if fusion not in on]
+            if "--disable-all-fusion" in side.argv:  # else they are on
+                flags = [f"--enable-{fusion}" for fusion in on]
             sides[set_name(on, fusions)] = Side(side.script, [*side.argv, *flags], on)
         sides[CONTROL] = sides["all"]  # last: as far from the first as any
         yield {"group": number}, sides
@@ -177,34 +179,42 @@ def last_loss(script: str, argv: Sequence[str]) -> dict:
 
 
 class Cost:
-    """About how many seconds a point takes: by two steps of the first side, and by the FLOPs of
-    each."""
+    """About how many seconds a point takes: by steps of the first side of its script that trains,
+    and by the FLOPs of each."""
 
     def __init__(self, points: Sequence[Point], rounds: int, loss: Sequence[str] | None):
         self.points = {str(names): sides for names, sides in points}
         self.rounds = rounds
         self.loss = loss
+        self.trials: dict[str, tuple[float, float]] = {}  # of each script, see `tried`
 
-    @cached_property
-    def trial(self) -> tuple[float, float]:
-        """Seconds until a first step is done, and seconds of a step per FLOP; of the first side
-        that trains, as one that does not is a row."""
-        for side in itertools.chain(*(sides.values() for sides in self.points.values())):
-            with contextlib.suppress(Exception), silence():
-                return self.tried(side)
+    def __call__(self, names: dict) -> float:
+        sides = self.points[str(names)].values()
+        for side in sides:
+            with contextlib.suppress(Exception), silence():  # what does not train is a row
+                if side.script not in self.trials:
+                    self.trials[side.script] = self.tried(side)
+                start, per_flop = self.trials[side.script]
+                flops, args = self.flops(side)
+                step = per_flop * flops
+                turn = max(TURN_MS / 1e3, 2 * step)
+                seconds = start + (args.warmup_steps + 6) * step + self.rounds * turn
+                if self.loss is not None:
+                    seconds += start + (args.warmup_steps + args.num_steps) * step
+                return seconds * len(sides)
             free_memory()
-        return 0.0, 0.0
+        return 0.0
 
     def tried(self, side: Side) -> tuple[float, float]:
+        """Seconds until a first step is done, and seconds of a step per FLOP."""
         began = time.monotonic()
         trainer = make_trainer(script_named(side.script), side.argv)
         trainer.take(1, measured=False)
-        start = time.monotonic()
-        trainer.take(1, measured=False)
-        step = time.monotonic() - start
+        start = time.monotonic() - began
+        step = min(trainer.take(1, measured=False) for _ in range(3)) / 1e3  # of a busy machine
         trainer = None  # and its memory
         free_memory()
-        return start - began, step / self.flops(side)[0]
+        return start, step / self.flops(side)[0]
 
     def flops(self, side: Side) -> tuple[int, argparse.Namespace]:
         import torch
@@ -213,20 +223,6 @@ class Cost:
         args = module.parse_args([*(self.loss or ()), *side.argv])
         batch = module.make_batches(args, torch.device("cpu"), args.seed).next_batch()
         return module.count_flops(args, batch), args
-
-    def __call__(self, names: dict) -> float:
-        sides = self.points[str(names)].values()
-        start, per_flop = self.trial
-        for side in sides:
-            with contextlib.suppress(Exception):  # what does not train is a row
-                flops, args = self.flops(side)
-                step = per_flop * flops
-                turn = max(TURN_MS / 1e3, 2 * step)
-                seconds = start + (args.warmup_steps + 6) * step + self.rounds * turn
-                if self.loss is not None:
-                    seconds += start + (args.warmup_steps + args.num_steps) * step
-                return seconds * len(sides)
-        return start * len(sides)
 
 
 # --- the arguments

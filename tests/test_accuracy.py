@@ -144,7 +144,6 @@ FEW = "--seq-len 4 --batch-size 1 --msa-dim 64 --pair-dim 128 --num-heads-msa 4"
     "argv",
     [
         "--num-seqs 1",  # queries and keys of columns have a gradient of zero in theory
-        f"{FEW} --num-seqs 1 --use-amp --num-blocks 2 --seed 892",
         f"{FEW} --num-seqs 2 --use-amp --amp-dtype float16 --num-blocks 2 --seed 758",
     ],
 )
@@ -175,13 +174,11 @@ def test_verify_accuracy_names_a_gradient_that_is_zero(argv: list[str], run, mon
     assert failed[0].startswith(f"gradient of {name} (")
 
 
-@pytest.mark.parametrize("error", ["output", "gradient", "no gradient", "nan"])
+@pytest.mark.parametrize("error", ["output", "gradient", "nan"])
 def test_verify_accuracy_fails_when_an_operation_is_wrong(error: str, run, monkeypatch):
     attention = torch.nn.functional.scaled_dot_product_attention
 
     def wrong(*args: torch.Tensor, **options: object) -> torch.Tensor:
-        if error == "no gradient":
-            return attention(*(x.detach() for x in args), **options)
         out = attention(*args, **options)
         if error == "gradient":  # the same value, nine tenths of the gradient
             return out.detach() + 0.9 * (out - out.detach())

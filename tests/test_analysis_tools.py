@@ -166,32 +166,37 @@ def test_each_length_has_its_own_baseline_and_several_runs_of_a_name_are_repeats
 
 def test_a_tree_may_hold_several_models_and_folders_without_a_run(make, tmp_path):
     make("tree/llama")
-    make("tree/openfold", script="tiny_openfold_v2")
+    fold = make("tree/openfold", script="tiny_openfold_v2")
+    shutil.copy(fold / "tiny_llama_v2_summary.json", fold / "tiny_llama_v2_summary.1.json")
     (tmp_path / "tree/empty").mkdir()
     (tmp_path / "tree/other.json").write_text("[1]")
     status, out, err = call(compare_runs, tmp_path / "tree", tmp_path / "tree/empty")
     assert (status, out.count("| configuration")) == (0, 2), err
+    assert out.count("\n| tree/") == 2, "an earlier run of a folder is one to be named"
     assert "empty: no runs in there" in err and "passed over" in err
     assert "tiny_openfold:" in out
 
 
 def test_trees_of_several_sizes_models_and_repeats_are_compared_at_the_same_sizes(make, tmp_path):
     for name, speed in (("v1", 100), ("v2", 200)):
+        top = f"pytorch_profiles_{name}"
         for seq_len in (32, 64):
             for seed in (1, 2, 3):
-                place = f"{name}/{seq_len}_{seed}"
                 training = {"seed": seed}
                 timing = {"batch_ms": 1e3 * seed / speed}
                 more = {"script": f"tiny_llama_{name}", "training": training, "timing": timing}
-                make(place, seq_len=seq_len, **more)
-        make(f"{name}/fold", seq_len=8, script=f"tiny_openfold_{name}")
-    before, after = tmp_path / "v1", tmp_path / "v2"
+                make(f"{top}/{seq_len}_{seed}", seq_len=seq_len, **more)
+        make(f"{top}/fold", seq_len=8, script=f"tiny_openfold_{name}")
+        make(f"{top}/fold/baseline", seq_len=8, script=f"tiny_openfold_{name}", fusions={})
+    before, after = (tmp_path / f"pytorch_profiles_{name}" for name in ("v1", "v2"))
 
     status, out, _ = call(compare_versions, "--v1", before, "--v2", after)
     rows = [row for row in table_of(out) if row["tiny_llama"] == "V2"]
     assert (status, [row["length"] for row in rows]) == (0, ["32", "64"])
     assert [row["of repeats"].endswith("in 3") for row in rows] == [True, True]
     assert "| tiny_openfold" in out
+    assert call(compare_versions, "--v1", before, "--v2", tmp_path)[1] == out, "what is around it"
+    assert_refused(call(compare_versions, "--v1", after), "no tiny_llama_v1_summary.json in")
 
     status, out, _ = call(
         regression_tester, "--baseline-results", before, "--current-results", after
@@ -458,7 +463,7 @@ def test_what_cannot_be_reported_is_one_line(folders, tmp_path):
     path.write_text(path.read_text().replace("tiny_llama_v1", "tiny_openfold_v1"))
     assert_refused(report(folders, "--output", output), "is a run of tiny_")
     assert not output.exists()
-    assert_refused(report((tmp_path, folders[1])), "two runs of baseline at one size")
+    assert_refused(report((tmp_path, folders[1])), "two runs of baseline at the same sizes")
     (tmp_path / "empty").mkdir()
     assert_refused(report((tmp_path / "empty", folders[1])), "nothing that both have")
     assert_refused(report((tmp_path / "none", folders[1])), "no such directory; ./run_all_prof")

@@ -9,7 +9,7 @@ import re
 import statistics
 from pathlib import Path
 
-from conftest import ROOT, call
+from conftest import ROOT, call, read_rows
 
 from analysis_tools import performance_dashboard as dashboard
 from fusion_lab.study import by_side
@@ -43,7 +43,9 @@ def side(version: str, *turns: float, **more) -> dict:
 
 
 def test_the_committed_results_fill_the_page(tmp_path):
-    status, out, _ = call(dashboard, RESULTS, "--output", tmp_path / "page.html")
+    table = tmp_path / "runs.csv"
+    status, out, _ = call(dashboard, RESULTS, "--output", tmp_path / "page.html", "--csv", table)
+    assert len(read_rows(table)) > 500
     assert (status, out.count("Written:")) == (0, 1)
     panels = page_in(tmp_path / "page.html")
     rows = json.loads((RESULTS / "h100/headline_v3.json").read_text())["rows"]

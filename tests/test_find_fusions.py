@@ -8,7 +8,6 @@ import json
 import linecache
 import random
 import weakref
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -19,7 +18,6 @@ from conftest import ROOT, captured, strict_json
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from dev.bench import find_fusions as study
 from fusion_lab.cli import ToolError
@@ -27,10 +25,10 @@ from fusion_lab.fusions import command as find_fusions
 from fusion_lab.fusions import step as steps
 from fusion_lab.fusions.flops import attention as flops_of_attention
 from fusion_lab.fusions.flops import registry
-from fusion_lab.fusions.groups import Finding, Group, laid_out
+from fusion_lab.fusions.groups import Finding, Group
 from fusion_lab.fusions.rates import Rates
 from fusion_lab.fusions.record import Operator, Recorded, Recorder, Use
-from fusion_lab.fusions.step import Step, attribute, compared, profiled, record
+from fusion_lab.fusions.step import Step, attribute, compared, record
 
 RATES = Rates("a GPU", 2500.0, 1.0, 0.3, {"bf16": 700.0, "TF32": 400.0, "fp32": 50.0})
 N, D = 64, 32  # rows, and numbers in a row
@@ -96,35 +94,6 @@ def test_a_backward_chain_has_the_lines_of_the_forward_pass():
     assert group_of(finding, "cos").phase == "forward"
 
 
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
-
-
-def inner(x):
-    return torch.sigmoid(x).exp()
-
-
-@pytest.mark.parametrize(
-    ("forward", "name", "code"),
-    [
-        # a checkpoint runs its own lines again
-        (lambda x: checkpoint(inner, x, use_reentrant=False), "sigmoid", "torch.sigmoid(x).exp()"),
-        (Double.apply, "mul", "grad * 2"),
-    ],
-)
-def test_the_line_of_an_operator_of_the_backward_pass(forward, name, code):
-    x = torch.randn(N, D, requires_grad=True)
-    operators = found(lambda: torch.autograd.grad(forward(x).sum(), x)).recorded.operators
-    line = next(o.line for o in operators if (o.phase, o.name) == ("backward", name))
-    assert code in code_at({"lines": line})[0]
-
-
 # --- what is one kernel, and what may not be
 
 
@@ -145,7 +114,6 @@ def odd(x: torch.Tensor) -> torch.Tensor:
     [
         # as one kernel exp and add would wait for the product between, and this for them
         (lambda: (y := SQUARE.exp()) + y @ SQUARE, [["exp"], ["mm"], ["add"]]),
-        (lambda: (y := X.exp(), X.cos() @ W + y), [["exp", "add"], ["cos"], ["mm"]]),
         # a long sum is complete when its kernel has ended, a short one before
         (lambda: X.exp() / X.exp().sum(1, keepdim=True), [["exp", "exp", "sum", "div"]]),
         (lambda: WIDE.exp() / WIDE.exp().sum(1, keepdim=True), [["exp", "div"], ["exp", "sum"]]),
@@ -157,29 +125,12 @@ def odd(x: torch.Tensor) -> torch.Tensor:
             lambda: torch.zeros(N, D).index_add_(0, ROWS, X.exp()).cos(),
             [["zeros"], ["exp", "index_add_"], ["cos"]],
         ),
-        # the host waits for a size that depends on the data
-        (
-            lambda: X.exp() * len(torch.nonzero(X.exp() > 1e9)),
-            [["exp", "exp", "gt"], ["nonzero"], ["mul"]],
-        ),
         (lambda: odd(X.exp()).cos(), [["exp"], ["odd"], ["cos"]]),
         (lambda: F.dropout(X.exp(), 0.1) + 1, [["exp", "bernoulli_", "div_", "mul", "add"]]),
     ],
 )
 def test_groups(take, expected):
     assert sorted(group.names for group in found(take).groups) == sorted(expected)
-
-
-def test_a_shift_in_every_round_must_lie_in_memory():
-    """A scan by doubling reads neighbours of what it has just computed."""
-
-    def take():
-        h = WIDE * 1
-        for shift in (1, 2, 4, 8, 16):
-            h = h + F.pad(h[:, :-shift], (shift, 0))
-        return h
-
-    assert len(found(take).groups) > 2
 
 
 # --- what must cross memory
@@ -196,20 +147,15 @@ def read_after(change):
     ("take", "name", "read", "kept"),
     [
         (of_a_part, "copy_", ROW, ROW),
-        (of_a_part, "zeros", 0, 2 * ROW),
         (lambda: X[: N // 2] + X[N // 2 :], "add", ROW, ROW // 2),
         # as many rows as it takes, of 32 bytes at least, and their numbers
         (lambda: TABLE.view(-1)[ROWS], "index", 32 * N + ROWS.nbytes, 4 * N),
         # windows overlap, and need all of their source once
         (lambda: PICTURE.unfold(3, 4, 2) + 1, "add", PICTURE.nbytes, 4 * N * 15 * 4 * 4),
         (lambda: F.max_pool2d(PICTURE.exp(), 2), "exp", PICTURE.nbytes, PICTURE.nbytes),
-        # what is changed in part is written as a whole, by one kernel or by two
-        (lambda: (y := X.exp(), y.index_put_((ROWS[:4],), X[:4]), y @ W), "exp", ROW, ROW),
         # nothing is computed again from what has changed by then
         (lambda: read_after(lambda: None), "sum", WIDE.nbytes, 4),
         (lambda: read_after(lambda: WIDE.add_(0)), "sum", WIDE.nbytes, 2 * WIDE.nbytes + 4),
-        # nor is what is there when the step is over
-        (lambda: (y := WIDE * 2, y + y.exp().sum()), "sum", WIDE.nbytes, WIDE.nbytes + 4),
         # a second copy is none
         (lambda: X.bfloat16() @ W.bfloat16() + X.bfloat16() @ W.bfloat16(), "add", ROW, ROW // 2),
     ],
@@ -276,9 +222,6 @@ PARTS = [
     lambda x, w: F.embedding(ROWS % D, w).cumsum(0) + x,
     lambda x, w: F.batch_norm(x @ w, None, None, w[0], w[1], training=True).relu(),
     lambda x, w: x.index_add(0, ROWS // 2, x @ w) + x[ROWS.flip(0)],
-    lambda x, w: F.conv2d(x.view(2, 16, 8, 8), w.view(16, 16, 2, 2), padding=1)[
-        ..., 1:, 1:
-    ].reshape(N, D),
     lambda x, w: x.clone().mul_(2).add_(x @ w),
 ]
 
@@ -362,44 +305,6 @@ def test_no_gradients_and_inference_are_the_same(seed):
             finding = found(take, rates=RATES)
         levels.append((finding.levels["chains"], finding.recorded.flop()))
     assert levels[0] == levels[1]
-
-
-def test_a_checkpointed_step_is_the_sum_of_what_runs():
-    *_, forward = random_step(1)
-
-    def flop(take) -> int:
-        return sum(found(take).recorded.flop().values())
-
-    with torch.no_grad():
-        once = flop(forward)
-    plain = flop(lambda: forward().backward())
-    again = flop(lambda: checkpoint(forward, use_reentrant=False).backward())
-    assert once > 0 and again == plain + once
-
-
-def softmax_by_hand(x):
-    y = (x - x.amax(-1, keepdim=True)).exp()
-    return y / y.sum(-1, keepdim=True)
-
-
-@pytest.mark.parametrize(
-    ("module", "hand"),
-    [
-        (lambda x: x.softmax(-1), softmax_by_hand),
-        (F.silu, lambda x: x * torch.sigmoid(x)),
-        (lambda x: F.mse_loss(x, X), lambda x: (x - X).square().mean()),
-    ],
-)
-def test_a_module_and_the_same_by_hand(module, hand):
-    """As one kernel they move the same, forward and backward."""
-    x = torch.randn(N, D, requires_grad=True)
-
-    def step(part):
-        return lambda: torch.autograd.grad(part(x.sin()).cos().sum(), x)
-
-    one, other = (found(step(part), rates=RATES).levels["chains"] for part in (module, hand))
-    assert one["kernels"] == other["kernels"]
-    assert one["bytes"] == pytest.approx(other["bytes"], rel=0.05)
 
 
 # --- FLOPs
@@ -535,16 +440,6 @@ def test_no_tensor_is_kept_alive():
 # --- times
 
 
-def test_kernels_are_given_to_the_operators_that_launched_them():
-    """On a CPU the operators that an operator calls stand for its kernels."""
-    step = Step("s", lambda: (SQUARE @ SQUARE).exp())
-    recorded, events = profiled(lambda: record(step, timed=True))
-    attribute(recorded, events)
-    known = [o for o in recorded.operators if o.kind != "unknown"]
-    assert [o.name for o in known] == ["mm", "exp"]
-    assert all(o.us > 0 and o.kernels >= 1 for o in known)
-
-
 def event(
     name: str, launch: float, start: float, us: float, stream: int, number: int
 ) -> list[dict]:
@@ -559,28 +454,18 @@ def test_the_time_of_kernels_on_several_streams():
     """Of one call it is between that of the busiest and of all, of several that in which any ran;
     a kernel that no call launched is said to lack its bytes."""
     recorded = Recorded([Operator(n, i, "forward", "x.py:1", [], []) for i, n in enumerate("ab")])
-    ranges = [
-        {
-            "ph": "X",
-            "cat": "user_annotation",
-            "name": f"#{i}",
-            "pid": 1,
-            "tid": 1,
-            "ts": ts,
-            "dur": 9,
-        }
-        for i, ts in enumerate((0, 10))
-    ]
-    kernels = [
+    mark = {"ph": "X", "cat": "user_annotation", "pid": 1, "tid": 1, "dur": 9}
+    events = [
+        {**mark, "name": "#0", "ts": 0},
+        {**mark, "name": "#1", "ts": 10},
         *event("layer_1", 1, 100, 30, 7, 1),
         *event("layer_1", 2, 140, 30, 7, 2),
         *event("layer_2", 3, 180, 40, 8, 3),  # later only as the host was slow
         *event("beside", 11, 200, 50, 9, 4),  # 20 of it while layer_2 runs
         *event("unseen", 30, 300, 5, 7, 5),
     ]
-    attribute(recorded, ranges + kernels)
-    found = [(o.name, o.us, o.kernels, o.queued, o.lacks) for o in recorded.operators]
-    assert found == [
+    attribute(recorded, events)
+    assert [(o.name, o.us, o.kernels, o.queued, o.lacks) for o in recorded.operators] == [
         ("a", 80, 3, 2, ""),  # (100 + 60) / 2
         ("b", 30, 1, 1, ""),
         ("kernel unseen", 5, 1, 1, "bytes and FLOPs"),
@@ -588,51 +473,52 @@ def test_the_time_of_kernels_on_several_streams():
     assert recorded.launched == {"layer_1": 60, "layer_2": 40, "beside": 30, "unseen": 5}
 
 
-def report_of_a_check(launched: dict, take=lambda: (SQUARE @ SQUARE).exp(), made=None) -> str:
-    """On a CPU, where operators stand for kernels."""
-    step = Step("s", take, lambda: made or take)
-    check = compared(step, launched)
-    check["predicted_us"] = {"now": 100.0, "compiled": 100.0}
-    return "\n".join(find_fusions.checked({"check": check}))
+SAME = {"aten::mm": 50.0, "aten::exp": 50.0, "aten::matmul": 1.0, "aten::resolve_conj": 0.1}
 
 
-def fails():
+def exponential() -> torch.Tensor:
+    return (SQUARE @ SQUARE).exp()
+
+
+def fails() -> None:
     raise RuntimeError("this cannot be captured")
 
 
+def report_of_a_check(profiled_us: dict, take=exponential, compiled=exponential) -> str:
+    """On a CPU, where operators stand for kernels."""
+    check = compared(Step("s", take, lambda: compiled), profiled_us)
+    check["predicted_us"] = {"now": 100.0, "compiled": 100.0}
+    return "\n".join(find_fusions.checked(check))
+
+
 def test_a_check_that_does_not_end_well_is_said_below_the_prediction():
-    same = {"aten::mm": 50.0, "aten::exp": 50.0, "aten::matmul": 1.0, "aten::resolve_conj": 0.1}
-    plain = report_of_a_check(same)
+    plain = report_of_a_check(SAME)
     assert "another program" not in plain
     assert plain.count("(nothing is compiled)") == 2
-    changed = report_of_a_check(same, made=lambda: (SQUARE @ SQUARE).exp().cos())
+    changed = report_of_a_check(SAME, compiled=lambda: exponential().cos())
     assert "compiled" not in changed.partition("inductor")[2] and changed.count("%)") == 3
-    other = report_of_a_check({"flash_fwd_kernel": 90.0, **same})
+    other = report_of_a_check({"flash_fwd_kernel": 90.0, **SAME})
     assert other.count("(another program)") == 3 and "%" not in other
-    assert "Here the step runs other kernels for attention than were profiled" in other
-    assert "Compiled the step runs other kernels for attention" in other
-    said = report_of_a_check(same, made=fails)
-    assert "speed-up" not in said
-    assert "not compared: s, compiled failed at tests/test_find_fusions.py" in said
-    assert "not compared: s, now failed at" in report_of_a_check(same, take=fails)
+    assert "it runs other kernels for attention than were profiled" in other
+    assert "not compared: s, compiled failed at tests/test_find_fusions.py" in report_of_a_check(
+        SAME, compiled=fails
+    )
 
 
 def test_a_step_that_cannot_be_a_graph_is_compared_by_its_traces():
-    """For the reason and from the line that are said; where that ends early, too, as data do, that
-    is said in place of times."""
+    """For the reason that is said; where that ends early, too, as data do, that is said in place of
+    times."""
 
     def waits(*_):
         raise ToolError("now cannot be captured as a graph: it waits") from RuntimeError("it waits")
 
-    same = {"aten::mm": 50.0, "aten::exp": 50.0, "aten::matmul": 1.0, "aten::resolve_conj": 0.1}
-    few = iter([SQUARE] * 7)  # two calls of each side, and the turns that warm up, but one
+    few = iter([SQUARE] * 5)  # two calls, and the turns that warm up, but one
     with mock.patch.object(steps, "graphs_in_turns", waits):
-        said = report_of_a_check(same)
-        ends = report_of_a_check(same, take=lambda: next(few).exp())
-    assert said.startswith("\nin turns, not as graphs: the time in which any of its kernels runs")
-    assert "it waits:\n" in said and said.count("measured") == 3
-    assert "speed-up" not in ends and "not compared: s failed at" in ends
-    assert "StopIteration" in ends
+        report = report_of_a_check(SAME)
+        ends = report_of_a_check(SAME, take=lambda: next(few).exp())
+    assert report.startswith("\nin turns, not as graphs: the time in which any of its kernels runs")
+    assert "it waits:\n" in report and report.count("measured") == 3
+    assert "not compared: s failed at" in ends and "StopIteration" in ends
 
 
 def test_a_kernel_takes_as_long_as_a_copy_of_its_bytes():
@@ -650,21 +536,18 @@ def test_a_kernel_takes_as_long_as_a_copy_of_its_bytes():
 # --- what a compiler changes of products
 
 
-def convolution(weight: tuple, groups: int = 1, **parts: float) -> Operator:
-    """One of pictures [8, C, 32, 32], with what its parts take."""
-    shape = (8, weight[1] * groups, 32, 32)
-    operands = [((0, 0), shape, ()), ((1, 0), weight, ())]
-    made = Operator("convolution", 0, "forward", "?", [Use((0, 0), 0, 4000)], [Use((2, 0), 0, 40)])
-    made.operands, made.groups, made.kind, made.us = operands, groups, "matrix", 100.0
-    return replace(made, **parts)
-
-
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_bias_is_added_by_the_chain_behind(streams):
-    made = convolution((128, 128, 3, 3), turned=30.0, biased=20.0)
+    first = Operator("convolution", 0, "forward", "?", [Use((0, 0), 0, 4000)], [Use((2, 0), 0, 40)])
+    first.operands = [((0, 0), (8, 128, 32, 32), ()), ((1, 0), (128, 128, 3, 3), ())]
+    first.kind = "matrix"
+    first.us = 100.0
+    first.turned = 30.0
+    first.biased = 20.0
     behind = Operator("relu", 1, "forward", "?", [Use((2, 0), 0, 40)], [Use((3, 0), 0, 40)])
-    behind.kind, behind.us = "stream" if streams else "library", 1.0
-    recorded = Recorded([made, behind], [4000, 8, 40, 40], {(3, 0)}, run="measured")
+    behind.kind = "stream" if streams else "library"
+    behind.us = 1.0
+    recorded = Recorded([first, behind], [4000, 8, 40, 40], {(3, 0)}, run="measured")
     turned = 30 - RATES.us(2 * 4000)  # what the step was given must be turned
     saved = Finding(recorded, RATES).otherwise_us()
     assert saved == pytest.approx(turned + 20 * streams)
@@ -699,39 +582,16 @@ def gradient(part, x):
     ("take", "name", "kind"),
     [
         # as inductor's own tables tell
-        (gradient(lambda x: F.pad(x, [1] * 4, "replicate"), PICTURE), "replication_pad2d_backward",
-         "library"),
         (gradient(lambda x: F.pad(x, [1] * 4, "reflect"), PICTURE), "reflection_pad2d_backward",
          "stream"),
         (gradient(lambda x: x[X > 0], X), "index_put", "library"),
-        (lambda: X.index_add(0, ROWS, X), "index_add", "stream"),
         (lambda: X.bfloat16().index_add(0, ROWS, X.bfloat16()), "index_add", "library"),
-        (lambda: F.embedding_bag(ROWS.view(-1, 2), TABLE), "_embedding_bag_forward_only",
-         "library"),
-        # neither is an operator with a kernel of its own taken apart
-        (gradient(F.silu, X), "silu_backward", "stream"),
         (gradient(F.hardsigmoid, X), "hardsigmoid_backward", "stream"),
     ],
 )  # fmt: skip
 def test_what_a_compiler_leaves_to_pytorch_is_no_part_of_a_chain(take, name, kind):
     operators = found(take).operators
     assert [operator.kind for operator in operators if operator.name == name] == [kind]
-
-
-@pytest.mark.parametrize(
-    ("weight", "groups", "phase", "changed"),
-    [
-        ((128, 128, 3, 3), 1, "backward", True),
-        ((128, 64, 3, 3), 2, "backward", False),
-        ((64, 128, 3, 3), 1, "backward", False),  # fewer channels come out
-        ((128, 128, 3), 1, "backward", False),  # no picture
-    ],
-)
-def test_when_a_compiler_lays_pictures_out_anew(weight, groups, phase, changed):
-    made = convolution(weight, groups)
-    made.operands[0] = ((0, 0), made.operands[0][1][: len(weight)], ())
-    behind = Operator("relu", 1, phase, "?", [], [])
-    assert laid_out([made, behind]) == [made] * changed
 
 
 @pytest.mark.parametrize(
@@ -751,27 +611,13 @@ def test_why_a_compiled_step_can_be_another_is_said(take, words):
 # --- the program and its study
 
 
-def test_the_study_counts_without_a_gpu(tmp_path):
-    argv = [str(tmp_path / "s.json"), "--only", "BERT, plain"]
-    status, out, _ = captured(study.main, argv)
-    assert status == 0 and all(f"BERT, plain, {precision}" in out for precision in ("bf16", "fp32"))
-
-
 def judged(shape: str, now: float, part: str = "fitted", **more: object) -> dict:
-    """A row whose speed-up is 2, and predicted as 2.5 and 2 with two values of the constant."""
-    row = {"shape": shape, "precision": "bf16", "part": part, **more}
-    row["predicted_ms"] = {"now": now, "V3": 3.0}
-    row["compiled_ms"] = {"1.75": 4.0, **{f"{value:g}": 5.0 for value in study.VALUES if value > 2}}
-    row["compiled_ms"] |= {f"{value:g}": 4.0 for value in study.VALUES if value <= 2}
-    row["sides_ms"] = {"now": [9.0, 10.0, 11.0], "compiled": [5.0] * 3, "V3": [3.3] * 3}
+    """A row whose speed-up is 2, and predicted as 2.5, with values of the constant above 2 as 2."""
+    compiled_ms = {f"{value:g}": 5.0 if value > 2 else 4.0 for value in study.VALUES}
+    row = {"shape": shape, "precision": "bf16", "part": part, "compiled_ms": compiled_ms, **more}
+    row["predicted_ms"] = {"now": now}
+    row["sides_ms"] = {"now": [9.0, 10.0, 11.0], "compiled": [5.0] * 3}
     return study.judged(row)
-
-
-def test_the_study_says_how_far_a_prediction_is_off():
-    row = judged("m", 10.0, remarks=["2 gathers"], other=["flash_kernel"])
-    assert (row["off"], row["V3 off"], row["now off"]) == pytest.approx((25, -9.1, 0), abs=0.01)
-    table = study.table([row])
-    assert "- m, bf16: 2 gathers; compiled, it is another program" in table
 
 
 def test_errors_are_of_what_was_not_fitted():
@@ -807,7 +653,6 @@ class Asks(Net):
 def build(): return Net(), {"x": torch.randn(8, 16)}
 def no_loss(): return nn.Linear(16, 4), {"input": torch.randn(8, 16)}
 def one_thing(): return Net()
-def frozen(): return Net().requires_grad_(False), {"x": torch.randn(8, 16)}
 def fails(): return Net(), {"x": torch.randn(8, 15)}
 def asks(): return Asks(), {"x": torch.randn(8, 16)}
 
@@ -872,16 +717,12 @@ def test_a_step_of_ones_own_and_one_that_asks_for_values(function, note, model):
     ("argv", "status", "words"),
     [
         ("", 2, "one of the two"),
-        ("tiny_llama_v1.py --model x.py:f", 2, "one of the two"),
-        ("--model missing.py:build", 2, "FILE.py:function"),
         ("--model model_of_mine.py", 2, "FILE.py:function"),
         ("--model model_of_mine.py:nothing", 2, "no function 'nothing'"),
         ("--model model_of_mine.py:one_thing", 2, "(model, batch)"),
         ("--model model_of_mine.py:no_loss", 2, "[8, 4]"),
-        ("--model model_of_mine.py:frozen", 2, "no weight to train"),
         ("--model model_of_mine.py:fails", 1, "model_of_mine.py:11: RuntimeError"),
         ("--model model_of_mine.py:build --check", 4, "needs a GPU"),
-        ("--model model_of_mine.py:build --device cuda", 4, "--device cuda"),
         ("--model model_of_mine.py:build --rates nowhere", 2, "nowhere"),
         ("--model model_of_mine.py:build --no-such", 2, "--no-such"),
         ("tiny_llama_v1.py --enable-torch-compile", 2, "no compiling"),

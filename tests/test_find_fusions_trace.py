@@ -15,7 +15,8 @@ from torch import nn
 from dev.bench import others_traces
 from fusion_lab.cli import ToolError
 from fusion_lab.fusions import command as find_fusions
-from fusion_lab.fusions import fitted, record, trace
+from fusion_lab.fusions import rates as rates_of
+from fusion_lab.fusions import record, trace
 from fusion_lab.fusions.groups import Finding
 from fusion_lab.profile.kernels import check_events, complete
 from fusion_lab.profile.spans import alone
@@ -97,18 +98,16 @@ def test_a_chain_has_the_bytes_of_its_shapes_and_times_of_the_trace(simple: Path
     assert unknown["custom::op"]["us"] == 50.0 and unknown["custom::op"]["lacks"]
 
 
-def test_the_report_names_what_a_trace_does_not_tell(simple: Path, capsys, tmp_path: Path):
-    json_path = tmp_path / "found.json"
-    assert find_fusions.main(["--trace", str(simple), "--json", str(json_path)]) == 0
-    said = capsys.readouterr().out
+def test_the_report_names_what_a_trace_does_not_tell(simple: Path, capsys):
+    assert find_fusions.main(["--trace", str(simple)]) == 0
+    report = capsys.readouterr().out
     for text in (
         "measured on AMD Instinct MI300X",
         "mul, relu, add",
         "custom::op",
         "Note: a trace",
     ):
-        assert text in said
-    assert json.loads(json_path.read_text())["levels"]["now"]["us"] > 0
+        assert text in report
     assert find_fusions.main(["--trace", str(simple), "tiny_llama_v1.py"]) == 2
 
 
@@ -122,16 +121,6 @@ def test_only_the_last_whole_step_counts(tmp_path: Path):
     writer.add("user_annotation", "ProfilerStep#3", writer.now, 5)  # the loop is over
     _, recorded, _ = trace.from_trace(written(tmp_path / "trace.json.gz", writer))
     assert len(recorded.operators) == 9
-
-
-def test_beside_others_a_kernel_counts_once_and_a_collective_what_nothing_hides():
-    writer = Writer()
-    writer.add("kernel", "ncclDevKernel_AllReduce", 0, 100)
-    writer.add("kernel", "gemm", 10, 50)
-    writer.add("kernel", "gemm", 40, 40)
-    writer.add("kernel", "relu", 120, 5)
-    spent = alone(writer.events)
-    assert [spent[id(event)] for event in writer.events] == [30, 50, 20, 5]
 
 
 def test_in_a_backward_pass_the_tensors_of_the_forward_pass_are_read(tmp_path: Path):
@@ -193,14 +182,13 @@ def test_each_model_is_predicted_from_the_others(others: list[str], tmp_path: Pa
     assert capsys.readouterr().out == printed
 
 
-LAWS = {kind: [3.0, 500.0, 0.0, 0.0] for kind in fitted.KINDS} | {
+LAWS = {kind: [3.0, 500.0, 0.0, 0.0] for kind in rates_of.KINDS} | {
     "strided": [3.0, 1000.0, 0.0, 0.0],
     "product": [3.0, 500.0, 2000.0, 2.0],
 }
-FITTED = fitted.FittedRates(
+FITTED = rates_of.FittedRates(
     "a GPU of others", 2000.0, 2.0, 0.0, {"bf16": 500.0, "fp32": 50.0}, LAWS,
-    {"one": 0.8, "two": 1.1, "three": 0.95}, {"narrow products": 30.0, "other products": 7.0},
-    {"a step": 0.5, "another": 1.25},
+    {"one": 0.8, "two": 1.1, "three": 0.95}, {"a step": 0.5, "another": 1.25},
 )  # fmt: skip
 
 

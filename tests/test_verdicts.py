@@ -10,7 +10,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from conftest import QUICK, ROOT, TINY, assert_refused, call, run_main, strict_json
+from conftest import ROOT, TINY, assert_refused, call, read_rows, strict_json
 
 from analysis_tools import compare_versions, regression_tester, validate_numerical_accuracy
 from fusion_lab import accuracy, sweep
@@ -34,9 +34,10 @@ def changed(path: Path, before: str, after: str) -> Path:
     return path
 
 
-def test_versions_agree():
-    status, out, _ = validate(V2, "--tolerance", "1e-3")
+def test_versions_agree(tmp_path):
+    status, out, _ = validate(V2, "--tolerance", "1e-3", "--csv", tmp_path / "table.csv")
     assert (status, out.count("pass"), out.count("20 gradients")) == (0, 7, 2), out
+    assert len(read_rows(tmp_path / "table.csv")) == 7
     assert out.endswith("tiny_llama_v2.py against tiny_llama_v1.py: PASS\n")
 
 
@@ -165,15 +166,3 @@ def test_versions_are_measured_once_and_reported(tmp_path, monkeypatch):
     assert f"{v2['batch_ms']:.2f}" in (tmp_path / "version_comparison.md").read_text()
     assert regression(tmp_path / "versions.json", tmp_path / "versions.json")[0] == 0
     assert "other settings" in call(compare_versions, *argv, "--seed", "1")[2]
-
-
-def test_versions_are_read_from_folders(tmp_path):
-    v1, v2 = tmp_path / "v1", tmp_path / "pytorch_profiles_v2"
-    for version, folder in ((1, v1), (2, v2)):
-        assert run_main(f"tiny_llama_v{version}", folder, *QUICK).status == 0
-    status, out, err = call(compare_versions, "--v1", v1, "--v2", v2)
-    result = strict_json((v2 / "tiny_llama_v2_summary.json").read_text())
-    assert (status, err) == (0, "")
-    assert f"{result['timing']['batch_ms']:.2f}" in out
-    assert call(compare_versions, "--v1", v1, "--v2", tmp_path)[1] == out, "the folder around it"
-    assert_refused(call(compare_versions, "--v1", v2), "no tiny_llama_v1_summary.json in")

@@ -127,28 +127,28 @@ def measure(args: argparse.Namespace) -> int:
 
 def judged(row: dict) -> dict:
     """A row of the table: milliseconds predicted and measured, speed-ups, errors in percent."""
-    found = {f"{level}, predicted": ms for level, ms in row.get("predicted_ms", {}).items()}
-    found |= {side: statistics.median(ms) for side, ms in row.get("sides_ms", {}).items()}
-    if "now" in found:
-        found["now off"] = 100 * (found["now, predicted"] / found["now"] - 1)
-    if "now" in found and "compiled" in found:
-        found["speedup"] = found["now"] / found["compiled"]
+    columns = {f"{level}, predicted": ms for level, ms in row.get("predicted_ms", {}).items()}
+    columns |= {side: statistics.median(ms) for side, ms in row.get("sides_ms", {}).items()}
+    if "now" in columns:
+        columns["now off"] = 100 * (columns["now, predicted"] / columns["now"] - 1)
+    if "now" in columns and "compiled" in columns:
+        columns["speedup"] = columns["now"] / columns["compiled"]
         # by the value of the constant
-        found["offs"] = {
-            float(value): 100 * (found["now, predicted"] / ms / found["speedup"] - 1)
+        columns["offs"] = {
+            float(value): 100 * (columns["now, predicted"] / ms / columns["speedup"] - 1)
             for value, ms in row["compiled_ms"].items()
         }
-        found["off"] = found["offs"][AMONG_OTHERS]
-        found["predicted"] = found["speedup"] * (1 + found["off"] / 100)
-    if "V3" in found:
-        found["V3 off"] = 100 * (found["V3, predicted"] / found["V3"] - 1)
+        columns["off"] = columns["offs"][AMONG_OTHERS]
+        columns["predicted"] = columns["speedup"] * (1 + columns["off"] / 100)
+    if "V3" in columns:
+        columns["V3 off"] = 100 * (columns["V3, predicted"] / columns["V3"] - 1)
     reasons = [*row.get("remarks", ())]
     if row.get("other"):
         reasons.append("compiled, it is another program, or none was")
     name = f"{row['shape']}, {row['precision']}"
-    found |= {"model": name, "shape": row["shape"], "part": row["part"]}
-    found["how"] = "traces" if row.get("traced") else "graphs"
-    return {"why": reasons, "another": bool(row.get("other")), **found}
+    columns |= {"model": name, "shape": row["shape"], "part": row["part"]}
+    columns["how"] = "traces" if row.get("traced") else "graphs"
+    return {"why": reasons, "another": bool(row.get("other")), **columns}
 
 
 def fitted(rows: Sequence[dict]) -> float:
@@ -164,7 +164,8 @@ def errors(rows: Sequence[dict]) -> str:
         raise ToolError("no rows that are fitted, or none held out: there are no errors by part")
     parts = [part for part in PARTS if of[part]]
     own = of["fitted"] + of["held out"]
-    value, alone = fitted(of["fitted"]), []
+    value = fitted(of["fitted"])
+    alone = []
     for row in own:  # in each of its precisions
         others = [each for each in own if each["shape"] != row["shape"]]
         alone.append(row["offs"][fitted(others)])
@@ -184,10 +185,10 @@ def errors(rows: Sequence[dict]) -> str:
     ]
     # what the tool has, from an earlier study of 13 steps
     kept = {part: statistics.median(abs(row["off"]) for row in of[part]) for part in parts}
-    told = ", ".join(f"{part} {error:.1f} %" for part, error in kept.items())
+    medians = ", ".join(f"{part} {error:.1f} %" for part, error in kept.items())
     text = (
         f"The fitted half tells {value:g} for the time of a kernel among others. The tool has "
-        f"{AMONG_OTHERS:g}; with that, in the median: {told}. Of the speed-ups of "
+        f"{AMONG_OTHERS:g}; with that, in the median: {medians}. Of the speed-ups of "
         f"{sum(row['another'] for row in rows)} steps there is no error: compiled they are another "
         "program, or none was."
     )
@@ -196,13 +197,13 @@ def errors(rows: Sequence[dict]) -> str:
 
 def spread(name: str, rows: Sequence[dict], offs: Sequence[float]) -> dict:
     """Median and ninth tenth of the errors of these rows' steps, and of their speed-ups."""
-    found: dict[str, object] = {"steps": name, "number": len(rows)}
+    line: dict[str, object] = {"steps": name, "number": len(rows)}
     for key, errors in (("now", [row["now off"] for row in rows]), ("off", offs)):
         sizes = sorted(map(abs, errors))
-        found[f"{key} 50"] = statistics.median(sizes)
-        found[f"{key} 90"] = sizes[math.ceil(0.9 * len(sizes)) - 1]
+        line[f"{key} 50"] = statistics.median(sizes)
+        line[f"{key} 90"] = sizes[math.ceil(0.9 * len(sizes)) - 1]
     close = sum(abs(off) <= MISS for off in offs)
-    return {**found, "close": f"{close} of {len(offs)}"}
+    return {**line, "close": f"{close} of {len(offs)}"}
 
 
 def table(rows: Sequence[dict]) -> str:

@@ -85,7 +85,8 @@ def fit(terms: Tensor, us: Tensor, us_per_tflop: float, known: dict[int, float])
         return float((terms @ terms.new_tensor(coefficients) / us).log().abs().sum())
 
     def improved(coefficients: list[float]) -> list[float]:
-        best, least = coefficients, off(coefficients)
+        best = coefficients
+        least = off(coefficients)
         for step in STEPS:
             before = math.inf
             while least < before:
@@ -93,7 +94,8 @@ def fit(terms: Tensor, us: Tensor, us_per_tflop: float, known: dict[int, float])
                 for place, factor in product(free, (step, 1 / step)):
                     other = [c * factor if i == place else c for i, c in enumerate(best)]
                     if (now := off(other)) < least - 1e-9:
-                        best, least = other, now
+                        best = other
+                        least = now
         return best
 
     candidates = []
@@ -170,7 +172,8 @@ def trace_of(path: Path) -> Trace:
     calls: dict[tuple, Calls] = {}
     other_us = 0.0
     for passes in operators.values():
-        first, us = passes[0], sum(each.us for each in passes)
+        first = passes[0]
+        us = sum(each.us for each in passes)
         moving = [each for each in passes if each.moved]
         untimed = first.dtype and first.dtype != FITTED_TYPE
         if first.kind not in ("stream", "matrix") or first.lacks or untimed or not moving:
@@ -204,7 +207,8 @@ def row_of(trace: Trace, others: list[Trace]) -> dict:
     missed: dict[str, float] = defaultdict(float)
     for calls in known:
         us = calls.predicted(laws)
-        own, predicted = sum(calls.us), us * len(calls.us)
+        own = sum(calls.us)
+        predicted = us * len(calls.us)
         kinds[calls.kind][0] += own
         kinds[calls.kind][1] += predicted
         errors.append(100 * abs(us / statistics.median(calls.us) - 1))
@@ -260,10 +264,6 @@ def versions_table(rows: list[dict]) -> str:
     def within(row: dict) -> str:
         return " to ".join(f"{us / 1e3:.1f}" for us in row["range_us"])
 
-    def way(row: dict) -> str:
-        also = " and an H100" if row["fused_us"] is None else ""
-        return f"predicted from others' traces{also}"
-
     def ms(key: str):
         return lambda row: row[key] and row[key] / 1e3
 
@@ -273,7 +273,6 @@ def versions_table(rows: list[dict]) -> str:
         Column("MI300X, ms", ms("us"), ".2f"),
         Column("range", within, text=True),
         Column("all chains fused", ms("fused_us"), ".2f"),
-        Column("from", way, text=True),
         Column("H100 likewise", ms("h100_us"), ".2f"),
         Column("measured there", ms("h100_measured_us"), ".2f"),
     ]

@@ -23,16 +23,21 @@ class Call:
         result: object,
         written: Sequence[Tensor],
     ):
-        self.function, self.name, self.args, self.kwargs = function, name, args, kwargs
-        self.inputs, self.result, self.plain = inputs, result, name.removeprefix("_foreach_")
-        self.made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-        self.fresh = self.made  # those in memory of their own
+        self.function = function
+        self.name = name
+        self.args = args
+        self.kwargs = kwargs
+        self.inputs = inputs
+        self.result = result
+        self.plain = name.removeprefix("_foreach_")
+        self.outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        self.fresh = self.outputs  # those in memory of their own
         self.tags = getattr(function, "tags", ())
         self.is_own = getattr(function, "namespace", "") != "aten"
         self.is_pointwise = torch.Tag.pointwise in self.tags
         arguments = getattr(getattr(function, "_schema", None), "arguments", ())
-        given = [args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(arguments)]
-        pairs = [*zip(arguments, given, strict=True)]
+        values = [args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(arguments)]
+        pairs = [*zip(arguments, values, strict=True)]
         self.named = {argument.name: value for argument, value in pairs}
         changed = [t for a, value in pairs if a.is_write for t in tree_leaves(value)]
         self.written = [*written, *(t for t in changed if isinstance(t, Tensor))]

@@ -153,7 +153,8 @@ def described(name: str, recorded: Recorded, rates: Rates | None) -> dict:
     """What the report and --json have of a step."""
     from fusion_lab.fusions.groups import Finding
 
-    found, flop = Finding(recorded, rates), recorded.flop()
+    finding = Finding(recorded, rates)
+    flop = recorded.flop()
     return {
         "schema_version": 2,
         "name": name,
@@ -162,17 +163,17 @@ def described(name: str, recorded: Recorded, rates: Rates | None) -> dict:
         "call": recorded.call,
         "measured": recorded.run == "measured",
         "rates": rates and asdict(rates),
-        "without_rate": sorted(found.without),
+        "without_rate": sorted(finding.without),
         "operators": len({operator.call for operator in recorded.operators}),
         "flop": sum(flop.values()),
         "flop_by_type": dict(flop),
-        "levels": found.levels,
-        "untouched_us": found.untouched_us(),
-        "otherwise_us": found.otherwise_us(),
-        "chains": found.rows(),
-        "not_understood": found.unknown(),
+        "levels": finding.levels,
+        "untouched_us": finding.untouched_us(),
+        "otherwise_us": finding.otherwise_us(),
+        "chains": finding.rows(),
+        "not_understood": finding.unknown(),
         "unwritten": recorded.unwritten,
-        "remarks": found.remarks(),
+        "remarks": finding.remarks(),
     }
 
 
@@ -284,7 +285,8 @@ def from_others(levels: dict, rates: dict) -> str:
     """The busy time of a GPU that was not at hand, with how far off such predictions were."""
     off = [100 * (share - 1) for share in rates["left_out"].values()]
     near = sum(abs(percent) <= 15 for percent in off)
-    now, fused = levels["now"]["us"] / 1e3, levels["chains"]["us"] / 1e3
+    now = levels["now"]["us"] / 1e3
+    fused = levels["chains"]["us"] / 1e3
     line = (
         f"GPU busy for {now:.3f} ms now, {fused:.3f} ms fused (a): predicted from others' traces,"
         f" not measured. {len(off)} models, each predicted from the others, were off by"

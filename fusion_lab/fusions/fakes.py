@@ -123,7 +123,8 @@ DEVICES = ("cpu", "cuda")
 def autocast(old: Callable, context: object, device_type: str, dtype=None, *rest, **named) -> None:
     """Autocast for a GPU casts the CPU's operators, to the same type."""
     if device_type == "cuda":
-        device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+        device_type = "cpu"
+        dtype = dtype or torch.get_autocast_dtype("cuda")
     old(context, device_type, dtype, *rest, **named)
 
 

@@ -47,59 +47,59 @@ def convolution(x: str, out: str) -> Callable:
     """Of one pass: each weight of a filter is used once for each element of the result; of a
     transposed one, for each of the input."""
 
-    def flop(given: dict, result) -> int:
-        over = given[x] if given["transposed"] else given.get(out, result)
-        passes = sum(given["output_mask"][:2]) if "output_mask" in given else 1
-        return passes * 2 * over.numel() * math.prod(given["weight"].shape[1:])
+    def flop(arguments: dict, result) -> int:
+        over = arguments[x] if arguments["transposed"] else arguments.get(out, result)
+        passes = sum(arguments["output_mask"][:2]) if "output_mask" in arguments else 1
+        return passes * 2 * over.numel() * math.prod(arguments["weight"].shape[1:])
 
     return flop
 
 
-def recurrent(given: dict, result) -> int:
+def recurrent(arguments: dict, result) -> int:
     """Each weight is used once for each time and sample."""
-    x = given["input"]
-    named = [value for name, value in given.items() if re.fullmatch(r"weight\d", name)]
-    weights = given.get("weight") or named  # of a GPU, or oneDNN's
+    x = arguments["input"]
+    named = [value for name, value in arguments.items() if re.fullmatch(r"weight\d", name)]
+    weights = arguments.get("weight") or named  # of a GPU, or oneDNN's
     return 2 * x.numel() // x.shape[-1] * sum(w.numel() for w in weights if w.dim() > 1)
 
 
-def recurrent_backward(given: dict, result) -> int:
+def recurrent_backward(arguments: dict, result) -> int:
     """As much for the gradients of weights, and for those of input and states: also where nobody
     wants that of the first state."""
-    return 2 * recurrent(given, result)
+    return 2 * recurrent(arguments, result)
 
 
-def grouped(given: dict, result) -> int:
+def grouped(arguments: dict, result) -> int:
     """Products of groups of rows; of two matrices, over groups of what is added up."""
-    a, b = (given.get("self", given.get("mat_a")), given.get("mat2", given.get("mat_b")))
+    a = arguments.get("self", arguments.get("mat_a"))
+    b = arguments.get("mat2", arguments.get("mat_b"))
     if a.dim() == b.dim() == 2:
         return 2 * a.numel() * b.shape[-1]
     return 2 * result.numel() * a.shape[-1]
 
 
-def attention(given: dict, heads: int) -> int:
+def attention(arguments: dict, heads: int) -> int:
     """Each query meets each key, whose heads can be fewer, and each value, whose size can be
     another; backward the scores are computed again, and there are two products for each."""
-    query, size = given["query"], given["value"].shape[-1]
-    keys = given["key"].shape[3 - heads]
-    scores, values = (3, 2) if any(name.startswith("grad_out") for name in given) else (1, 1)
+    query = arguments["query"]
+    size = arguments["value"].shape[-1]
+    keys = arguments["key"].shape[3 - heads]
+    scores, values = (3, 2) if any(name.startswith("grad_out") for name in arguments) else (1, 1)
     rows = query.numel() // query.shape[-1]
     return 2 * rows * keys * (scores * query.shape[-1] + values * size)
 
 
-def heads_of(name: str, given: dict) -> int:
+def heads_of(name: str, arguments: dict) -> int:
     """The dimension of the heads of an attention whose sequences are equally long; 0 of others."""
-    if not {"query", "key", "value"} <= given.keys() or given["query"].dim() != 4:
+    if not {"query", "key", "value"} <= arguments.keys() or arguments["query"].dim() != 4:
         return 0
-    ends = given.get("cum_seq_q", given.get("cu_seqlens_q"))
+    ends = arguments.get("cum_seq_q", arguments.get("cu_seqlens_q"))
     return 1 if "scaled_dot" in name else 2 if ends is None else 0
 
 
 FORMULAS: dict[str, Callable[[dict, object], int]] = {
     "convolution": convolution("input", ""),
-    "convolution_overrideable": convolution("input", ""),
     "convolution_backward": convolution("input", "grad_output"),
-    "convolution_backward_overrideable": convolution("input", "grad_output"),
     "mkldnn_rnn_layer": recurrent,
     "mkldnn_rnn_layer_backward": recurrent_backward,
     "_cudnn_rnn": recurrent,
@@ -108,12 +108,9 @@ FORMULAS: dict[str, Callable[[dict, object], int]] = {
     "miopen_rnn_backward": recurrent_backward,
     "_grouped_mm": grouped,
     "_scaled_grouped_mm": grouped,
-    "mv": lambda given, result: 2 * given["self"].numel(),
-    "addmv": lambda given, result: 2 * given["mat"].numel(),
-    "addbmm": lambda given, result: 2 * given["batch1"].numel() * given["batch2"].shape[-1],
-    "_addmm_activation": lambda given, result: 2 * result.numel() * given["mat1"].shape[-1],
-    "dot": lambda given, result: 2 * given["self"].numel(),
-    "vdot": lambda given, result: 2 * given["self"].numel(),
+    "mv": lambda arguments, result: 2 * arguments["self"].numel(),
+    "addmv": lambda arguments, result: 2 * arguments["mat"].numel(),
+    "dot": lambda arguments, result: 2 * arguments["self"].numel(),
 }
 
 
@@ -126,13 +123,15 @@ def registry() -> dict:
 def flop_of(call: Call) -> tuple[int | None, str]:
     """FLOPs of a call, None if there is no formula for it; and what is missing, where a formula
     does not take the call."""
-    name, given, result = call.name, call.named, call.result
+    name = call.name
+    arguments = call.named
+    result = call.result
     formula = registry().get(getattr(call.function, "overloadpacket", call.function))
     try:
         if name in FORMULAS:
-            flop = FORMULAS[name](given, result)
-        elif heads := heads_of(name, given):
-            flop = attention(given, heads)
+            flop = FORMULAS[name](arguments, result)
+        elif heads := heads_of(name, arguments):
+            flop = attention(arguments, heads)
         elif formula:
             flop = formula(*call.args, **call.kwargs, out_val=result)
         else:

@@ -44,8 +44,11 @@ class Group:
     the last level says."""
 
     def __init__(self, members: list[Operator], number: int, segment: int):
-        self.members, self.number, self.segment = members, number, segment
-        self.kind, self.phase = members[0].kind, members[0].phase
+        self.members = members
+        self.number = number
+        self.segment = segment
+        self.kind = members[0].kind
+        self.phase = members[0].phase
         self.calls = {operator.call: operator.name for operator in members}
         self.names = [*self.calls.values()]
         self.reads: dict[Key, int] = {}  # bytes that come from memory
@@ -77,7 +80,9 @@ class Joiner:
         self.operators = operators
         count = range(len(operators))
         self.members = {i: [i] for i in count}
-        self.root, self.place, self.segment = [*count], [*count], [0] * len(operators)
+        self.root = [*count]
+        self.place = [*count]
+        self.segment = [0] * len(operators)
         self.ahead: list[set[int]] = [set() for _ in count]  # groups that wait for this one
         self.behind: list[set[int]] = [set() for _ in count]  # those that it waits for
         self.writer: dict[Key, int] = {}
@@ -107,21 +112,23 @@ class Joiner:
         """The groups that these edges lead to from a block, as far as its other end in the order;
         None if they lead back into it."""
         places = [self.place[i] for i in block]
-        low, high = min(places), max(places)
-        found: set[int] = set()
+        low = min(places)
+        high = max(places)
+        between: set[int] = set()
         todo = [x for i in block for x in edges[i] if x not in block]
         while todo:
             x = todo.pop()
             if x in block:
                 return None
-            if low < self.place[x] < high and x not in found:
-                found.add(x)
+            if low < self.place[x] < high and x not in between:
+                between.add(x)
                 todo += edges[x]
-        return found
+        return between
 
     def merge(self, block: Collection[int]) -> bool:
         """Make these groups one, unless that would come to wait for itself."""
-        behind, before = self.between(block, self.ahead), None
+        behind = self.between(block, self.ahead)
+        before = None
         if behind is not None:
             before = self.between(block, self.behind)
         if behind is None or before is None:
@@ -166,18 +173,18 @@ class Joiner:
         numel = max(o.numel for o in both)
         if len(rows) > 1 or any(row[0] != numel for row in rows):
             return False
-        made: dict[Key, tuple[int, int, bool]] = {}  # how often it moved, its bytes, is it late
+        results: dict[Key, tuple[int, int, bool]] = {}  # how often it moved, its bytes, is it late
         for operator, ends in zip(both, late, strict=True):
             if ends and (operator.numel != numel or (operator.alone and operator.sums[2])):
                 return False
-            inside = [(use, *made[use.key]) for use in operator.reads if use.key in made]
+            inside = [(use, *results[use.key]) for use in operator.reads if use.key in results]
             if any(too or use.key in operator.source for use, _, _, too in inside):
                 return False
             moves = max((n + (0 < use.bytes < size) for use, n, size, _ in inside), default=0)
             moves += bool(inside and MOVES.fullmatch(operator.name))
             if moves > MOST_MOVES:
                 return False
-            made |= {use.key: (moves, use.bytes, ends) for use in operator.writes}
+            results |= {use.key: (moves, use.bytes, ends) for use in operator.writes}
         return True
 
     def groups(self) -> list[Group]:
@@ -213,11 +220,7 @@ class Finding:
     """The groups of a step, and what each level of fusion would make of the whole: microseconds
     (None without rates), bytes, kernels. No level has more of these than the one before."""
 
-    def __init__(
-        self,
-        recorded: Recorded,
-        rates: Rates | None,
-    ):
+    def __init__(self, recorded: Recorded, rates: Rates | None):
         self.recorded = recorded
         self.rates = rates or NO_RATES
         operators = [replace(operator) for operator in recorded.operators]
@@ -235,7 +238,8 @@ class Finding:
             o.operands = [(same.get(key, key), *form) for key, *form in o.operands]
             if o.name in ("_to_copy", "clone") and o.writes and o.writes[0].key not in self.gone:
                 size = o.writes[0].bytes
-                what, key = (o.name, size, o.phase, *o.reads), o.writes[0].key
+                what = (o.name, size, o.phase, *o.reads)
+                key = o.writes[0].key
                 same[key] = first.setdefault(what, key)
         # types of products that have no rate: there is no time of the whole
         self.without = {o.dtype for o in operators if math.isnan(o.us)}
@@ -280,16 +284,21 @@ class Finding:
     def memory_of(self, group: Group) -> None:
         """What a group reads from memory and what it makes. What is written in part is what was
         there before, and that part."""
-        sizes, made, reads = self.recorded.sizes, {}, defaultdict(list)
+        sizes = self.recorded.sizes
+        results = {}
+        reads = defaultdict(list)
         for operator in group.members:
             for use in operator.reads:
-                if use.key not in made or covered(made[use.key], sizes[use.key[0]]) < use.bytes:
+                if (
+                    use.key not in results
+                    or covered(results[use.key], sizes[use.key[0]]) < use.bytes
+                ):
                     reads[use.key].append(use)
             for use in operator.writes:
-                made[use.key] = [*made.get(use.key, made.get(use.old, ())), use]
+                results[use.key] = [*results.get(use.key, results.get(use.old, ())), use]
                 self.maker[use.key] = group
         group.reads = {key: covered(uses, sizes[key[0]]) for key, uses in reads.items()}
-        group.keeps = {key: covered(uses, sizes[key[0]]) for key, uses in made.items()}
+        group.keeps = {key: covered(uses, sizes[key[0]]) for key, uses in results.items()}
         for key in group.reads:
             self.users[key].add(group)
 
@@ -307,7 +316,8 @@ class Finding:
         self.again: list[Operator] = []  # gathers that are
         order = [(count, key, g) for g in self.groups for key, count in g.keeps.items()]
         for count, key, group in sorted(order, key=lambda item: item[:2], reverse=True):
-            leaves, others = self.leaves(group, key), self.users[key] - {group}
+            leaves = self.leaves(group, key)
+            others = self.users[key] - {group}
             if key in certain or leaves is None or not others:
                 continue
             last = max(g.members[-1].call for g in others)
@@ -331,7 +341,7 @@ class Finding:
     def leaves(self, group: Group, key: Key) -> dict[Key, int] | None:
         """What of that which a group reads a tensor of it is computed from; None where it cannot be
         computed again."""
-        found: dict[Key, int] = {}
+        leaves: dict[Key, int] = {}
         wanted = {key}
         for operator in reversed(group.members):
             if wanted & {use.key for use in operator.writes}:
@@ -339,8 +349,8 @@ class Finding:
                     return None
                 wanted |= {use.key for use in operator.reads}
                 for use in operator.reads:
-                    found[use.key] = max(use.bytes, found.get(use.key, 0))
-        return {k: count for k, count in found.items() if self.maker.get(k) is not group}
+                    leaves[use.key] = max(use.bytes, leaves.get(use.key, 0))
+        return {k: count for k, count in leaves.items() if self.maker.get(k) is not group}
 
     # --- the levels
 
@@ -373,7 +383,9 @@ class Finding:
             closed = any(o.sums or o.closed or o.source for o in group.members)
             if closed or group.kind != "stream" or group.phase == "optimizer":
                 continue
-            read, kept, rest = sum(group.reads.values()), sum(group.keeps.values()), []
+            read = sum(group.reads.values())
+            kept = sum(group.keeps.values())
+            rest = []
             for key, count in group.reads.items():
                 product = self.maker.get(key, group)
                 if product.kind == "matrix" and self.users[key] == {group}:
@@ -383,25 +395,27 @@ class Finding:
                 rest.append(max(0, len(takers) * (read - kept)))
             us = min(rest, default=0) / self.rates.gb_per_s / 1e3
             if rest and min(rest) <= group.moved and us <= group.us:
-                group.moved, group.us, group.kernels = min(rest), us, 0
+                group.moved = min(rest)
+                group.us = us
+                group.kernels = 0
 
     def blocks(self) -> list[set[Group]]:
         """Attention that is written out: a softmax with the products around it."""
         softmax = [group for group in self.groups if SOFTMAX & {*group.names}]
-        found = []
+        blocks = []
         for group in softmax:
-            made = {key: count for key, count in group.reads.items() if key in self.maker}
-            if not made:
+            inner = {key: count for key, count in group.reads.items() if key in self.maker}
+            if not inner:
                 continue
-            before = self.maker[max(made, key=made.get)]
+            before = self.maker[max(inner, key=inner.get)]
             # in the backward pass the product of the probabilities, too
-            own = {group} | {self.maker[key] for key in made} & {*softmax}
+            own = {group} | {self.maker[key] for key in inner} & {*softmax}
             behind = {user for g in own for key in g.keeps for user in self.users[key]} - own
             ahead = {g for g in behind if g.phase == group.phase}
             products = {g for g in ahead if not {*g.names} <= SUMS}  # the gradient of a bias is one
             if products and all(g.kind == "matrix" for g in {before} | products):
-                found.append({group, before} | ahead)
-        return found
+                blocks.append({group, before} | ahead)
+        return blocks
 
     def attention(self) -> None:
         """One kernel reads queries, keys, values, and what is added, and writes the result; the
@@ -457,9 +471,11 @@ class Finding:
         """Products whose results a group adds up, and nobody else reads: by the last sum of
         them."""
         writer = {use.key: o for o in group.members for use in o.writes}
-        found, seen = [], set()
+        sums = []
+        seen = set()
         for last in reversed(group.members):
-            todo, products = [last], set()
+            todo = [last]
+            products = set()
             while todo:
                 operator = todo.pop()
                 if operator.name not in SUMMED or id(operator) in seen:
@@ -472,16 +488,13 @@ class Finding:
                     elif maker and maker.kernels and self.users[use.key] == {group}:
                         products |= {maker} if maker.members[0].name in JOINED else set()
             if products:
-                found.append((last, products))
-        return found
-
-    def root(self, group: Group) -> int:
-        return self.joiner.root[group.number]
+                sums.append((last, products))
+        return sums
 
     def merge(self, block: Iterable[Group], apart: bool = False) -> bool:
         """Make these one, unless something stands between them; with `apart` also unless one waits
         for another."""
-        roots = {self.root(group) for group in block}
+        roots = {self.joiner.root[group.number] for group in block}
         return (not apart or self.joiner.apart(*roots)) and self.joiner.merge(roots)
 
     def replace(self, block: Iterable[Group], moved: int, us: float) -> None:
@@ -490,7 +503,8 @@ class Finding:
         most = {what: sum(getattr(group, what) for group in block) for what in WHAT}
         for group in block:
             group.moved = group.us = group.kernels = 0
-        first.moved, first.kernels = min(moved, most["moved"]), min(1, most["kernels"])
+        first.moved = min(moved, most["moved"])
+        first.kernels = min(1, most["kernels"])
         first.us = most["us"] if math.isnan(us) else min(us, most["us"])
 
     # --- in words
@@ -560,10 +574,10 @@ class Finding:
     def unknown(self) -> list[dict]:
         """Operators that keep their time because nobody knows what they do, and kernels unseen;
         also those of which something is missing in the totals."""
-        found = defaultdict(list)
+        unknown = defaultdict(list)
         for operator in self.operators:
             if operator.kind == "unknown" or operator.lacks:
-                found[operator.name].append(operator)
+                unknown[operator.name].append(operator)
         return [
             {
                 "operator": name,
@@ -572,7 +586,7 @@ class Finding:
                 "us": sum(o.us for o in same) if self.timed else None,
                 "lacks": same[0].lacks,
             }
-            for name, same in found.items()
+            for name, same in unknown.items()
         ]
 
     def remarks(self) -> list[str]:
@@ -589,7 +603,7 @@ class Finding:
             for g in self.groups
             if g.kind == "stream" and g.keeps and g.bytes() < max(o.numel for o in g.members)
         ]
-        found = [
+        reasons = [
             (layout, "convolutions are not channels_last: a compiler changes that"),
             (padded, "products have rows of an odd number of elements: a compiler pads them"),
             (softmax, "times attention is written out: a compiler may put a kernel there, see (c)"),
@@ -601,8 +615,10 @@ class Finding:
             (recurrent, "recurrent layers: torch.compile leaves the function that calls one as it"
              " is, unless torch._dynamo.config.allow_rnn"),
         ]  # fmt: skip
-        said = [f"{len(o)} {what} ({places(each.line for each in o)})" for o, what in found if o]
-        return said + self.recorded.remarks
+        remarks = [
+            f"{len(o)} {what} ({places(each.line for each in o)})" for o, what in reasons if o
+        ]
+        return remarks + self.recorded.remarks
 
 
 def words(names: Iterable[str]) -> str:
@@ -620,8 +636,8 @@ def places(lines: Iterable[str]) -> str:
     for line in lines:
         file, _, number = line.rpartition(":")
         by_file[file] |= {int(number)} if number.isdigit() else set()
-    found = (f"{f}:{','.join(map(str, sorted(n)))}" for f, n in by_file.items() if n)
-    return " ".join(found) or "?"
+    lines_by_file = (f"{f}:{','.join(map(str, sorted(n)))}" for f, n in by_file.items() if n)
+    return " ".join(lines_by_file) or "?"
 
 
 # What torch.compile changes of products beside fusing: pictures have their channels last, so that
@@ -642,16 +658,16 @@ def gone(operator: Operator, kernel: str) -> str:
 def laid_out(operators: Sequence[Operator]) -> list[Operator]:
     """The convolutions of pictures of which a compiler changes the layout, see `decide_layout_opt`
     in torch/_inductor/graph.py."""
-    found = [o for o in operators if "convolution" in o.name and len(o.operands[0][1]) == 4]
-    weights = [o.operands[1][1] for o in found]
-    grouped = any(o.groups > 1 and o.operands[1][1][1] > 1 for o in found)
+    convolutions = [o for o in operators if "convolution" in o.name and len(o.operands[0][1]) == 4]
+    weights = [o.operands[1][1] for o in convolutions]
+    grouped = any(o.groups > 1 and o.operands[1][1][1] > 1 for o in convolutions)
     shrinks = any(2 * w[0] <= w[1] and w[2] > 1 for w in weights)
     small = all(w[0] <= 64 and w[1] <= 64 for w in weights)
     training = any(o.phase == "backward" for o in operators)
-    few = len(operators) >= FEW * len(found)
+    few = len(operators) >= FEW * len(convolutions)
     if grouped or few or (training and (shrinks or small)):
         return []
-    return [o for o in found if o.operands[0][2][1:2] != (1,)]  # that is channels_last
+    return [o for o in convolutions if o.operands[0][2][1:2] != (1,)]  # that is channels_last
 
 
 def padding(operator: Operator) -> int:

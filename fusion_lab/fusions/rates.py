@@ -142,7 +142,8 @@ def terms_of(operator: Operator) -> tuple[float, float, float, float]:
     """What the coefficients of a law multiply: kernels at least, GB, TFLOP, and what else a kind
     waits for. That is the MB of a row in a norm, as a block has it; the GB that a softmax reads
     again; thousands of keys, which attention takes one behind the other; waves of a product."""
-    kind, waits = kind_of(operator), 0.0
+    kind = kind_of(operator)
+    waits = 0.0
     if kind == "product":
         waits = waves_of(operator)
     elif kind == "attention" and operator.operands:

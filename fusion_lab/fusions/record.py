@@ -58,9 +58,6 @@ SCATTERS = re.compile(  # complete when the last source has been added
     r"|embedding_dense_backward"
 )
 SCANS = re.compile("cum(sum|prod|max|min)|logcumsumexp|sort|topk")  # inductor leaves most
-BAGS = re.compile(
-    "_embedding_bag(_forward_only|_backward|_dense_backward)?"
-)  # it leaves these, too
 MOVES = re.compile(  # what comes out is elsewhere than what went in
     r"constant_pad_nd|(slice|select)_(backward|scatter)|roll|flip|cat|stack|repeat|pixel_(un)?shuffle"
 )
@@ -148,10 +145,10 @@ class Recorded:
 
     def flop(self) -> Counter:
         """FLOPs by the type of the products."""
-        found: Counter = Counter()
+        by_type: Counter = Counter()
         for operator in self.operators:
-            found[operator.dtype] += operator.flop
-        return +found
+            by_type[operator.dtype] += operator.flop
+        return +by_type
 
 
 # --- which line
@@ -201,9 +198,12 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, timed: bool = False):
         super().__init__()
-        self.timed, self.calls, self.inside = timed, 0, False
+        self.timed = timed
+        self.calls = 0
+        self.inside = False
         self.recorded = Recorded()
-        self.operators, self.sizes = self.recorded.operators, self.recorded.sizes
+        self.operators = self.recorded.operators
+        self.sizes = self.recorded.sizes
         self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self.version: list[int] = []
         self.blank: set[int] = set()  # storages that no operator has written
@@ -273,8 +273,8 @@ class Recorder(TorchDispatchMode):
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self.outer.close()
-        found = self.storages.values()
-        self.recorded.alive = {(n, self.version[n]) for ref, n in found if not ref.expired()}
+        storages = self.storages.values()
+        self.recorded.alive = {(n, self.version[n]) for ref, n in storages if not ref.expired()}
         self.recorded.remarks += [
             f"the backward pass of {name} at {line} runs other operators while it is looked at:"
             " what it moves and launches otherwise is missing in the totals"
@@ -285,18 +285,21 @@ class Recorder(TorchDispatchMode):
         """Phase and line of what runs now: the innermost line outside of PyTorch. In the backward
         pass it is that of the forward pass, unless code of the user runs in it: that of a custom
         Function, or once more that of a checkpoint."""
-        line, frame = "", sys._getframe(2)
+        line = ""
+        frame = sys._getframe(2)
         while frame and frame.f_code.co_name != "_engine_run_backward":
             path = whose(frame.f_code.co_filename)
             if path and not line:
                 line = f"{path}:{frame.f_lineno}"
             frame = frame.f_back
-        node, thread = torch._C._current_autograd_node(), threading.get_ident()
+        node = torch._C._current_autograd_node()
+        thread = threading.get_ident()
         if line and (node is None or thread != self.main or frame):
-            made = torch.autograd._get_sequence_nr() - 1  # of the node around this operator
-            self.lines.setdefault((thread, made), line)
+            sequence = torch.autograd._get_sequence_nr() - 1  # of the node around this operator
+            self.lines.setdefault((thread, sequence), line)
         elif node is not None:
-            number, thread = node._sequence_nr(), thread if frame else self.main
+            number = node._sequence_nr()
+            thread = thread if frame else self.main
             while number >= 0 and (thread, number) not in self.lines and number < 2**62:
                 number -= 1  # an in-place operator on a view has a second node
             line = self.lines.get((thread, number), "")
@@ -315,8 +318,11 @@ class Recorder(TorchDispatchMode):
         if getattr(function, "namespace", "") in ("prim", "profiler"):
             return function(*args, **kwargs)
         if is_composite(function):  # inference mode leaves it to us to take it apart
-            with self:
+            super().__enter__()  # the parts come here, too; our own hooks are there already
+            try:
                 return function.decompose(*args, **kwargs)
+            finally:
+                super().__exit__(None, None, None)
         name = getattr(function, "overloadpacket", function).__name__
         return self.call(name, function, args, kwargs)
 
@@ -330,7 +336,9 @@ class Recorder(TorchDispatchMode):
         lacks: str = "",
     ) -> object:
         """Run an operator, and record what it is; of what is none, what it writes and lacks."""
-        place, number, within = self.place(), self.calls, self.inside
+        place = self.place()
+        number = self.calls
+        within = self.inside
         self.calls += 1
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if counts_steps(name, tensors):
@@ -347,27 +355,28 @@ class Recorder(TorchDispatchMode):
             return result
         operator = Operator(name, number, *place, list(dict.fromkeys(before)), [], lacks=lacks)
         call = Call(function, name, args, kwargs, dense, result, written)
-        if len(dense) < len(tensors) or not all(map(is_dense, call.made)):
+        if len(dense) < len(tensors) or not all(map(is_dense, call.outputs)):
             operator.barrier = True  # sparse, or another kind whose memory is not one piece
             operator.lacks = "bytes and FLOPs"
             self.operators.append(operator)
             return result
-        found = self.describe(operator, call)
-        access = "sums" if any(each.sums for each in found) else access_of(dense + call.made)
-        for each in found:
+        passes = self.describe(operator, call)
+        access = "sums" if any(each.sums for each in passes) else access_of(dense + call.outputs)
+        for each in passes:
             each.access = access
-        if found and (not lacks or name == COMPILED):
-            found[0].moved = sum(u.bytes for u in (*operator.reads, *operator.writes))
-        for each in found if within else ():
+        if passes and (not lacks or name == COMPILED):
+            passes[0].moved = sum(u.bytes for u in (*operator.reads, *operator.writes))
+        for each in passes if within else ():
             each.kind = "library"  # of compiled code
-        self.operators += found
+        self.operators += passes
         return result
 
     def describe(self, operator: Operator, call: Call) -> list[Operator]:
         """What a call does, as one or more passes over its data; none for a view, or a question."""
-        name, inputs = call.name, call.inputs
+        name = call.name
+        inputs = call.inputs
         known = {self.number(t) for t in inputs}
-        call.fresh = [t for t in call.made if self.number(t) not in known]
+        call.fresh = [t for t in call.outputs if self.number(t) not in known]
         changes = call.written and torch.Tag.inplace_view not in call.tags
         waits = torch.Tag.data_dependent_output in call.tags
         if not (call.fresh or changes or waits):
@@ -379,7 +388,7 @@ class Recorder(TorchDispatchMode):
         flop, missing = flop_of(call)
         if flop is not None or missing:
             operator.flop = flop or 0
-            operator.dtype = type_of(name, (call.made or inputs)[0].dtype)
+            operator.dtype = type_of(name, (call.outputs or inputs)[0].dtype)
         if call.is_own:
             operator.lacks = operator.lacks or missing or ("FLOPs" if flop is None else "")
             return [operator]
@@ -388,26 +397,24 @@ class Recorder(TorchDispatchMode):
         window = bool(WINDOWS.fullmatch(name.removesuffix("_backward")))
         backward = name.endswith("_backward")
         if waits or call.has_dynamic_shape:
-            operator.kind, operator.barrier = "library", True
+            operator.kind = "library"
+            operator.barrier = True
         elif operator.dtype:
             self.multiply(operator, call)
         elif is_left_alone(call, window, kind):
             operator.kind = "library"
-        elif BAGS.fullmatch(name):
-            operator.kind = "library"
-            if "backward" not in name:  # of the table only the rows
-                rows = inputs[1].numel() * inputs[0][0].nbytes
-                operator.reads[0] = operator.reads[0]._replace(bytes=rows)
         elif kind == "normalisation" or "softmax" in name:
-            return self.passes(operator, call.args, inputs, call.made)
+            return self.passes(operator, call.args, inputs, call.outputs)
         elif GATHERS.fullmatch(name):
             self.gather(operator, call)
         elif window and not backward:
-            operator.kind, operator.source = "stream", {operator.reads[0].key}
+            operator.kind = "stream"
+            operator.source = {operator.reads[0].key}
         elif window or SCATTERS.fullmatch(name):
             self.scatter(operator, call)
         elif category(f"aten::{call.plain}") == "reductions":
-            operator.kind, operator.alone = "stream", True
+            operator.kind = "stream"
+            operator.alone = True
             dim = [*call.args[2 if "norm" in name else 1 :], call.kwargs.get("dim")][0]
             operator.sums = reduced(inputs[0], None if call.plain != name else dim)
         elif call.is_pointwise or kind in ("element-wise", "copies") or streams(call.plain):
@@ -418,7 +425,9 @@ class Recorder(TorchDispatchMode):
 
     def touch(self, operator: Operator, call: Call) -> None:
         """What an operator reads and writes, if it reads and writes its tensors as a whole."""
-        name, reads, written = call.name, operator.reads, [*call.written]
+        name = call.name
+        reads = operator.reads
+        written = [*call.written]
         if name.startswith((*OVERWRITING, *RANDOM)) or "out" in call.kwargs:
             blind = [self.use(t) for t in written]
             rest = [use._replace(bytes=0) for use in blind if use.bytes < self.sizes[use.key[0]]]
@@ -432,7 +441,7 @@ class Recorder(TorchDispatchMode):
             averages = []
         changed = [*written, *call.fresh, *(t for t in averages if t is not None)]
         operator.writes = [self.use(t, write=True) for t in changed]
-        operator.numel = max((t.numel() for t in [*call.inputs, *call.made]), default=0)
+        operator.numel = max((t.numel() for t in [*call.inputs, *call.outputs]), default=0)
 
     def multiply(self, operator: Operator, call: Call) -> None:
         """A product of matrices, or a convolution."""
@@ -446,53 +455,64 @@ class Recorder(TorchDispatchMode):
 
     def gather(self, operator: Operator, call: Call) -> None:
         """Some of the first tensor is read, in rows of a sector at least."""
-        first, source = call.inputs[0], operator.reads[0].key
+        first = call.inputs[0]
+        source = operator.reads[0].key
         row = (first.shape[-1] if first.dim() > 1 else 1) * first.element_size()
         wanted = sum(w.bytes for w in operator.writes) * max(1, SECTOR // max(1, row))
-        operator.kind, operator.source = "stream", {source}
+        operator.kind = "stream"
+        operator.source = {source}
         operator.reads[0] = Use(source, -1 - operator.call, wanted)
-        operator.numel = max(t.numel() for t in call.made)
+        operator.numel = max(t.numel() for t in call.outputs)
 
     def scatter(self, operator: Operator, call: Call) -> None:
         """Something is put, or added, at indices."""
-        name, written, target = call.name, call.written, operator.writes[0]
-        operator.kind, operator.closed = "stream", True
+        name = call.name
+        written = call.written
+        target = operator.writes[0]
+        operator.kind = "stream"
+        operator.closed = True
         added = max(t.numel() for t in call.inputs[bool(written) :])
         adds = "add" in name or "backward" in name or bool(call.named.get("accumulate"))
         operator.meets = adds and added >= sum(t.numel() for t in [*written, *call.fresh])
         added *= call.inputs[0].element_size()
         if written:  # only what is added to is touched, and its reads meet its writes
             source = operator.reads[0]
-            operator.reads[0], operator.source = source._replace(bytes=0), {source.key}
+            operator.reads[0] = source._replace(bytes=0)
+            operator.source = {source.key}
         whole = 0 if written else target.bytes
         operator.writes[0] = Use(target.key, -1 - operator.call, whole + added)
 
     def stream(self, operator: Operator, call: Call) -> None:
         """It goes element by element, or adds up a loss of elements."""
-        name, reads, first = call.name, operator.reads, next(iter(call.inputs), None)
+        name = call.name
+        reads = operator.reads
+        first = next(iter(call.inputs), None)
         operator.kind = "stream"
         operator.random = torch.Tag.nondeterministic_seeded in call.tags
-        if "_loss" in name and call.made[0].numel() < first.numel():
+        if "_loss" in name and call.outputs[0].numel() < first.numel():
             operator.sums = (first.numel(), first.numel(), False)
         if name == "nll_loss_forward":  # one element of each row
-            operator.sums, operator.closed = None, True
+            operator.sums = None
+            operator.closed = True
             reads[0] = reads[0]._replace(bytes=SECTOR * call.inputs[1].numel())
         elif name == "nll_loss_backward":  # of the logarithms only the shape
             reads[1] = reads[1]._replace(bytes=0)
 
-    def passes(self, operator: Operator, args, inputs, made) -> list[Operator]:
+    def passes(self, operator: Operator, args, inputs, outputs) -> list[Operator]:
         """A norm or a softmax: sums, then each element, then the gradients of weights.
 
         One kernel does the first two if a block has the whole of what is summed.
         """
-        name, x = operator.name, inputs[0]
+        name = operator.name
+        x = inputs[0]
         backward = "backward" in name
         operator.apart = "batch" in name and x.dim() in (3, 5)
         if "softmax" in name:
             sums = reduced(x, next(a for a in args if isinstance(a, int)))
         else:  # one sum for each mean or deviation, which are the second result
-            means = next((t.numel() for t in (inputs[2:] if backward else made[1:])), 0)
-            length, columns = x.numel() // (means or x.shape[1]), "batch" in name and x.dim() == 2
+            means = next((t.numel() for t in (inputs[2:] if backward else outputs[1:])), 0)
+            length = x.numel() // (means or x.shape[1])
+            columns = "batch" in name and x.dim() == 2
             summed = inputs[1] if backward else x
             operator.apart |= "layer" in name and summed.stride(-1) > 1
             sums = x.numel(), max(1, length), columns
@@ -524,36 +544,32 @@ def patched(method: tuple[str, str, str], make: Callable) -> AbstractContextMana
     return mock.patch.object(owner, name, lambda *args, **named: make(old, *args, **named))
 
 
-def unseen(launch: Callable) -> Callable:
-    """The same, of which no operator inside is recorded: those of Triton's interpreter."""
-
-    def run(*args, **kwargs) -> object:
-        with _disable_current_modes():
-            return launch(*args, **kwargs)
-
-    return run
-
-
 def seen_kernels(recorder: Recorder) -> ExitStack:
     """What launches kernels without an operator is recorded like one: code that torch.compile has
     made, whose products are operators inside, and Triton kernels, which may write what they get."""
 
     def run(old: Callable, graph: object, inputs: list) -> object:
         written = [inputs[i] for i in graph.mutated_input_idxs]
-        lacks, given = "kernels, bytes and FLOPs inside", [*inputs]
+        lacks = "kernels, bytes and FLOPs inside"
+        arguments = [*inputs]
         inputs.clear()  # it frees what it has used
-        return recorder.call(COMPILED, lambda *x: old(graph, [*x]), given, {}, written, lacks)
+        return recorder.call(COMPILED, lambda *x: old(graph, [*x]), arguments, {}, written, lacks)
 
     def choose(old: Callable, kernel: object, grid: object) -> Callable:
-        launch, name = old(kernel, grid), f"Triton kernel {kernel.fn.__name__}"
+        launch = old(kernel, grid)
+        name = f"Triton kernel {kernel.fn.__name__}"
 
-        def run(*args, **kwargs) -> object:
+        def alone(*args, **kwargs) -> object:
+            with _disable_current_modes():  # no operator of Triton's interpreter is recorded
+                return launch(*args, **kwargs)
+
+        def launched(*args, **kwargs) -> object:
             if recorder.inside:  # of an operator
                 return launch(*args, **kwargs)
             written = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-            return recorder.call(name, unseen(launch), args, kwargs, written, "bytes and FLOPs")
+            return recorder.call(name, alone, args, kwargs, written, "bytes and FLOPs")
 
-        return run
+        return launched
 
     stack = ExitStack()
     stack.enter_context(patched(GRAPHS, run))
@@ -571,7 +587,8 @@ def is_composite(function: Callable) -> bool:
     """Is it made of other operators, as it has no kernels of its own?"""
     if not isinstance(function, torch._ops.OpOverload):
         return False
-    keys, has = torch._C.DispatchKey, torch._C._dispatch_has_kernel_for_dispatch_key
+    keys = torch._C.DispatchKey
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
     own = any(has(function.name(), key) for key in (keys.CPU, keys.CUDA))
     return not own and has(function.name(), keys.CompositeImplicitAutograd)
 
@@ -605,7 +622,7 @@ def streams(name: str) -> bool:
     plain = name.removesuffix("_").removesuffix("_backward")
     forward = getattr(torch.ops.aten, plain, None)
     tags = [getattr(forward, overload).tags for overload in forward.overloads()] if forward else []
-    return bool(STREAMS.fullmatch(plain)) or any(torch.Tag.pointwise in found for found in tags)
+    return bool(STREAMS.fullmatch(plain)) or any(torch.Tag.pointwise in each for each in tags)
 
 
 def reduced(x: Tensor, dim: object) -> tuple[int, int, bool]:

@@ -223,8 +223,8 @@ def idle_optimizers(recorder: Recorder) -> list[str]:
         weights = (weight for group in groups for weight in group["params"])
         return any(recorder.knows(weight) for weight in weights)
 
-    found = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
-    idle = (each for each in found if id(each) not in recorder.stepped)
+    optimizers = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+    idle = (each for each in optimizers if id(each) not in recorder.stepped)
     return sorted(type(each).__name__ for each in idle if used(each))
 
 
@@ -264,14 +264,14 @@ def measure(step: Step) -> Recorded:
     times: dict[tuple, list[list[float]]] = {}  # of steps that were the same
     for _ in range(REPEATS):
         torch.cuda.synchronize()
-        found, events = profiled(lambda: record(step, timed=True))
-        attribute(found, events)
-        same = tuple(operator.name for operator in found.operators)
-        times.setdefault(same, []).append([operator.us for operator in found.operators])
-    for operator, us in zip(found.operators, zip(*times[same], strict=True), strict=True):
+        recorded, events = profiled(lambda: record(step, timed=True))
+        attribute(recorded, events)
+        same = tuple(operator.name for operator in recorded.operators)
+        times.setdefault(same, []).append([operator.us for operator in recorded.operators])
+    for operator, us in zip(recorded.operators, zip(*times[same], strict=True), strict=True):
         operator.us = statistics.median(us)
-    found.run = "measured"
-    return found
+    recorded.run = "measured"
+    return recorded
 
 
 def profiled(work: Callable[[], object]) -> tuple[object, list[dict]]:
@@ -281,13 +281,13 @@ def profiled(work: Callable[[], object]) -> tuple[object, list[dict]]:
     if torch.cuda.is_available():
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=kinds) as profile:
-        found = work()
+        result = work()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
-        return found, load_trace(path)
+        return result, load_trace(path)
 
 
 def side_by_side(streams: Sequence[Sequence[float]]) -> float:
@@ -298,7 +298,8 @@ def side_by_side(streams: Sequence[Sequence[float]]) -> float:
     the longest one nothing is left to run beside it.
     """
     busy = sorted(map(sum, streams))
-    total, longest = sum(busy), busy[-1]
+    total = sum(busy)
+    longest = busy[-1]
     alike = sum(us > longest / 2 for us in busy)
     return (total / alike + longest * (1 - 1 / alike)) / total if total else 1.0
 
@@ -306,18 +307,21 @@ def side_by_side(streams: Sequence[Sequence[float]]) -> float:
 def kernel_us(events: Sequence[dict]) -> list[tuple[Kernel, float]]:
     """The kernels in a trace, with the microseconds that each adds to those in which any runs;
     without a GPU the operators, with their times."""
-    kernels, on_gpu = kernels_of(events), complete(events, *ON_GPU)
+    kernels = kernels_of(events)
+    on_gpu = complete(events, *ON_GPU)
     union = alone(on_gpu)
     own = [union[id(event)] for event in on_gpu] or [k.duration_ns / 1e3 for k in kernels]
     return [*zip(kernels, own, strict=True)]
 
 
-def attribute(found: Recorded, events: list[dict]) -> None:
+def attribute(recorded: Recorded, events: list[dict]) -> None:
     """Give each operator the time of the kernels that its call launched; kernels that no operator
     launched become operators that are not understood."""
-    first = {operator.call: operator for operator in reversed(found.operators)}
-    for operator in found.operators:
-        operator.us, operator.kernels, operator.queued = 0.0, 0, 0
+    first = {operator.call: operator for operator in reversed(recorded.operators)}
+    for operator in recorded.operators:
+        operator.us = 0.0
+        operator.kernels = 0
+        operator.queued = 0
     ranges = ranges_of(events, {f"#{call}" for call in range(1 + max(first, default=0))})
     pairs = kernel_us(events)
     if not any(kernel.launch_us for kernel, _ in pairs):
@@ -328,20 +332,23 @@ def attribute(found: Recorded, events: list[dict]) -> None:
     call = -1
     for name, (kernel, us) in zip(named, pairs, strict=True):
         call = int(name[1:]) if name else call
-        found.launched[kernel.name] = found.launched.get(kernel.name, 0.0) + us
+        recorded.launched[kernel.name] = recorded.launched.get(kernel.name, 0.0) + us
         if name is None or call not in first:  # it comes behind the one before
             own = Operator(f"kernel {kernel.name[:40]}", call, "forward", "?", [], [], barrier=True)
-            own.us, own.lacks = us, "bytes and FLOPs"
-            found.operators.append(own)
+            own.us = us
+            own.lacks = "bytes and FLOPs"
+            recorded.operators.append(own)
         else:
             streams[call][kernel.stream].append(us)
             if part := gone(first[call], kernel.name):
                 setattr(first[call], part, getattr(first[call], part) + us)
     for call, queues in streams.items():
-        part, number = side_by_side([*queues.values()]), sum(map(len, queues.values()))
+        part = side_by_side([*queues.values()])
+        number = sum(map(len, queues.values()))
         first[call].us = part * sum(map(sum, queues.values()))
-        first[call].kernels, first[call].queued = number, round(part * number)
-    found.operators.sort(key=lambda operator: operator.call)
+        first[call].kernels = number
+        first[call].queued = round(part * number)
+    recorded.operators.sort(key=lambda operator: operator.call)
 
 
 # --- compiled
@@ -390,7 +397,8 @@ def graphs_in_turns(sides: Sides) -> Measured:
     """The turns of these steps as graphs."""
     for name, take in sides.items():
         compare_in_turns({name: take}, turns=1)
-    turns, kernels = compare_in_turns(sides), {}
+    turns = compare_in_turns(sides)
+    kernels = {}
     for name, take in sides.items():
         warm_up(take)
         replay = captured(take, 1)
@@ -402,7 +410,8 @@ def graphs_in_turns(sides: Sides) -> Measured:
 def traced_in_turns(sides: Sides) -> Measured:
     """The turns of these steps without graphs: a turn is a call in a trace, and takes as long as
     any of its kernels runs. What the host does between them does not count."""
-    ms, kernels = {name: [] for name in sides}, {}
+    ms = {name: [] for name in sides}
+    kernels = {}
     for turn, name in alternating(sides, TRACED_TURNS + 1):
         kernels[name] = by_name(profiled(sides[name])[1])
         if turn:  # the first one warms up
@@ -412,21 +421,21 @@ def traced_in_turns(sides: Sides) -> Measured:
 
 def by_name(events: Sequence[dict]) -> Counter:
     """Microseconds of the kernels in a trace by name."""
-    found: Counter = Counter()
+    us_of: Counter = Counter()
     for kernel, us in kernel_us(events):
-        found[kernel.name] += us
-    return found
+        us_of[kernel.name] += us
+    return us_of
 
 
 def others(side: str, kernels: Mapping[str, float], launched: Mapping[str, float]) -> list[str]:
     """Kernels that tell that a graph is another program than what was profiled; compiled, these are
     those of attention, but for a softmax that is fused."""
-    found = []
+    names = []
     for mine, other in ((kernels, launched), (launched, kernels)):
         only = {name: us for name, us in mine.items() if name not in other}
         if side == "compiled":
             kept = (n for n in only if category(n) == "attention" and "softmax" not in n.lower())
             only = {name: only[name] for name in kept}
         if sum(only.values()) > OTHER * sum(mine.values()):
-            found += sorted(only, key=only.get, reverse=True)[:3]
-    return found
+            names += sorted(only, key=only.get, reverse=True)[:3]
+    return names

@@ -42,8 +42,8 @@ def dtype_of(name: str) -> torch.dtype | None:
     """The type that a trace calls so: `c10::BFloat16`, `long int`."""
     plain = name.removeprefix("c10::").removesuffix(" int").lower()
     plain = {"signed char": "int8", "unsigned char": "uint8"}.get(plain, plain)
-    found = getattr(torch, plain, None)
-    return found if isinstance(found, torch.dtype) else None
+    dtype = getattr(torch, plain, None)
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 @cache
@@ -51,11 +51,11 @@ def overload_of(name: str, types: tuple[str, ...]) -> torch._ops.OpOverload | No
     """The ATen operator of this name that takes arguments of these types."""
     packet = getattr(torch.ops.aten, name.removeprefix("aten::"), None)
 
-    def takes(argument: torch.Argument, given: str) -> bool:
+    def takes(argument: torch.Argument, type_name: str) -> bool:
         kind = str(argument.type)
-        if given == "TensorList" or dtype_of(given):
-            return "Tensor" in kind and ("List" in kind) == (given == "TensorList")
-        return "Tensor" not in kind or (given == "" and "Optional" in kind)
+        if type_name == "TensorList" or dtype_of(type_name):
+            return "Tensor" in kind and ("List" in kind) == (type_name == "TensorList")
+        return "Tensor" not in kind or (type_name == "" and "Optional" in kind)
 
     for function in (getattr(packet, each) for each in (packet.overloads() if packet else ())):
         wanted = function._schema.arguments
@@ -69,10 +69,14 @@ class Replay(Recorder):
 
     def __init__(self, us: dict[int, float], window: tuple[float, float]):
         super().__init__()
-        self.us, self.window = us, window
-        self.phase, self.line, self.sequence = "forward", "?", None
+        self.us = us
+        self.window = window
+        self.phase = "forward"
+        self.line = "?"
+        self.sequence = None
         # results by form and id: those that nobody has read yet, and others; the last comes last
-        self.unread, self.read = defaultdict(dict), defaultdict(dict)
+        self.unread = defaultdict(dict)
+        self.read = defaultdict(dict)
         self.saved: dict[int | None, list[Tensor]] = defaultdict(list)  # by sequence number
         self.lines: dict[int, str] = {}
         self.streaming: list[Streaming] = []
@@ -82,7 +86,8 @@ class Replay(Recorder):
 
     def visit(self, span: Span) -> None:
         """Call again what is inside of a span."""
-        name, told = span.event["name"], span.event["args"]
+        name = span.event["name"]
+        arguments = span.event["args"]
         before = self.phase, self.line, self.sequence
         if span.is_over(self.window[0]) or span.event["ts"] >= self.window[1]:
             return
@@ -91,12 +96,14 @@ class Replay(Recorder):
         elif name.startswith("Optimizer.step"):
             self.phase = "optimizer"
         elif name.startswith("autograd::engine::evaluate_function"):
-            self.phase, self.sequence = "backward", told.get("Sequence number")
+            self.phase = "backward"
+            self.sequence = arguments.get("Sequence number")
             self.line = self.lines.get(self.sequence, "?")
         if name.startswith(("aten::empty", "aten::new_empty")):
             return
-        types = tuple(told.get("Input type", ())) if name.startswith("aten::") else ()
-        function, lacks = overload_of(name, types) if types else None, "bytes and FLOPs"
+        types = tuple(arguments.get("Input type", ())) if name.startswith("aten::") else ()
+        function = overload_of(name, types) if types else None
+        lacks = "bytes and FLOPs"
         if function is None or is_composite(function) or (lacks := self.repeat(span, function)):
             for inner in span.inner:
                 self.visit(inner)
@@ -105,37 +112,41 @@ class Replay(Recorder):
                     many = f"{len(span.own)} kernels at once, the first "
                     name = many * (len(span.own) > 1) + span.own[0]["name"]
                 unknown = Operator(name, self.calls, *self.place(), [], [])
-                unknown.barrier, unknown.lacks = True, lacks
+                unknown.barrier = True
+                unknown.lacks = lacks
                 self.calls += 1
                 self.launched([unknown], span.own)
         self.phase, self.line, self.sequence = before
 
-    def launched(self, found: list[Operator], kernels: Sequence[dict]) -> None:
+    def launched(self, operators: list[Operator], kernels: Sequence[dict]) -> None:
         """Keep operators of one call, with the time of its kernels."""
-        for operator in found:
-            operator.us, operator.kernels = 0.0, 0
-        found[0].us = sum(self.us[id(kernel)] for kernel in kernels)
-        found[0].kernels = len(kernels)
-        self.operators += found
+        for operator in operators:
+            operator.us = 0.0
+            operator.kernels = 0
+        operators[0].us = sum(self.us[id(kernel)] for kernel in kernels)
+        operators[0].kernels = len(kernels)
+        self.operators += operators
 
     def repeat(self, span: Span, function: torch._ops.OpOverload) -> str:
         """Call an operator again; what is not known of it where that cannot be done."""
-        start, taken, kernels = len(self.operators), [], span.kernels()
+        start = len(self.operators)
+        taken = []
+        kernels = span.kernels()
         try:
-            given = self.arguments(function, span.event["args"], taken)
-            named = {a.name: v for a, v in given if a.kwarg_only}
-            result = function(*(v for a, v in given if not a.kwarg_only), **named)
+            arguments = self.arguments(function, span.event["args"], taken)
+            named = {a.name: v for a, v in arguments if a.kwarg_only}
+            result = function(*(v for a, v in arguments if not a.kwarg_only), **named)
         except Exception as error:  # each operator refuses in a way of its own
             del self.operators[start:]
             return f"bytes and FLOPs ({str(error).partition(chr(10))[0]:.80})"
-        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-        for tensor in made:
+        outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        for tensor in outputs:
             found = self.read[form_of(tensor)].pop(id(tensor), None)
             if found is not None or not any(tensor is other for other in taken):
                 self.unread[form_of(tensor)][id(tensor)] = tensor
         number = span.event["args"].get("Sequence number")
         if self.phase == "forward" and number is not None:
-            self.saved[number] += taken + made
+            self.saved[number] += taken + outputs
             self.lines.setdefault(number, self.line)
         found = self.operators[start:]
         del self.operators[start:]  # a view, or on the CPU, without kernels
@@ -145,21 +156,23 @@ class Replay(Recorder):
             for operator in found:
                 operator.kind = "library"
         elif len(kernels) == 1 and found[0].kind == "stream":
-            first, us = found[0], kernels[0]["dur"]
+            first = found[0]
+            us = kernels[0]["dur"]
             self.streaming.append(Streaming(first.access, first.name, first.moved, us))
         self.launched(found, kernels)
         return ""
 
-    def arguments(self, function, told: dict, taken: list[Tensor]) -> list[tuple]:
+    def arguments(self, function, described: dict, taken: list[Tensor]) -> list[tuple]:
         """The arguments of a call, each with its description; those that it reads are in `taken`
         then. ValueError if one is not told."""
-        given, wanted = [], function._schema.arguments
+        values = []
+        wanted = function._schema.arguments
         fills = function.__name__.startswith((*OVERWRITING, *RANDOM))
-        columns = (told.get(name) or [None] * len(wanted) for name in TOLD)
+        columns = (described.get(name) or [None] * len(wanted) for name in TOLD)
         for argument, shape, kind, strides, text in zip(wanted, *columns, strict=True):
             if argument.name == "device":
                 value = torch.device("meta")
-            elif given and shape == [] and kind in NUMBERS:
+            elif values and shape == [] and kind in NUMBERS:
                 value = NUMBERS[kind]  # of Python, as no kernel reads it
             elif dtype := dtype_of(kind):
                 filled = argument.is_write and (fills or argument.kwarg_only)
@@ -173,33 +186,35 @@ class Replay(Recorder):
                 value = argument.default_value
             else:
                 raise ValueError(f"{argument.name} is not in the trace")
-            given.append((argument, value))
-        return given
+            values.append((argument, value))
+        return values
 
     def new(self, shape, strides, dtype: torch.dtype, _: Sequence[Tensor] = ()) -> Tensor:
         """A tensor that no operator has made."""
         make, form = (torch.empty_strided, (shape, strides)) if strides else (torch.empty, (shape,))
-        made = make(*form, dtype=dtype, device="meta")
-        self.blank.discard(self.number(made))
-        return made
+        tensor = make(*form, dtype=dtype, device="meta")
+        self.blank.discard(self.number(tensor))
+        return tensor
 
     def dtype_like(self, shape: list, strides: list | None) -> torch.dtype:
         """The type of the newest result of this form: of a list a trace tells none."""
         wanted = form_of(self.new(shape, strides, torch.float32))[:2]
         groups = [*self.unread.items(), *self.read.items()]
-        alike = [t for form, found in groups if form[:2] == wanted for t in found.values()]
+        alike = [t for form, tensors in groups if form[:2] == wanted for t in tensors.values()]
         return max(alike, key=self.number).dtype if alike else torch.float32
 
     def take(self, shape, strides, dtype: torch.dtype, taken: list[Tensor]) -> Tensor:
         """A tensor of this form that lies elsewhere than those of the same call."""
         new = self.new(shape, strides, dtype)
-        form, others = form_of(new), {self.spot(tensor) for tensor in taken}
+        form = form_of(new)
+        others = {self.spot(tensor) for tensor in taken}
         saved = [tensor for tensor in self.saved[self.sequence] if form_of(tensor) == form]
-        unread, read = self.unread[form], self.read[form]
+        unread = self.unread[form]
+        read = self.read[form]
         order = [unread.values(), saved, read.values()]
         if self.phase == "backward" and taken:  # the first one is a gradient
             order[:2] = saved, unread.values()
-        known = (tensor for found in order for tensor in reversed(found))
+        known = (tensor for tensors in order for tensor in reversed(tensors))
         best = next((tensor for tensor in known if self.spot(tensor) not in others), new)
         if unread.pop(id(best), read.pop(id(best), None)) is not None:
             read[id(best)] = best

@@ -23,10 +23,11 @@ from fusion_lab.runs import (
     differences,
     file_of_runs,
     find_runs,
-    medians,
+    matched,
     runs_section,
     runs_table,
     settings,
+    to_compare,
 )
 from fusion_lab.script import model_and_version, precision_of
 
@@ -108,34 +109,23 @@ class Runs:
 
 
 def load_sides(place: Path) -> Runs:
-    """All runs in a folder, but for what --compare-fusion measured beside one of them."""
-    every = find_runs(place)
-    runs = [run for run in every if run.asked or not run.is_first] or every
-    return Runs(medians(replace(run, name=run.result["script"]) for run in runs))
+    return Runs(to_compare(find_runs(place)))
 
 
 def pairs_section(sides: Mapping[str, Runs]) -> str:
-    """A table for each model and size that both sides have, the only one of each in one table."""
-    if all(len(side.runs) == 1 for side in sides.values()):
-        return runs_section({label: side.runs[0] for label, side in sides.items()})
-    found: dict[tuple, dict[str, Run]] = defaultdict(dict)
-    for label, side in sides.items():
-        for run in side.runs:
-            known = settings(run.result)
-            size = {key: known[key] for key in (*SIZES, "precision") if key in known}
-            title = ", ".join(f"{key} {value}" for key, value in size.items())
-            place = found[f"{model_and_version(run.result['script'])[0]}, {title}"]
-            if label in place:
-                both = f"{place[label].path} and {run.path}"
-                raise ToolError(f"two runs of {label} at one size, name one of them: {both}")
-            place[label] = run
-    pairs = {title: pair for title, pair in found.items() if len(pair) == len(sides)}
-    if not pairs:
+    """A table for each model and size that both sides have."""
+    cells = matched({label: side.runs for label, side in sides.items()})
+    if not cells:
         raise ToolError("the two sides have no model and size in common")
-    parts = [f"### {title}\n\n{runs_section(pair)}" for title, pair in pairs.items()]
-    alone = [title for title in found if title not in pairs]
-    parts += [f"On one side only: {'; '.join(alone)}."] if alone else []
-    return "\n\n".join(parts)
+    if len(cells) == 1:
+        return runs_section(cells[0])
+    return "\n\n".join(f"### {size_of(*cell.values())}\n\n{runs_section(cell)}" for cell in cells)
+
+
+def size_of(run: Run, *others: Run) -> str:
+    known = settings(run.result)
+    sizes = [f"{key} {known[key]}" for key in (*SIZES, "precision") if key in known]
+    return ", ".join([model_and_version(run.result["script"])[0], *sizes])
 
 
 # the step of run_all_profilers.sh, its files, and what reads and shows them
