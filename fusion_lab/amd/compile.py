@@ -50,7 +50,7 @@ from fusion_lab.amd.record import (
     step_arguments,
     take_step,
 )
-from fusion_lab.cli import Parser, ToolError, documented_parser, program, say
+from fusion_lab.cli import Parser, ToolError, documented_parser, program, say, sign_of_life
 from fusion_lab.profile.traffic import Launching
 from fusion_lab.script import load_script
 from fusion_lab.show import Column, render
@@ -258,15 +258,16 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Print a table for each target; what is wrong is a line each on stderr, and the status 1."""
     status = 0
     for target in args.target:
-        if is_version(args.file):
-            backend = TARGETS[target][0].backend
-            launches = launches_of_step(load_script(str(args.file)), argv, backend)
-        else:
-            launches = launches_of_program(args.file, argv)
-        if not launches:
-            raise ToolError(f"{args.file} launches no kernel")
-        launches.sort(key=lambda launch: launch.name)
-        rows = list(zip(launches, compile_all(launches, target), strict=True))
+        with sign_of_life(f"compiling for {target}"):
+            if is_version(args.file):
+                backend = TARGETS[target][0].backend
+                launches = launches_of_step(load_script(str(args.file)), argv, backend)
+            else:
+                launches = launches_of_program(args.file, argv)
+            if not launches:
+                raise ToolError(f"{args.file} launches no kernel")
+            launches.sort(key=lambda launch: launch.name)
+            rows = list(zip(launches, compile_all(launches, target), strict=True))
         for launch, needed in rows:
             if wrong := problem(target, needed):
                 say(f"{args.file.stem}: {launch.name} ({launch}): {target} {wrong}")

@@ -30,7 +30,7 @@ from fusion_lab.amd.launch import TARGET, Kernel, Loaded, explained, run_grid
 from fusion_lab.amd.memory import Fault
 from fusion_lab.amd.record import Recorded, launches_of
 from fusion_lab.amd.waves import EXEC, UNSET, VCC, Waves, unpacked
-from fusion_lab.cli import Parser, ToolError, documented_parser, program, several
+from fusion_lab.cli import Parser, ToolError, documented_parser, program, several, sign_of_life
 from fusion_lab.files import write_text
 from fusion_lab.show import Column, render
 
@@ -212,7 +212,8 @@ def build_parser() -> Parser:
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
-    found = [x for x in launches_of(args.file, argv) if args.kernel in (None, x.kernel)]
+    with sign_of_life(args.file.name):
+        found = [x for x in launches_of(args.file, argv) if args.kernel in (None, x.kernel)]
     if not found:
         raise ToolError(f"{args.file} launches no kernel of the name {args.kernel}")
     launch = found[0]
@@ -233,7 +234,8 @@ def show(args: argparse.Namespace, launch: Recorded, kernel: Kernel) -> None:
     print(f"{launch.kernel} for {TARGET}: {sizes} workgroups of {kernel.waves} waves, "
           f"{len(kernel.program.code)} instructions, {kernel.lds} bytes of LDS")  # fmt: skip
     if args.counts:
-        counts_of(launch, kernel)
+        with sign_of_life("counting"):
+            counts_of(launch, kernel)
     elif args.listing:
         Printer(args, launch, kernel).listing()
     else:
