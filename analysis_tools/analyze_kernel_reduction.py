@@ -6,13 +6,13 @@ A profile is a directory that run_pytorch_profiler.py wrote (<script>_kernels.cs
 <script>_profile.json), one of run_rocprofv3.sh (rocprofv3_results_*, with stats.csv), or one of
 run_all_profilers.sh: from it the PyTorch profiler's is taken, else rocprofv3's. The trace of a
 script with --enable-pytorch-profiler is one, too. Of a plain run, FILE.json/ROW of a study or
-repeats the count is compared that the script made itself, without names and times. Profiles of
-different models are refused; different sizes, precision or devices are named at the top. Launches
-are counted, per training step wherever the number of steps is known. Copies and memsets that the
-PyTorch profiler saw are no kernels; their time counts. On a CPU there are no kernels. There the
-reduction is that of the operator calls that the scripts themselves counted; the tables have all
-that the profiler saw: views, operators that only call others, nodes of the autograd graph, inner
-steps of a matrix product.
+repeats the count is compared that the script made itself, without names and times; of folders with
+runs of both models, each by itself. Profiles of different models are refused; different sizes,
+precision or devices are named at the top. Launches are counted, per training step wherever the
+number of steps is known. Copies and memsets that the PyTorch profiler saw are no kernels; their
+time counts. On a CPU there are no kernels. There the reduction is that of the operator calls that
+the scripts themselves counted; the tables have all that the profiler saw: views, operators that
+only call others, nodes of the autograd graph, inner steps of a matrix product.
 
 The tables go to stdout as Markdown. With --output they are also written to kernel_reduction.md in
 that directory, beside kernel_reduction.csv with every kernel under its full name.
@@ -30,7 +30,7 @@ import sys
 
 from fusion_lab.cli import Parser, documented_parser, note, program
 from fusion_lab.files import write_text
-from fusion_lab.profile.reduction import NUMBERS, compare, found_in, load_profile
+from fusion_lab.profile.reduction import NUMBERS, compare, found_in, pairs
 from fusion_lab.show import write_csv
 
 
@@ -42,9 +42,14 @@ def as_row(kernel: dict) -> dict:
 
 
 def analyse(args: argparse.Namespace) -> int:
-    sides = [load_profile(args.baseline), load_profile(args.fused)]
-    kernels, notes, text = compare(sides, args.top)
-    note(*notes)
+    kernels = []
+    tables = []
+    for sides in pairs(args.baseline, args.fused):
+        of_pair, notes, table = compare(sides, args.top)
+        note(*notes)
+        kernels += of_pair
+        tables.append(table.rstrip())
+    text = "\n\n".join(tables) + "\n"
     print(text, end="")
     if args.output:
         names = ["kernel_reduction.md"]

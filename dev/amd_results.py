@@ -14,7 +14,6 @@ when all of a script is compiled without spills, and when all launches of a prog
 Examples:
   python dev/amd_results.py registers --write                     minutes
   python dev/amd_results.py executed --write                      4 minutes, two cores
-  python dev/amd_results.py executed tiny_openfold_v4.py --write
   python dev/amd_results.py executed --summary                    what the file says
 """
 
@@ -30,9 +29,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from operator import itemgetter
 from pathlib import Path
+from typing import NamedTuple
 
 os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton: kernels are to be compiled
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # without it Triton 3.9 prints a warning
@@ -40,18 +40,12 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # without it Triton 3.9 
 import triton
 
 from fusion_lab.amd import run as executing
-from fusion_lab.amd.compile import (
-    TARGETS,
-    Launch,
-    compile_all,
-    launches_of_step,
-    problem,
-)
+from fusion_lab.amd.compile import TARGETS, Launch, compile_all, launches_of_step, problem
 from fusion_lab.amd.launch import TARGET
 from fusion_lab.cli import Parser, ToolError, documented_parser, note, program, say
 from fusion_lab.files import ROOT, read_json, write_text
 from fusion_lab.provenance import output_of
-from fusion_lab.script import load_script
+from fusion_lab.script import load_script, model_and_version
 from fusion_lab.show import Column, render, write_csv
 
 REGISTERS, EXECUTED = ROOT / "results/amd/registers.csv", ROOT / "results/amd/executed.json"
@@ -97,11 +91,6 @@ PROGRAMS = (  # of the exercises, with the arguments that make them small
 )
 
 
-def model_of(script: str) -> str:
-    """tiny_llama of tiny_llama_v3.py."""
-    return Path(script).name.rpartition("_v")[0]
-
-
 def commit() -> str:
     """Of this tree, without regard to its results."""
     changes = output_of("git", "status", "--porcelain", "--", ":!results").strip()
@@ -113,7 +102,7 @@ def commit() -> str:
 
 def compiled_rows(script: str, target: str) -> tuple[list[dict], list[str]]:
     """A row for each kernel and configuration of a script, and what is wrong with any."""
-    module, model = load_script(script), model_of(script)
+    module, (model, _) = load_script(script), model_and_version(Path(script).stem)
     backend = TARGETS[target][0].backend
     launches: dict[tuple, Launch] = {}
     seen_in: dict[tuple, dict[str, None]] = {}
@@ -136,8 +125,8 @@ def compiled_rows(script: str, target: str) -> tuple[list[dict], list[str]]:
 
 def compile_scripts(args: argparse.Namespace) -> int:
     """Compile all, and put the rows into the file, script by script."""
-    if unknown := [name for name in args.scripts if model_of(name) not in ONE]:
-        raise ToolError(f"{unknown[0]}: give a version of {' or '.join(ONE)}")
+    if unknown := {*args.scripts} - {*SCRIPTS}:
+        raise ToolError(f"{unknown.pop()}: give one of {', '.join(SCRIPTS)}")
     status = 0
     for script, target in itertools.product(args.scripts or SCRIPTS, COMPILED_FOR):
         rows, wrong = compiled_rows(script, target)
@@ -157,8 +146,7 @@ def compile_scripts(args: argparse.Namespace) -> int:
 # --- executed
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A program that launches kernels: a step of a script, or another with its command line."""
 
     script: str
@@ -166,26 +154,18 @@ class Case:
     precision: str = ""
     size: str = ""
 
-    def __str__(self) -> str:
-        return " ".join(filter(None, (self.script, self.precision, self.size)))
 
-
-def cases_of(scripts: Sequence[str]) -> Iterator[Case]:
+def cases_of(programs: Sequence[str]) -> Iterator[Case]:
     """Steps of version scripts at these sizes and precisions; other programs as they are."""
-    for name in scripts or [*SCRIPTS, *PROGRAMS]:
-        model = model_of(name)
-        if model not in ONE:
-            script, _, arguments = name.partition(" ")
+    for name in programs:
+        script, _, arguments = name.partition(" ")
+        if script not in SCRIPTS:
             yield Case(script, arguments)
             continue
+        model, _ = model_and_version(Path(script).stem)
         for precision, size in itertools.product(PRECISIONS, EXECUTED_SIZES[model]):
             arguments = f"{ONE[model]} {PRECISIONS[precision]} {EXECUTED_SIZES[model][size]}"
-            yield Case(name, arguments, precision, size)
-
-
-def execute(case: Case) -> list[executing.Outcome]:
-    """Runs in a worker."""
-    return executing.outcomes_of(ROOT / case.script, case.arguments.split())
+            yield Case(script, arguments, precision, size)
 
 
 def row_of(case: Case, found: Sequence[executing.Outcome]) -> dict:
@@ -254,15 +234,19 @@ def execute_programs(args: argparse.Namespace) -> int:
     rows, found = [], []
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(args.jobs, context) as pool:
-        jobs = {pool.submit(execute, case): case for case in cases_of(args.scripts)}
+        jobs = {}
+        for case in cases_of(args.scripts or [*SCRIPTS, *PROGRAMS]):
+            command = ROOT / case.script, case.arguments.split()
+            jobs[pool.submit(executing.outcomes_of, *command)] = case
         for job in as_completed(jobs):
             try:
                 launches = job.result()
             except BrokenProcessPool as error:
                 raise ToolError("a worker ended: is memory short?", 1) from error
+            case = jobs[job]
             found += launches
-            rows.append(row_of(jobs[job], launches))
-            note(f"{jobs[job]}: {executing.summary(launches)}")
+            rows.append(row_of(case, launches))
+            note(f"{case.script} {case.precision} {case.size}: {executing.summary(launches)}")
             if args.write and rows[-1]["agree"] == len(launches):
                 save(rows[-1])
     print(f"{table_of(rows)}\n\n{executing.summary(found)}")

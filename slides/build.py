@@ -3,7 +3,7 @@
 
 A deck is a `# title` with a line below it, and slides: `## a sentence`, blocks, and notes. A line
 `[V2]` names the versions that the strip at the bottom shows, from this slide on. Notes are
-paragraphs that begin with `Say:`, `Ask:`, `Expect:` (the wrong answer) or `Show:` (a command).
+paragraphs that begin with `Say:`, `Ask:` or `Expect:` (the wrong answer).
 Blocks are paragraphs, lists, Markdown tables, and what is named, not typed, so that it cannot go
 stale:
 
@@ -77,7 +77,7 @@ SVG = "http://www.w3.org/2000/svg"
 STORY = {"V1": "baseline", "V2": "PyTorch's fusions", "V3": "Triton kernels", "V4": "what is left"}
 MARKED = re.compile(r"(`[^`]+`|\*\*[^*]+\*\*)")
 PICTURE = re.compile(r"!\[(?P<view>\w*)\]\(\.\./docs/figures/(?P<name>\w+)\.svg\)")
-NOTE = re.compile(r"^(?=(?:Say|Ask|Expect|Show): )", re.MULTILINE)
+NOTE = re.compile(r"^(?=(?:Say|Ask|Expect): )", re.MULTILINE)
 CODE = re.compile(r"(?P<text>\"[^\"]*\"|'[^']*')|(?P<word>@?[A-Za-z_][\w.]*)|.")
 # its height in inches, None for what is left; draws it at a top, this high
 Block = tuple[float | None, Callable]

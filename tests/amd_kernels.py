@@ -50,20 +50,16 @@ def product_case(dtype: torch.dtype = torch.float32) -> tuple:
 
 
 @triton.jit
-def adamw(W, G, n, BLOCK: tl.constexpr):
+def shrink(W, n, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    weight = tl.load(W + at, mask=at < n)
-    gradient = tl.load(G + at, mask=at < n).to(tl.float32)
-    step = gradient / (tl.sqrt(gradient * gradient) + 1e-8)
-    changed = weight * (1 - 3e-6) - 3e-4 * step
-    tl.store(W + at, changed.to(W.dtype.element_ty), mask=at < n)
+    tl.store(W + at, 0.9999 * tl.load(W + at, mask=at < n), mask=at < n)
 
 
-def adamw_case() -> tuple:
-    """The first step of AdamW on weights of bfloat16, in place."""
-    weights, gradients = (0.02 * torch.randn(2, 4096)).bfloat16()
-    expected = (weights.float() * (1 - 3e-6) - 3e-4 * gradients.float().sign()).bfloat16()
-    return adamw, (16,), {"W": weights, "G": gradients, "n": 4096, "BLOCK": 256}, weights, expected
+def shrink_case() -> tuple:
+    """Weights that are changed a little, in place."""
+    weights = torch.randn(4096)
+    expected = 0.9999 * weights
+    return shrink, (16,), {"W": weights, "n": 4096, "BLOCK": 256}, weights, expected
 
 
 def dropped(pattern: str, number: int = 0):
@@ -85,7 +81,6 @@ def replaced(pattern: str, by: str):
     return edit
 
 
-ROUNDS = r"v_add3_u32 v\d+, v\d+, v\d+, s\d+"  # adds 0x7fff and the last bit that is kept
 FAULTS = {
     "a barrier dropped": (row_sum_case, dropped("s_barrier")),
     "a barrier dropped in a product": (product_case, dropped("s_barrier")),
@@ -98,9 +93,8 @@ FAULTS = {
         r"(v_mfma\S+ \S+), (\S+), (\S+),", r"\1, \3, \2,")),
     "a lane's neighbour wrong": (row_sum_case, replaced("row_shr:8", "row_shr:4")),
     "an operand swapped": (row_sum_case, replaced("v_add_f32_dpp", "v_sub_f32_dpp")),
-    "AdamW as it is": (adamw_case, lambda text: text),
-    "the store of the weights dropped": (adamw_case, dropped("buffer_store")),
-    "not rounded to bfloat16": (adamw_case, dropped(ROUNDS)),
+    "weights in place": (shrink_case, lambda text: text),
+    "the store of the weights dropped": (shrink_case, dropped("buffer_store")),
     "an unknown instruction": (add_relu_case, replaced("v_max_f32_e32", "v_best_f32_e32")),
 }  # fmt: skip
 

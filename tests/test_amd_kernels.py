@@ -60,17 +60,10 @@ def test_a_fault_that_computes_something_else_shows_in_the_result(fault: str):
     assert results()[fault]["error"] > 0.1
 
 
-@pytest.mark.parametrize(
-    ("case", "wrong"),
-    [
-        ("AdamW as it is", ""),
-        ("the store of the weights dropped", "off by 1.0e+00 of their change"),
-        ("not rounded to bfloat16", "of their change"),
-    ],
-)
-def test_weights_that_are_updated_in_place_are_held_to_their_change(case: str, wrong: str):
-    assert results()[case]["wrong"].endswith(wrong)
-    assert bool(results()[case]["wrong"]) == bool(wrong)
+def test_weights_that_are_updated_in_place_are_held_to_their_change():
+    assert results()["weights in place"]["wrong"] == ""
+    dropped = results()["the store of the weights dropped"]
+    assert dropped["wrong"] == "off by 1.0e+00 of their change"
 
 
 def test_kernels_are_right_and_counted():
@@ -137,13 +130,6 @@ def double(X, OUT, n, EVEN: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(OUT + at, 2 * x, mask=EVEN | (at < n))
 
 @triton.jit
-def variance(X, OUT, C, BLOCK: tl.constexpr):  # lanes beyond C count, too
-    at = tl.arange(0, BLOCK)
-    x = tl.load(X + at, mask=at < C, other=0.0)
-    mean = tl.sum(x, 0) / C
-    tl.store(OUT + at, tl.zeros_like(x) + tl.sum((x - mean) * (x - mean), 0) / C, mask=at < C)
-
-@triton.jit
 def product(X, OUT, N: tl.constexpr):
     at = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
     tl.store(OUT + at, tl.dot(tl.load(X + at), tl.load(X + at)))
@@ -163,25 +149,22 @@ sums[(1,)](x.bfloat16(), out, BLOCK=256)
 double[lambda given: (triton.cdiv(1000, given["BLOCK"]),)](x, out, 1000)
 product[(1,)](x, out, N=32)
 cosine[(1,)](x.double(), out.double(), BLOCK=64)
-variance[(1,)](x, out, 100, BLOCK=128)
-off = (out[:100] - x[:100].var(correction=0)).abs().max().item()
-print(f"variance is off by {off:.3f}")
-sys.exit(off > float(sys.argv[2]))  # behind --limit
+sys.exit(f"wrong by more than {sys.argv[2]}")  # behind --limit
 """
 
 
 def test_agree_not_executed_and_failed_are_three_things(tmp_path: Path):
-    """The interpreter has the same wrong idea; what the program says of it is passed on."""
+    """What the program says of itself is passed on."""
     (tmp_path / "mine.py").write_text(PROGRAM)
     done = run(*RUN, tmp_path / "mine.py", "--limit", "1e-3")
     assert done.returncode == 1
     last = done.stdout.splitlines()[-1]
-    outcomes = "5 launches: 4 agree, 0 disagree, 1 not executed; 1 programs failed ("
+    outcomes = "4 launches: 3 agree, 0 disagree, 1 not executed; 1 programs failed ("
     assert last.startswith(outcomes), done.stderr
     assert "the compiler's code with Triton's interpreter" in last
-    assert "variance is off by 0." in done.stderr
+    assert "mine.py prints: wrong by more than 1e-3" in done.stderr
     assert "double: the first of 2 configurations, BLOCK: 64, num_warps: 1" in done.stderr
-    assert "not executed: cosine, mine.py:27: v_trig_preop_f64" in done.stderr
+    assert "not executed: cosine, mine.py:20: v_trig_preop_f64" in done.stderr
     assert "program failed: it ended with status 1" in done.stderr
 
 

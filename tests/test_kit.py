@@ -139,7 +139,7 @@ def minutes(deck: str, first: int, last: int) -> float:
     slides = [*Presentation(ROOT / f"slides/{deck}.pptx").slides][first - 1 : last]
     words = 0
     for slide in slides:
-        spoken = re.sub(r"(?m)^(Figures|Show):.*$", "", slide.notes_slide.notes_text_frame.text)
+        spoken = re.sub(r"(?m)^Figures:.*$", "", slide.notes_slide.notes_text_frame.text)
         words += len(spoken.split())
         for shape in slide.shapes:
             words += len(shape.text_frame.text.split()) if shape.has_text_frame else 0

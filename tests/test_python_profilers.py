@@ -86,7 +86,7 @@ def test_profiler_tables_agree_and_a_report_lists_no_files_of_an_earlier_run(tmp
         assert (f"`{path.name}`" in report) == (path != earlier)
 
     (tmp_path / f"{script}_kernels.csv").unlink()  # as --enable-pytorch-profiler leaves it
-    own = reduction.load_profile(tmp_path)
+    own = reduction.load_profiles(tmp_path)[""]
     assert (own.unit, own.steps, own.statistics) == ("operators", 3, rows)
 
 

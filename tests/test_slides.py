@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, load
+from conftest import ROOT
 from pptx import Presentation
 from pptx.util import Inches
 
@@ -72,22 +72,13 @@ def test_a_slide_is_read_from_the_back_row(path):
     assert figures >= len(slides) / 2
 
 
-def test_commands_on_slides_and_in_notes_are_accepted(path):
-    """Those of the version scripts by their parsers; of the others the program is there."""
-    text = path.read_text()
-    shown = re.findall(r"^Show: `(.*)`$", text, re.MULTILINE)
-    shown += re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+def test_programs_of_commands_on_slides_are_there(path):
+    """Their programs are there."""
+    shown = re.findall(r"```sh\n(.*?)```", path.read_text(), re.DOTALL)
     for line in "\n".join(shown).replace("\\\n", " ").splitlines():
         words = shlex.split(line)
         program = words[words[0] in ("python", "bash")]
-        if program == "-m":
-            package = words[2].replace(".", "/")
-            program = next(
-                f for f in (f"{package}/__main__.py", f"{package}.py") if (ROOT / f).is_file()
-            )
-        assert words[0] in ("source", "diff") or (ROOT / program).is_file()
-        if program.startswith("tiny_") and "--help" not in words:
-            load(Path(program).stem).build_parser().parse_args(words[2:])
+        assert words[0] == "source" or (ROOT / program).is_file()
 
 
 @pytest.mark.parametrize(

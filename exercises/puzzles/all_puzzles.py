@@ -13,7 +13,6 @@ from pathlib import Path
 
 from exercises.puzzles import checker
 from fusion_lab.cli import run_tool
-from fusion_lab.files import read_json
 
 PROG = Path(__file__).name
 FILES = sorted(Path(__file__).parent.glob("puzzle_*.py"))
@@ -25,20 +24,11 @@ def main(argv: list[str] | None = None) -> int:
         "files", nargs="*", type=Path, default=FILES, metavar="FILE.py", help="not all of them"
     )
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="keep what was measured")
-    parser.add_argument(
-        "--table",
-        type=Path,
-        metavar="FILE.json",
-        help="print the table of such a file, and no more",
-    )
     args = parser.parse_args(argv)
 
     def body() -> int:
         from exercises.puzzles import scoreboard
 
-        if args.table:
-            print(scoreboard.table(read_json(args.table)))
-            return 0
         puzzles, solved = [], 0
         for file in args.files:
             try:

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion_lab.cli import at_least, documented_parser, run_tool, sign_of_life
+from fusion_lab.cli import at_least, documented_parser, run_tool
 from fusion_lab.files import write_file, write_text
 from fusion_lab.show import Column, drawing, render
 
@@ -100,8 +100,8 @@ def main(argv: list[str] | None = None) -> int:
     def body() -> int:
         rows = []
         for length in sorted(args.lengths):
-            with sign_of_life(f"{length} tokens"):
-                scores, memory = peak_bytes(with_scores, length), peak_bytes(fused, length)
+            print(f"measuring {length} tokens", file=sys.stderr, flush=True)
+            scores, memory = peak_bytes(with_scores, length), peak_bytes(fused, length)
             rows.append({"length": length, "scores": scores, "fused": memory})
         print(render(COLUMNS, rows))
         if args.output:

@@ -106,10 +106,10 @@ def difference(
     for name, view in views.items():
         found, expected, before = (view.of(x) for x in (storages, launch.after, launch.before))
         before = before if view.storage in in_place else None
-        error, said = error_of(found, expected, before, between, XF32 if xf32 else RELATIVE)
+        error, remark = error_of(found, expected, before, between, XF32 if xf32 else RELATIVE)
         largest = max(largest, error)
-        if said and not wrong:
-            wrong = f"{name}: {said}"
+        if remark and not wrong:
+            wrong = f"{name}: {remark}"
     # what lies between and behind the views, too
     for number, (found, expected) in enumerate(zip(storages, launch.after, strict=True)):
         seen = torch.zeros(len(found), dtype=torch.bool)

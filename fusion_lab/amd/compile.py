@@ -107,7 +107,7 @@ def kernel_of(launch: Recorded) -> triton.JITFunction:
         kernel = getattr(kernel, "fn", None)  # of an autotuner or heuristics
     if kernel is None:
         reason = f": {error!r}" if error else ""
-        raise ToolError(f"{path.name}, imported, has no kernel of the name {launch.kernel}{reason}")
+        raise ToolError(f"{path.name}: importing it makes no kernel {launch.kernel}{reason}")
     return kernel
 
 
@@ -123,14 +123,10 @@ class Launch:
     """A kernel and the arguments of a launch, tensors as View."""
 
     def __init__(self, kernel: triton.JITFunction, arguments: Mapping):
-        self.kernel = kernel
+        self.kernel, self.arguments = kernel, arguments
         self.name = kernel.__name__.removesuffix("_kernel")
-        self.arguments = arguments
         variable = set(kernel.arg_names) - {kernel.arg_names[i] for i in kernel.constexprs}
-        self.constants, self.variables = {}, {}
-        for name, value in self.arguments.items():
-            constant = name not in variable or value is None
-            (self.constants if constant else self.variables)[name] = value
+        self.constants = {n: v for n, v in arguments.items() if n not in variable or v is None}
 
     def key(self) -> tuple:
         """Equal for launches that the same compiled kernel serves."""
@@ -138,7 +134,8 @@ class Launch:
             (value.dtype, value.data_ptr() % 16 == 0, value.behind < 2**31)
             if isinstance(value, View)
             else (type(value), value == 1, value % 16 == 0, value < 2**31)
-            for value in self.variables.values()
+            for name, value in self.arguments.items()
+            if name not in self.constants
         )
         return self.name, *self.constants.items(), *seen
 

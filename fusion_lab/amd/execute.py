@@ -35,6 +35,7 @@ def refuse(unknown: set[str]) -> None:
 
 
 def of_table(instruction: Instruction, row: manual.Row) -> Run:
+    """An instruction that has a row."""
     operands, modifiers = list(instruction.operands), instruction.modifiers
     offset = np.uint32(int(modifiers.get("offset", "0"), 0))  # of ds_bpermute_b32
     refuse(modifiers.keys() - KNOWN_MODIFIERS - ({"offset"} if "OFFSET" in row.reads else set()))

@@ -11,7 +11,6 @@ import numpy as np
 
 TABLE = Path(__file__).with_name("manual.txt")
 ALTERNATIVES = re.compile(r"\{(.+?)\}")
-LANES = np.arange(64)
 
 
 # --- functions of the table
@@ -125,24 +124,23 @@ def exponent(x: np.ndarray) -> np.ndarray:
 def div_scale(x: np.ndarray, below: np.ndarray, above: np.ndarray) -> tuple:
     """The first of three steps of above / below: x is one of the two, times a power of 2 where the
     quotient or 1 / below would be denormal; and whether div_fmas has to scale its result."""
-    x, below, above = np.broadcast_arrays(x, below, above)
-    up, down = np.float32(2.0**64), np.float32(2.0**-64)
-    normal = np.finfo(np.float32).tiny
+    up, down, normal = f32(2.0**64), f32(2.0**-64), np.finfo(f32).tiny
     far = exponent(above) - exponent(below) >= 96
-    small_inverse, small_quotient = np.abs(1 / below) < normal, np.abs(above / below) < normal
+    small = np.abs(below) < normal
+    small_inverse = np.abs(1 / below) < normal
+    small_quotient = np.abs(above / below) < normal
     cases = [
-        (far, np.where(x == below, x * up, x)),
-        (np.abs(below) < normal, x * up),
+        (far, np.where(x == below, up, 1)),
+        (small, up),
         # the manual says up, which overflows: no quotient would be right
-        (small_inverse & small_quotient, np.where(x == below, x * down, x)),
-        (small_inverse, x * down),
-        (small_quotient, np.where(x == above, x * up, x)),
-        (exponent(above) <= 23, x * up),
+        (small_inverse & small_quotient, np.where(x == below, down, 1)),
+        (small_inverse, down),
+        (small_quotient, np.where(x == above, up, 1)),
+        (exponent(above) <= 23, up),
     ]
-    scaled = np.select(*zip(*cases, strict=True), x)
+    scale = np.select(*zip(*cases, strict=True), 1)
     never = (above == 0) | (below == 0)
-    flag = far | small_quotient & ~(np.abs(below) < normal)
-    return np.where(never, np.nan, scaled).astype(np.float32), flag & ~never
+    return np.where(never, np.nan, x * scale), (far | small_quotient & ~small) & ~never
 
 
 def div_fmas(a: np.ndarray, b: np.ndarray, c: np.ndarray, flag: np.ndarray) -> np.ndarray:
@@ -171,25 +169,11 @@ def of_class(x: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return bits & mask != 0
 
 
+u32, i32, f32, f16 = np.uint32, np.int32, np.float32, np.float16
+popcount = np.bitwise_count
+TURN = 2 * np.pi
 BELOW = np.array([[(1 << lane) - 1 for lane in range(64)]], np.uint64)
-FUNCTIONS = {
-    "u32": np.uint32,
-    "i32": np.int32,
-    "f32": np.float32,
-    "f16": np.float16,
-    "where": np.where,
-    "copy": np.copy,
-    "popcount": np.bitwise_count,
-    **{f.__name__: f for f in (np.sqrt, np.exp2, np.log2, np.sin, np.cos, np.ldexp)},
-    **{f.__name__: f for f in (np.trunc, np.floor, np.ceil, np.rint)},
-    **{f.__name__: f for f in (wide, long, field, reversed_bits, leading_zeros, chosen_bytes)},
-    **{f.__name__: f for f in (fma, flushed, most, least, low, high, of_lane)},
-    **{f.__name__: f for f in (div_scale, div_fmas, div_fixup, whole, of_class)},
-    "abs": np.abs,
-    "TURN": 2 * np.pi,
-    "LANES_BELOW": BELOW.astype(np.uint32),
-    "LANES_BELOW_HIGH": (BELOW >> 32).astype(np.uint32),
-}
+LANES_BELOW, LANES_BELOW_HIGH = BELOW.astype(u32), (BELOW >> 32).astype(u32)
 
 
 class Row(NamedTuple):
@@ -217,8 +201,8 @@ def row(name: str, meaning: str) -> Row:
         body.append(re.sub(r"\b(S\d|D|M)\.\w+", r"\1", statement))
     lines = [f"def {name}({', '.join([*sources, *reads])}):", *body]
     lines.append(f"return {', '.join(results)},")
-    space = dict(FUNCTIONS)
-    exec("\n    ".join(lines), space)
+    space: dict[str, Callable] = {}
+    exec("\n    ".join(lines), vars(np) | globals(), space)
     return Row(meaning, sources, results, tuple(reads), space[name])
 
 

@@ -47,7 +47,6 @@ from fusion_lab.profile import dispatches
 from fusion_lab.show import Column, render, write_csv
 
 AGREE, DISAGREE, NOT_EXECUTED, FAILED = "agree", "disagree", "not executed", "program failed"
-MIX = ("VALU", "VMEM", "LDS", "MFMA", "SALU", "SMEM", "BRANCH")
 
 
 @dataclass
@@ -147,20 +146,6 @@ def write_counters(folder: Path, rows: Sequence[dict]) -> None:
     write_csv(folder / f"workloads/executed/{TARGET}/pmc_perf.csv", rocprof_compute)
 
 
-def instruction_mix(rows: Sequence[dict]) -> str:
-    """A table in the form of rocprof-compute's 10.1: the mean, least and most of the dispatches.
-    There a matrix instruction is none of the vector unit."""
-
-    def per_wave(name: str) -> dict[str, object]:
-        matrix = "SQ_INSTS_MFMA" if name == "VALU" else None
-        counts = [(r[f"SQ_INSTS_{name}"] - r.get(matrix, 0)) / r["SQ_WAVES"] for r in rows]
-        mean = sum(counts) / len(counts)
-        return {"Metric": name, "Avg": mean, "Min": min(counts), "Max": max(counts)}
-
-    columns = [Column("Metric", "Metric"), *(Column(n, n, ".2f") for n in ("Avg", "Min", "Max"))]
-    return render(columns, [per_wave(name) for name in MIX])
-
-
 # --- the command
 
 
@@ -186,8 +171,6 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     print(table(found))
     if rows := [launch.dispatch for launch in found if launch.dispatch]:
         write_counters(args.counters, rows)
-        print(f"\n{TARGET}, instructions per wave of a launch, executed, not measured:")
-        print(f"\n{instruction_mix(rows)}")
     compared = "the compiler's code with Triton's interpreter: a kernel whose idea is wrong agrees"
     print(f"\n{summary(found)} (compared: {compared})")
     return int(any(launch.outcome != AGREE for launch in found))

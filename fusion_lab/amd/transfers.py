@@ -42,19 +42,18 @@ def addresses(waves: Waves, instruction: Instruction, place: int) -> tuple[np.nd
     address in two vector registers, the operand `place`, or in scalar ones with an offset in that.
     """
     inside, active = np.uint64(constant(instruction) & (1 << 64) - 1), waves.lanes
+    op, last = instruction.operands[place], instruction.operands[-1]
     if instruction.mnemonic.startswith("buffer"):
-        offset, buffer, start = instruction.operands[-3:]
-        inside = inside + word(waves, start)
+        offset, buffer, _ = instruction.operands[-3:]
+        inside = inside + word(waves, last)
         if "offen" in instruction.modifiers:
             inside = inside + word(waves, offset)
         active = active & (inside < word(waves, buffer, 2))
         address = (long_word(waves, buffer) & 0xFFFFFFFFFFFF) + inside
+    elif last.kind == "s":
+        address = long_word(waves, last) + word(waves, op) + inside
     else:
-        op, last = instruction.operands[place], instruction.operands[-1]
-        if last.kind == "s":
-            address = long_word(waves, last) + word(waves, op) + inside
-        else:
-            address = long_word(waves, op) + inside
+        address = long_word(waves, op) + inside
     return np.broadcast_to(address, active.shape), active
 
 

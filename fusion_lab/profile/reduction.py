@@ -36,6 +36,7 @@ from fusion_lab.runs import (
     only_file,
     point_of,
 )
+from fusion_lab.script import model_and_version
 from fusion_lab.show import Column, render
 
 SIDES = ("baseline", "fused")
@@ -116,25 +117,40 @@ def total_of(rows: Sequence[KernelStatistics]) -> tuple[int, int]:
     return sum(row.calls for row in rows), sum(row.total_ns for row in rows)
 
 
-def load_profile(directory: Path) -> Profile:
-    """The profile in a folder, of whichever tool, also below what run_all_profilers.sh wrote; or
-    the count of a run in the folder or file, which knows no names."""
+def load_profiles(directory: Path) -> dict[str, Profile]:
+    """The profile in a folder, of whichever tool, also below what run_all_profilers.sh wrote, under
+    an empty name; or by model the counts of runs in the folder or file, which know no names."""
     of_runs = directory.is_file() or file_of_runs(directory)
     for files, load in () if of_runs else FILES.items():
         if isinstance(folder := collected(directory, files), Path):
-            return load(folder)
+            return {"": load(folder)}
     runs = find_runs(directory)
     fused = [run for run in runs if not run.is_first]
     counted = [run for run in fused or runs if run.number("kernels", "per_step")]
-    if len({point_of(run) for run in counted}) == 1:  # one, or repeats of it
-        return of_run(directory, counted[0])
-    if counted:
-        names = ", ".join(run.name for run in counted)
-        raise ToolError(f"{directory}: several runs ({names}), name one of them")
-    lacking = "neither <script>_kernels.csv (run_pytorch_profiler.py) nor"
-    raise ToolError(
-        f"{directory}: no profile: {lacking} stats.csv (run_rocprofv3.sh), nor a run that counted"
-    )
+    if not counted:
+        lacking = "neither <script>_kernels.csv (run_pytorch_profiler.py) nor"
+        wanted = "stats.csv (run_rocprofv3.sh), nor a run that counted"
+        raise ToolError(f"{directory}: no profile: {lacking} {wanted}")
+    by_model: dict[str, list[Run]] = {}
+    for run in counted:
+        by_model.setdefault(model_and_version(run.result["script"])[0], []).append(run)
+    for same in by_model.values():
+        if len({point_of(run) for run in same}) > 1:  # no repeats
+            names = ", ".join(run.name for run in same)
+            raise ToolError(f"{directory}: several runs ({names}), name one of them")
+    return {model: of_run(directory, same[0]) for model, same in by_model.items()}
+
+
+def pairs(baseline: Path, fused: Path) -> list[tuple[Profile, Profile]]:
+    """What to compare: the one profile of each folder, or those of each model that both have."""
+    before = load_profiles(baseline)
+    after = load_profiles(fused)
+    if len(before) == len(after) == 1:
+        return [(*before.values(), *after.values())]
+    if not (both := [model for model in before if model in after]):
+        models = [" and ".join(filter(None, side)) or "a profile" for side in (before, after)]
+        raise ToolError(f"no model has two sides: {baseline} has {models[0]}, {fused} {models[1]}")
+    return [(before[model], after[model]) for model in both]
 
 
 def of_run(directory: Path, run: Run) -> Profile:
