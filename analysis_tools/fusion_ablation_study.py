@@ -9,10 +9,9 @@ every ratio is over one of these in the same turn; "all again" is a control, bui
 second time. How long a turn is follows from the speed: about 0.3 s, and at least two steps. On a
 CPU without sizes small ones are taken, and said.
 
-Two fusions interact if they gain something else together than the product of their gains, computed
-on log times, turn by turn. A run that is out of memory or fails is a row. The same command goes on
-after an interruption, and tries again what failed; with more sizes it measures those alone. Other
-fusions or rounds need another --output.
+A run that is out of memory or fails is a row. The same command goes on after an interruption, and
+tries again what failed; with more sizes it measures those alone. Other fusions or rounds need
+another --output.
 
 Examples:
   python analysis_tools/fusion_ablation_study.py --all-combinations
