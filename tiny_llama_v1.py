@@ -2,8 +2,8 @@
 """TinyLlama V1: the baseline. A small, complete Llama trained with plain PyTorch operations.
 
 Nothing in the model is fused: each operation starts its own kernels (functions on the GPU). A
-kernel reads from memory and writes to it, which often takes longer than its arithmetic. Even the
-attention scores, one for each pair of tokens, go through memory: begin with Attention.forward.
+kernel reads from memory and writes to it, and this often takes longer than its arithmetic. Begin
+with Attention.forward: it stores a score for each pair of tokens, and then reads it again.
 Later versions train this same model to this same loss, with fewer kernels that move fewer bytes.
 
 Examples:
@@ -45,7 +45,7 @@ except ImportError as error:
 # --- configuration
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model, and their letters in shapes; B is the batch size."""
+    """Sizes of the model, and the letters for them in shapes; B is the batch size."""
 
     vocab_size: int = 1000  # V
     hidden_dim: int = 512  # D
@@ -80,14 +80,14 @@ class RMSNorm(nn.Module):
 
 # --- rotary embedding: y1 = x1 cos(t) - x2 sin(t), y2 = x2 cos(t) + x1 sin(t)
 class RotaryEmbedding(nn.Module):
-    """Rotates x [B, S, heads, head_dim] by position, channel i with channel i + head_dim / 2."""
+    """Rotates channels i and i + head_dim / 2 of x [B, S, heads, head_dim] by their position."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         half = config.hidden_dim // config.num_heads // 2
         frequency = config.rope_theta ** (-torch.arange(half) / half)
         angle = torch.outer(torch.arange(config.seq_len), frequency)  # t, for half of a head
-        angle = angle.repeat(1, 2)[:, None]  # [S, 1, head_dim]: heads have the same angles
+        angle = angle.repeat(1, 2)[:, None]  # [S, 1, head_dim], the same for all heads
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 
@@ -147,8 +147,8 @@ class SwiGLU(nn.Module):
 
 # --- loss: mean over tokens of log(sum(exp(logits))) - logits[next token]
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean loss of logits [B, S, V]; labels [B, S] are the input, not shifted."""
-    following = F.pad(labels[:, 1:], (0, 1), value=-100)  # the last token has none: it is ignored
+    """Return the mean loss of logits [B, S, V]; labels [B, S] are input_ids, not shifted."""
+    following = F.pad(labels[:, 1:], (0, 1), value=-100)  # -100: no token follows the last one
     return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
 
 
@@ -169,9 +169,9 @@ class DecoderLayer(nn.Module):
 
 
 class TinyLlama(nn.Module):
-    """Llama (Touvron et al. 2023), both embeddings tied, parameters named as by Hugging Face."""
+    """Llama (Touvron et al. 2023) with tied embeddings; parameters have Hugging Face's names."""
 
-    TARGETS = ("labels",)  # what only the loss takes
+    TARGETS = ("labels",)  # arguments of forward that only the loss takes
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
@@ -181,7 +181,7 @@ class TinyLlama(nn.Module):
         self.norm = RMSNorm(config.hidden_dim, config.norm_eps)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Map input_ids [B, S] to logits [B, S, V], with labels, the same tokens, to the loss."""
+        """Return logits [B, S, V] of input_ids [B, S]; with labels (the same tokens), the loss."""
         x = self.embed_tokens(input_ids)
         for layer in self.layers:
             x = layer(x)
@@ -348,7 +348,7 @@ UNFINISHED = (1, "it did not finish")  # exit status and error of a run until it
 
 
 def measure(*sides: Trainer) -> list[dict]:
-    """Train all of these in alternating turns; leave a record of each, however it ends."""
+    """Train these (two in alternating turns); leave a record of each, however it ends."""
     args = sides[-1].args
     turns = 1 if len(sides) == 1 else min(10, args.num_steps)
     region = contextlib.nullcontext()
@@ -368,7 +368,7 @@ def measure(*sides: Trainer) -> list[dict]:
                     side.take(len(steps))
         if not args.under_profiler:
             for side in sides:
-                side.count(sides[0].groups["kernels"].get("per_step"))
+                side.count(sides[0].groups["kernels"].get("per_step"))  # of two, the first: all off
         end = (0, None)
     except (Exception, KeyboardInterrupt) as error:
         end = explain(error, args)
@@ -420,7 +420,7 @@ class Trainer:
             self.forward = torch.compile(self.model, mode=args.torch_compile_mode)
         if WORLD_SIZE > 1 and not self.average:
             options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
-            with torch.cuda.stream(self.stream):  # where autograd adds gradients up
+            with torch.cuda.stream(self.stream):  # autograd will add gradients up on it
                 self.forward = nn.parallel.DistributedDataParallel(self.forward, **options)
         return self
 
@@ -433,7 +433,7 @@ class Trainer:
         self.mark("forward")
         self.scaler.scale(loss).backward()
         self.mark("backward")
-        if self.average:  # before a scaler looks
+        if self.average:  # before the scaler looks for inf
             self.average()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -458,7 +458,7 @@ class Trainer:
         return self.loss
 
     def next_batch(self) -> dict[str, Tensor]:
-        """Return this process's share of the batch on the device, where the last one was."""
+        """Return this process's share of the next batch, in the device tensors of the last."""
         share = self.args.batch_size // WORLD_SIZE
         for name, value in self.batches.next_batch().items():
             own = value[RANK * share :][:share]
@@ -469,7 +469,7 @@ class Trainer:
         return self.inputs
 
     def capture(self) -> None:
-        """Capture the step as a graph, replayed from now on; one must have run before."""
+        """Capture the step as a graph that `step` replays; a step must have run before."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self.stream):
             self.loss = self.compute(self.inputs)
@@ -498,7 +498,7 @@ class Trainer:
         for step in range(1, args.warmup_steps + 1):
             capture = args.cuda_graph and step == args.warmup_steps
             if self.gpu and (step == 2 or capture):
-                # without what the first step alone needs; and a replay allocates nothing
+                # the first step needs more than the others, and a replay allocates nothing
                 torch.cuda.reset_peak_memory_stats()
             if capture:
                 self.capture()
@@ -514,7 +514,7 @@ class Trainer:
         gc.collect()  # compiling leaves cycles that keep tensors
 
     def take(self, steps: int, measured: bool = True) -> float:
-        """Take a turn of steps (Ctrl-C ends it, done ones count); return milliseconds of a step."""
+        """Take some steps, a turn; return milliseconds of a step. Ctrl-C keeps what is done."""
         prepare(self.args)  # another side may have had a turn
         synchronize = torch.cuda.synchronize if self.gpu else lambda: None
         losses = torch.empty(steps, pin_memory=self.gpu)  # on the host, which does not wait
@@ -528,7 +528,7 @@ class Trainer:
                 first_mark = len(self.marks)
                 losses[step].copy_(self.step(), non_blocking=True)
                 done = step + 1
-                if measured and step:  # the step before, while a GPU takes this one
+                if measured and step:  # show the step before, while a GPU takes this one
                     self.show(losses, step, began, self.marks[first_mark][1])
         finally:
             synchronize()
@@ -564,12 +564,12 @@ class Trainer:
         prepare(args)
         progress(f"{self.title}counting kernels, memory and floating-point operations")
         kernels = self.groups["kernels"]
-        if self.gpu or not args.torch_compile:  # a loop compiled for a CPU is no operator
+        if self.gpu or not args.torch_compile:  # loops compiled for a CPU cannot be counted
             kernels |= count_kernels(self)
         if not self.gpu:
             self.peak = max(used for _, used in memory_of_a_step(self))
         self.groups["flops"]["per_step"] = count_flops(args, self.batches.next_batch())
-        self.graph = None  # and its memory
+        self.graph = None  # frees its memory
         fused = args.torch_compile or any(getattr(args, name) for _, name, _ in FUSIONS)
         if not (kernels and fused):
             return
@@ -825,10 +825,10 @@ def show_progress(text: str) -> None:
 
 
 def repeat_progress(end: threading.Event) -> None:
-    """Show every ten seconds what takes so long, in a thread of its own until the end."""
-    while not end.wait(10):
+    """Show every five seconds what takes so long, in a thread of its own until the end."""
+    while not end.wait(5):
         seconds = time.monotonic() - LATEST["moment"]
-        if LATEST["text"] and seconds > 9:
+        if LATEST["text"] and seconds > 4:
             show_progress(f"{LATEST['text']} (for {seconds:.0f} s)")
 
 

@@ -1,22 +1,22 @@
 #!/usr/bin/env python3
-"""TinyLlama V3: kernels of our own, written in Triton (Python for GPUs), each on its own flag.
+"""TinyLlama V3: kernels of our own, written in Triton (Python for GPUs), each with a flag.
 
 Read V1 and V2 first: model, weights and loss stay the same. A kernel of ours does several
-operations at once: what passes between them stays on the chip, and fewer kernels start. A kernel
-runs as many programs on the GPU, each with its own block of numbers. A GEMM is a matrix product.
+operations at once: what passes between them stays on the chip, and fewer kernels start. A launch
+runs many copies of a kernel (programs), each on its own numbers. A GEMM is a matrix product.
 
 triton-rms-norm       residual addition and norm in one pass
-triton-rotary         query and key heads rotated in one pass, side by side as the GEMM wrote them
-triton-attention      causal flash attention on what triton-rotary wrote; keys are not repeated
+triton-rotary         one pass rotates query and key heads, which the GEMM wrote side by side
+triton-attention      causal flash attention on what triton-rotary wrote, without repeat_interleave
 triton-swiglu         silu(gate) * up in one pass; the backward pass computes silu again
 triton-cross-entropy  the loss from the logits as the GEMM wrote them, without a copy in float32
 
 Begin with rms_norm_forward_kernel: it loads two large tensors, and stores two. In float32,
-PyTorch's addition and norm load or store ten. An operation is a section: kernels, functions that
-launch (start) them, an autograd Function, the module. In kernels, pointers and sizes at compile
-time are in capitals; grad_x is the dx of formulas.
+PyTorch's addition and norm load or store ten. Each operation has a section: kernels, functions
+that launch (start) them, an autograd Function, a module. In a kernel, names in capitals are
+pointers, or sizes known when it is compiled; grad_x is the dx of formulas.
 
-V2's fusions and the library's GEMMs stay. Turn a kernel off: PyTorch does it as in V2. Without a
+V2's fusions and PyTorch's GEMMs stay. If a flag is off, PyTorch does the work as in V2. Without a
 GPU, Triton's interpreter runs the kernels: this shows that they are right, not how fast they are.
 
 Examples:
@@ -68,7 +68,7 @@ except ImportError as error:
 # --- configuration
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model, and their letters in shapes; B is the batch size."""
+    """Sizes of the model, and the letters for them in shapes; B is the batch size."""
 
     vocab_size: int = 1000  # V
     hidden_dim: int = 512  # D
@@ -79,7 +79,7 @@ class ModelConfig:
     seq_len: int = 256  # S
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
-    blocks: str = "default"  # what --blocks replaces
+    blocks: str = "default"  # block sizes that --blocks replaces
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the kernels run on th
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
 NAMESPACE = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # of our operators
 Sizes = dict[str, int]  # as {"TILE": 4096, "num_warps": 8}
-BLOCKS: dict[str, dict[str, Sizes]] = {}  # of each kernel, in each case
+BLOCKS: dict[str, dict[str, Sizes]] = {}  # of each kernel, in each case of block_sizes
 OVERRIDES: dict[str, Sizes] = {}  # what --blocks replaces, for this run
 
 
@@ -112,10 +112,10 @@ def block_sizes(
 ) -> Callable[[Callable], Callable]:  # fmt: skip
     """Set the block sizes of the kernel below, and its num_warps and num_stages.
 
-    `sizes` suit 16-bit tensors on NVIDIA's GPUs. The first other case that holds (hip: AMD) says
-    what differs there. TILE: elements of a block of rows. PROGRAMS: programs that share the blocks,
-    or more, so that none has over 16. num_warps: groups of 32 or 64 threads that run a program (4
-    if not set). num_stages: rounds of a loop whose loads are under way at once.
+    `sizes` suit 16-bit tensors on NVIDIA's GPUs. Of the other cases, the first that applies (hip:
+    AMD) says what differs. TILE: elements of a block of rows (ROWS x BLOCK_C). PROGRAMS: how many
+    programs share the blocks, more if one would get over 16. num_warps: groups of 32 or 64 threads
+    that run a program (4 if not set). num_stages: rounds of a loop that load at the same time.
     """
     cases = {"hip_float32": hip_float32, "hip": hip, "tf32": tf32, "float32": float32, "any": sizes}
 
@@ -136,7 +136,7 @@ def operator(function: Callable) -> Callable:
     if not INTERPRETED:
         return triton_op(name, function, mutates_args=())
     opaque = torch.library.custom_op(name, function, mutates_args=())
-    opaque.register_fake(function)  # for shapes: torch.compile cannot look into it
+    opaque.register_fake(function)  # for shapes, as torch.compile sees nothing inside
     return opaque
 
 
@@ -154,13 +154,13 @@ def rms_norm_forward_kernel(
 
         x = x + update;  rstd = 1 / sqrt(mean(x^2) + eps);  normed = x * rstd * weight
 
-    X, UPDATE, NORMED, SUMMED [rows, C], WEIGHT [C], RSTD [rows]. Without an update (None) SUMMED is
-    not written. A program owns ROWS whole rows.
+    X, UPDATE, NORMED, SUMMED [rows, C], WEIGHT [C], RSTD [rows]. If UPDATE is None, SUMMED is not
+    written. A program owns ROWS whole rows; its number is tl.program_id(0).
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # those of this program
-    channel = tl.arange(0, BLOCK_C)  # BLOCK_C: C or more, as ranges are powers of two
+    channel = tl.arange(0, BLOCK_C)  # BLOCK_C: C rounded up to a power of two, as arange needs
     inside = (row < rows)[:, None] & (channel < C)[None, :]  # which elements exist
-    at = row[:, None] * C + channel[None, :]  # where they are, from a tensor's start
+    at = row[:, None] * C + channel[None, :]  # where they are: offsets from a tensor's start
     x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
     if UPDATE is not None:
         x += tl.load(UPDATE + at, mask=inside, other=0.0).to(tl.float32)
@@ -184,7 +184,7 @@ def rms_norm_backward_kernel(
 
     GRAD_NORMED, GRAD_SUMMED, SUMMED (it holds x), GRAD_X, GRAD_UPDATE [rows, C], WEIGHT [C],
     RSTD [rows], GRAD_WEIGHT [PROGRAMS, C]. Without an update GRAD_SUMMED is None. A program owns
-    every PROGRAMS-th block of ROWS whole rows, and a row of GRAD_WEIGHT: its own sum of dweight.
+    every PROGRAMS-th block of ROWS whole rows. Its sum of dweight is a row of GRAD_WEIGHT.
     """
     program = tl.program_id(0)
     channel = tl.arange(0, BLOCK_C)
@@ -331,7 +331,7 @@ class Rotary(torch.autograd.Function):
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates x [B, S, heads, head_dim] by position, channel i with channel i + head_dim / 2."""
+    """Rotates channels i and i + head_dim / 2 of x [B, S, heads, head_dim] by their position."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -339,7 +339,7 @@ class RotaryEmbedding(nn.Module):
         frequency = config.rope_theta ** (-torch.arange(half) / half)
         positions = triton.cdiv(config.seq_len, 8) * 8  # as many as the model makes of them
         angle = torch.outer(torch.arange(positions), frequency)  # t, for half of a head
-        angle = angle.repeat(1, 2)[:, None]  # [S, 1, head_dim]: heads have the same angles
+        angle = angle.repeat(1, 2)[:, None]  # [S, 1, head_dim], the same for all heads
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 
@@ -885,8 +885,8 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def next_token_loss(logits: Tensor, labels: Tensor, vocab: int, fusions: Fusions) -> Tensor:
-    """Return the mean loss of logits [B, S, V]; labels [B, S] are the input, not shifted."""
-    following = F.pad(labels[:, 1:], (0, 1), value=-100)  # the last token has none: it is ignored
+    """Return the mean loss of logits [B, S, V]; labels [B, S] are input_ids, not shifted."""
+    following = F.pad(labels[:, 1:], (0, 1), value=-100)  # -100: no token follows the last one
     if fusions.triton_cross_entropy:
         losses = CrossEntropy.apply(logits.flatten(0, 1), following.flatten(), vocab)
         return losses.sum() / (following != -100).sum()
@@ -952,9 +952,9 @@ class DecoderLayer(nn.Module):
 
 
 class TinyLlama(nn.Module):
-    """Llama (Touvron et al. 2023), both embeddings tied, parameters named as by Hugging Face."""
+    """Llama (Touvron et al. 2023) with tied embeddings; parameters have Hugging Face's names."""
 
-    TARGETS = ("labels",)  # what only the loss takes
+    TARGETS = ("labels",)  # arguments of forward that only the loss takes
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
@@ -965,7 +965,7 @@ class TinyLlama(nn.Module):
         self.norm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Map input_ids [B, S] to logits [B, S, V], with labels, the same tokens, to the loss.
+        """Return logits [B, S, V] of input_ids [B, S]; with labels (the same tokens), the loss.
 
         Raises ValueError if there is no token, or more than the model's seq_len.
         """
@@ -1291,7 +1291,7 @@ UNFINISHED = (1, "it did not finish")  # exit status and error of a run until it
 
 
 def measure(*sides: Trainer) -> list[dict]:
-    """Train all of these in alternating turns; leave a record of each, however it ends."""
+    """Train these (two in alternating turns); leave a record of each, however it ends."""
     args = sides[-1].args
     turns = 1 if len(sides) == 1 else min(10, args.num_steps)
     region = contextlib.nullcontext()
@@ -1311,7 +1311,7 @@ def measure(*sides: Trainer) -> list[dict]:
                     side.take(len(steps))
         if not args.under_profiler:
             for side in sides:
-                side.count(sides[0].groups["kernels"].get("per_step"))
+                side.count(sides[0].groups["kernels"].get("per_step"))  # of two, the first: all off
         end = (0, None)
     except (Exception, KeyboardInterrupt) as error:
         end = explain(error, args)
@@ -1363,7 +1363,7 @@ class Trainer:
             self.forward = torch.compile(self.model, mode=args.torch_compile_mode)
         if WORLD_SIZE > 1 and not self.average:
             options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
-            with torch.cuda.stream(self.stream):  # where autograd adds gradients up
+            with torch.cuda.stream(self.stream):  # autograd will add gradients up on it
                 self.forward = nn.parallel.DistributedDataParallel(self.forward, **options)
         return self
 
@@ -1376,7 +1376,7 @@ class Trainer:
         self.mark("forward")
         self.scaler.scale(loss).backward()
         self.mark("backward")
-        if self.average:  # before a scaler looks
+        if self.average:  # before the scaler looks for inf
             self.average()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -1401,7 +1401,7 @@ class Trainer:
         return self.loss
 
     def next_batch(self) -> dict[str, Tensor]:
-        """Return this process's share of the batch on the device, where the last one was."""
+        """Return this process's share of the next batch, in the device tensors of the last."""
         share = self.args.batch_size // WORLD_SIZE
         for name, value in self.batches.next_batch().items():
             own = value[RANK * share :][:share]
@@ -1412,7 +1412,7 @@ class Trainer:
         return self.inputs
 
     def capture(self) -> None:
-        """Capture the step as a graph, replayed from now on; one must have run before."""
+        """Capture the step as a graph that `step` replays; a step must have run before."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self.stream):
             self.loss = self.compute(self.inputs)
@@ -1441,7 +1441,7 @@ class Trainer:
         for step in range(1, args.warmup_steps + 1):
             capture = args.cuda_graph and step == args.warmup_steps
             if self.gpu and (step == 2 or capture):
-                # without what the first step alone needs; and a replay allocates nothing
+                # the first step needs more than the others, and a replay allocates nothing
                 torch.cuda.reset_peak_memory_stats()
             if capture:
                 self.capture()
@@ -1457,7 +1457,7 @@ class Trainer:
         gc.collect()  # compiling leaves cycles that keep tensors
 
     def take(self, steps: int, measured: bool = True) -> float:
-        """Take a turn of steps (Ctrl-C ends it, done ones count); return milliseconds of a step."""
+        """Take some steps, a turn; return milliseconds of a step. Ctrl-C keeps what is done."""
         prepare(self.args)  # another side may have had a turn
         synchronize = torch.cuda.synchronize if self.gpu else lambda: None
         losses = torch.empty(steps, pin_memory=self.gpu)  # on the host, which does not wait
@@ -1471,7 +1471,7 @@ class Trainer:
                 first_mark = len(self.marks)
                 losses[step].copy_(self.step(), non_blocking=True)
                 done = step + 1
-                if measured and step:  # the step before, while a GPU takes this one
+                if measured and step:  # show the step before, while a GPU takes this one
                     self.show(losses, step, began, self.marks[first_mark][1])
         finally:
             synchronize()
@@ -1507,12 +1507,12 @@ class Trainer:
         prepare(args)
         progress(f"{self.title}counting kernels, memory and floating-point operations")
         kernels = self.groups["kernels"]
-        if self.gpu or not args.torch_compile:  # a loop compiled for a CPU is no operator
+        if self.gpu or not args.torch_compile:  # loops compiled for a CPU cannot be counted
             kernels |= count_kernels(self)
         if not self.gpu:
             self.peak = max(used for _, used in memory_of_a_step(self))
         self.groups["flops"]["per_step"] = count_flops(args, self.batches.next_batch())
-        self.graph = None  # and its memory
+        self.graph = None  # frees its memory
         fused = args.torch_compile or any(getattr(args, name) for _, name, _ in FUSIONS)
         if not (kernels and fused):
             return
@@ -1768,10 +1768,10 @@ def show_progress(text: str) -> None:
 
 
 def repeat_progress(end: threading.Event) -> None:
-    """Show every ten seconds what takes so long, in a thread of its own until the end."""
-    while not end.wait(10):
+    """Show every five seconds what takes so long, in a thread of its own until the end."""
+    while not end.wait(5):
         seconds = time.monotonic() - LATEST["moment"]
-        if LATEST["text"] and seconds > 9:
+        if LATEST["text"] and seconds > 4:
             show_progress(f"{LATEST['text']} (for {seconds:.0f} s)")
 
 

@@ -4,23 +4,23 @@
 Read V1 to V3 first: model, weights and loss stay the same. V3's kernels stay (triton-attention
 includes triton-rotary). V4 saves casts (changes of type) and memory, and overlaps kernels.
 
-direct-gradients   AdamW takes a weight's gradient as its GEMM (matrix product) wrote it: no cast
-fused-optimizer    AdamW is a kernel
-norm-from-output   a norm keeps its normalised input in the type of the GEMMs, not its float32 input
-overlap            weight gradients and updates on streams (kernel queues) beside the backward pass
+direct-gradients   AdamW reads weight gradients as a GEMM (matrix product) wrote them: no cast
+fused-optimizer    AdamW is one kernel
+norm-from-output   for backward a norm saves x / rms(x) in the type of the GEMMs, not x in float32
+overlap            streams (kernel queues) run weight gradients and updates beside the backward pass
 
 Begin with Projection.backward: `compute` writes a weight's gradient to `out`, where FusedAdamW
 reads it. Then read the drawing in SideStreams.
 
-By default, a step on a GPU is one graph: recorded once, then started as a whole. In it, kernels of
-different streams overlap where none needs the other. `overlap` needs the graph, and
-fused-optimizer. torch.compile does not see what V4 launches: compile V3. Where a triton flag is
-off, or a size fits no kernel, PyTorch runs.
+By default, a step on a GPU is one CUDA graph: recorded once, then started as a whole. In the graph,
+kernels of different streams overlap where none needs the other. `overlap` needs the graph and
+fused-optimizer. torch.compile does not see what V4 launches; to compile, use V3. Where a triton
+flag is off, or a size fits no kernel, PyTorch runs.
 
 Examples:
   python tiny_llama_v4.py --use-amp --compare-fusion                   all off against all on
   python tiny_llama_v4.py --use-amp --disable-overlap                  one kernel after the other
-  python tiny_llama_v4.py --use-amp --verify-accuracy                  same as with all off?
+  python tiny_llama_v4.py --use-amp --verify-accuracy                  compare with all off
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ except ImportError as error:
 # --- configuration
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model, and their letters in shapes; B is the batch size."""
+    """Sizes of the model, and the letters for them in shapes; B is the batch size."""
 
     vocab_size: int = 1000  # V
     hidden_dim: int = 512  # D
@@ -78,7 +78,7 @@ class ModelConfig:
     seq_len: int = 256  # S
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
-    blocks: str = "default"  # what --blocks replaces
+    blocks: str = "default"  # block sizes that --blocks replaces
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the kernels run on th
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
 NAMESPACE = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # of our operators
 Sizes = dict[str, int]  # as {"TILE": 4096, "num_warps": 8}
-BLOCKS: dict[str, dict[str, Sizes]] = {}  # of each kernel, in each case
+BLOCKS: dict[str, dict[str, Sizes]] = {}  # of each kernel, in each case of block_sizes
 OVERRIDES: dict[str, Sizes] = {}  # what --blocks replaces, for this run
 
 
@@ -111,10 +111,10 @@ def block_sizes(
 ) -> Callable[[Callable], Callable]:  # fmt: skip
     """Set the block sizes of the kernel below, and its num_warps and num_stages.
 
-    `sizes` suit 16-bit tensors on NVIDIA's GPUs. The first other case that holds (hip: AMD) says
-    what differs there. TILE: elements of a block of rows. PROGRAMS: programs that share the blocks,
-    or more, so that none has over 16. num_warps: groups of 32 or 64 threads that run a program (4
-    if not set). num_stages: rounds of a loop whose loads are under way at once.
+    `sizes` suit 16-bit tensors on NVIDIA's GPUs. Of the other cases, the first that applies (hip:
+    AMD) says what differs. TILE: elements of a block of rows (ROWS x BLOCK_C). PROGRAMS: how many
+    programs share the blocks, more if one would get over 16. num_warps: groups of 32 or 64 threads
+    that run a program (4 if not set). num_stages: rounds of a loop that load at the same time.
     """
     cases = {"hip_float32": hip_float32, "hip": hip, "tf32": tf32, "float32": float32, "any": sizes}
 
@@ -130,10 +130,10 @@ def block_sizes(
 
 
 def without_second_derivative(backward: Callable) -> staticmethod:
-    """Make a Function's backward pass fail where it would have to be differentiated itself."""
+    """Make a Function's backward pass raise an error where autograd would differentiate it."""
 
     def checked(ctx, *grads: Tensor | None):
-        if torch.is_grad_enabled():  # PyTorch's once_differentiable lets constant gradients pass
+        if torch.is_grad_enabled():  # once_differentiable does not raise if grads are constants
             raise RuntimeError("create_graph: V4's kernels have no second derivatives; V1 has")
         return backward(ctx, *grads)
 
@@ -151,13 +151,13 @@ def rms_norm_forward_kernel(
 
         x = x + update;  rstd = 1 / sqrt(mean(x^2) + eps);  xhat = x * rstd;  normed = xhat * weight
 
-    X, UPDATE, NORMED, SUMMED, XHAT (or None) [rows, C], WEIGHT [C], RSTD [rows]. Without an update
-    (None) SUMMED is not written. A program owns ROWS whole rows.
+    X, UPDATE, NORMED, SUMMED, XHAT (or None) [rows, C], WEIGHT [C], RSTD [rows]. If UPDATE is
+    None, SUMMED is not written. A program owns ROWS whole rows; its number is tl.program_id(0).
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # those of this program
-    channel = tl.arange(0, BLOCK_C)  # BLOCK_C: C or more, as ranges are powers of two
+    channel = tl.arange(0, BLOCK_C)  # BLOCK_C: C rounded up to a power of two, as arange needs
     inside = (row < rows)[:, None] & (channel < C)[None, :]  # which elements exist
-    at = row[:, None] * C + channel[None, :]  # where they are, from a tensor's start
+    at = row[:, None] * C + channel[None, :]  # where they are: offsets from a tensor's start
     x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
     if UPDATE is not None:
         x += tl.load(UPDATE + at, mask=inside, other=0.0).to(tl.float32)
@@ -185,8 +185,8 @@ def rms_norm_backward_kernel(
 
     GRAD_NORMED, GRAD_SUMMED, SAVED, GRAD_X, GRAD_UPDATE [rows, C], WEIGHT [C], RSTD [rows],
     GRAD_WEIGHT [PROGRAMS, C]. SAVED is x or, if NORMALISED, xhat. Without an update GRAD_UPDATE is
-    None. A program owns every PROGRAMS-th block of ROWS whole rows, and a row of GRAD_WEIGHT: its
-    own sum of dweight.
+    None. A program owns every PROGRAMS-th block of ROWS whole rows. Its sum of dweight is a row of
+    GRAD_WEIGHT.
     """
     program = tl.program_id(0)
     channel = tl.arange(0, BLOCK_C)
@@ -371,7 +371,7 @@ def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, values: int, sign: int) -> Ten
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates x [B, S, heads, head_dim] by position, channel i with channel i + head_dim / 2."""
+    """Rotates channels i and i + head_dim / 2 of x [B, S, heads, head_dim] by their position."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -379,7 +379,7 @@ class RotaryEmbedding(nn.Module):
         frequency = config.rope_theta ** (-torch.arange(half) / half)
         positions = triton.cdiv(config.seq_len, 8) * 8  # as many as the model makes of them
         angle = torch.outer(torch.arange(positions), frequency)  # t, for half of a head
-        angle = angle.repeat(1, 2)[:, None]  # [S, 1, head_dim]: heads have the same angles
+        angle = angle.repeat(1, 2)[:, None]  # [S, 1, head_dim], the same for all heads
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 
@@ -884,10 +884,10 @@ class NextTokenLoss(torch.autograd.Function):
 
 
 def next_token_loss(logits: Tensor, labels: Tensor, vocab: int, fusions: Fusions) -> Tensor:
-    """Return the mean loss of logits [B, S, V]; labels [B, S] are the input, not shifted."""
+    """Return the mean loss of logits [B, S, V]; labels [B, S] are input_ids, not shifted."""
     if fusions.triton_cross_entropy:
         return NextTokenLoss.apply(logits, labels, vocab)
-    following = F.pad(labels[:, 1:], (0, 1), value=-100)  # the last token has none: it is ignored
+    following = F.pad(labels[:, 1:], (0, 1), value=-100)  # -100: no token follows the last one
     return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
 
 
@@ -948,9 +948,9 @@ class DecoderLayer(nn.Module):
 
 
 class TinyLlama(nn.Module):
-    """Llama (Touvron et al. 2023), both embeddings tied, parameters named as by Hugging Face."""
+    """Llama (Touvron et al. 2023) with tied embeddings; parameters have Hugging Face's names."""
 
-    TARGETS = ("labels",)  # what only the loss takes
+    TARGETS = ("labels",)  # arguments of forward that only the loss takes
 
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__()
@@ -962,7 +962,7 @@ class TinyLlama(nn.Module):
         self.norm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Map input_ids [B, S] to logits [B, S, V], with labels, the same tokens, to the loss.
+        """Return logits [B, S, V] of input_ids [B, S]; with labels (the same tokens), the loss.
 
         Raises ValueError if there is no token, or more than the model's seq_len.
         """
@@ -1765,7 +1765,7 @@ UNFINISHED = (1, "it did not finish")  # exit status and error of a run until it
 
 
 def measure(*sides: Trainer) -> list[dict]:
-    """Train all of these in alternating turns; leave a record of each, however it ends."""
+    """Train these (two in alternating turns); leave a record of each, however it ends."""
     args = sides[-1].args
     turns = 1 if len(sides) == 1 else min(10, args.num_steps)
     region = contextlib.nullcontext()
@@ -1785,7 +1785,7 @@ def measure(*sides: Trainer) -> list[dict]:
                     side.take(len(steps))
         if not args.under_profiler:
             for side in sides:
-                side.count(sides[0].groups["kernels"].get("per_step"))
+                side.count(sides[0].groups["kernels"].get("per_step"))  # of two, the first: all off
         end = (0, None)
     except (Exception, KeyboardInterrupt) as error:
         end = explain(error, args)
@@ -1837,7 +1837,7 @@ class Trainer:
             self.forward = torch.compile(self.model, mode=args.torch_compile_mode)
         if WORLD_SIZE > 1 and not self.average:
             options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
-            with torch.cuda.stream(self.stream):  # where autograd adds gradients up
+            with torch.cuda.stream(self.stream):  # autograd will add gradients up on it
                 self.forward = nn.parallel.DistributedDataParallel(self.forward, **options)
         return self
 
@@ -1850,7 +1850,7 @@ class Trainer:
         self.mark("forward")
         self.scaler.scale(loss).backward()
         self.mark("backward")
-        if self.average:  # before a scaler looks
+        if self.average:  # before the scaler looks for inf
             self.average()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -1875,7 +1875,7 @@ class Trainer:
         return self.loss
 
     def next_batch(self) -> dict[str, Tensor]:
-        """Return this process's share of the batch on the device, where the last one was."""
+        """Return this process's share of the next batch, in the device tensors of the last."""
         share = self.args.batch_size // WORLD_SIZE
         for name, value in self.batches.next_batch().items():
             own = value[RANK * share :][:share]
@@ -1886,7 +1886,7 @@ class Trainer:
         return self.inputs
 
     def capture(self) -> None:
-        """Capture the step as a graph, replayed from now on; one must have run before."""
+        """Capture the step as a graph that `step` replays; a step must have run before."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self.stream):
             self.loss = self.compute(self.inputs)
@@ -1915,7 +1915,7 @@ class Trainer:
         for step in range(1, args.warmup_steps + 1):
             capture = args.cuda_graph and step == args.warmup_steps
             if self.gpu and (step == 2 or capture):
-                # without what the first step alone needs; and a replay allocates nothing
+                # the first step needs more than the others, and a replay allocates nothing
                 torch.cuda.reset_peak_memory_stats()
             if capture:
                 self.capture()
@@ -1931,7 +1931,7 @@ class Trainer:
         gc.collect()  # compiling leaves cycles that keep tensors
 
     def take(self, steps: int, measured: bool = True) -> float:
-        """Take a turn of steps (Ctrl-C ends it, done ones count); return milliseconds of a step."""
+        """Take some steps, a turn; return milliseconds of a step. Ctrl-C keeps what is done."""
         prepare(self.args)  # another side may have had a turn
         synchronize = torch.cuda.synchronize if self.gpu else lambda: None
         losses = torch.empty(steps, pin_memory=self.gpu)  # on the host, which does not wait
@@ -1945,7 +1945,7 @@ class Trainer:
                 first_mark = len(self.marks)
                 losses[step].copy_(self.step(), non_blocking=True)
                 done = step + 1
-                if measured and step:  # the step before, while a GPU takes this one
+                if measured and step:  # show the step before, while a GPU takes this one
                     self.show(losses, step, began, self.marks[first_mark][1])
         finally:
             synchronize()
@@ -1981,12 +1981,12 @@ class Trainer:
         prepare(args)
         progress(f"{self.title}counting kernels, memory and floating-point operations")
         kernels = self.groups["kernels"]
-        if self.gpu or not args.torch_compile:  # a loop compiled for a CPU is no operator
+        if self.gpu or not args.torch_compile:  # loops compiled for a CPU cannot be counted
             kernels |= count_kernels(self)
         if not self.gpu:
             self.peak = max(used for _, used in memory_of_a_step(self))
         self.groups["flops"]["per_step"] = count_flops(args, self.batches.next_batch())
-        self.graph = None  # and its memory
+        self.graph = None  # frees its memory
         fused = args.torch_compile or any(getattr(args, name) for _, name, _ in FUSIONS)
         if not (kernels and fused):
             return
@@ -2242,10 +2242,10 @@ def show_progress(text: str) -> None:
 
 
 def repeat_progress(end: threading.Event) -> None:
-    """Show every ten seconds what takes so long, in a thread of its own until the end."""
-    while not end.wait(10):
+    """Show every five seconds what takes so long, in a thread of its own until the end."""
+    while not end.wait(5):
         seconds = time.monotonic() - LATEST["moment"]
-        if LATEST["text"] and seconds > 9:
+        if LATEST["text"] and seconds > 4:
             show_progress(f"{LATEST['text']} (for {seconds:.0f} s)")
 
 

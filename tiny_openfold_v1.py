@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
 """TinyOpenFold V1: the baseline, a small AlphaFold 2 Evoformer stack in plain PyTorch operations.
 
-A protein is a chain of residues (amino acids). The input is an alignment, the MSA: rows are related
-proteins, columns are residues. Each place has a vector, and so has each pair of residues ij, called
-an edge: it predicts their distance. A block updates the MSA by attention within rows, where edge ij
-adds a number to the score of residues i and j (pair bias), then within columns. It updates edge ij
-by columns i and j (outer product), then by edges ik and jk (triangle multiplication and attention).
-Names follow OpenFold; AF2 SI is the supplement of Jumper et al. 2021.
+A protein is a chain of residues (amino acids). The input is an alignment (MSA): rows are related
+proteins, columns are residues. Each place in it has a vector. So has each pair of residues ij (an
+edge), to predict their distance. A block updates the MSA by attention within rows, then within
+columns. In a row, edge ij adds a number to the score of residues i and j (pair bias). The block
+updates edge ij by columns i and j (outer product), then by edges ik and jk (triangle multiplication
+and attention). Names follow OpenFold; AF2 SI is the supplement of Jumper et al. 2021.
 
 Nothing in the model is fused: each operation starts its own kernels (functions on the GPU). A
-kernel reads from memory and writes to it, which often takes longer than its arithmetic. Attention
-scores go through memory, too: begin with GatedAttention.attend. Later versions train this same
-model to this same loss, with fewer kernels that move fewer bytes.
+kernel reads from memory and writes to it, and this often takes longer than its arithmetic. Begin
+with GatedAttention.attend: it stores all attention scores, and then reads them again. Later
+versions train this same model to this same loss, with fewer kernels that move fewer bytes.
 
 Examples:
   python tiny_openfold_v1.py                                       train on synthetic proteins
@@ -53,7 +53,7 @@ except ImportError as error:
 # --- configuration
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model, and their letters in shapes; B: batch, C: channels, D: C / H."""
+    """Sizes of the model, and the letters for them in shapes; B: batch, C: channels, D: C / H."""
 
     msa_dim: int = 64  # c_m
     pair_dim: int = 128  # c_z
@@ -64,7 +64,7 @@ class ModelConfig:
     seq_len: int = 64  # N, residues in a sequence
     outer_product_dim: int = 32
     transition_factor: int = 4
-    checkpoint_blocks: bool = False  # keep a block's input only, compute the rest again
+    checkpoint_blocks: bool = False  # keep only a block's input; backward recomputes the rest
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,10 @@ class GatedAttention(nn.Module):
     def attend(
         self, x: Tensor, bias: Tensor | None = None, present: Tensor | None = None
     ) -> Tensor:
-        """Let each of the R rows of x [B, R, N, C] attend to itself.
+        """Let the N vectors in each of the R rows of x [B, R, N, C] attend to each other.
 
-        bias [B, H, N, N] is the same for all rows, and so is present [B, N], which is False for
-        padding, that nobody attends to.
+        bias [B, H, N, N] and present [B, N] are the same for all rows. Where present is False there
+        is padding, and nothing attends to it.
         """
         if present is not None:
             bias = x.new_zeros(1) if bias is None else bias
@@ -99,7 +99,7 @@ class GatedAttention(nn.Module):
             bias = bias.masked_fill(~present[:, None, None], -1e4)
         linears = (self.linear_q, self.linear_k, self.linear_v, self.linear_g)
         q, k, v, gate = (linear(x) for linear in linears)
-        # B and R are one dimension: torch.compile (PyTorch 2.11) fails on attention with both.
+        # B and R become one dimension, as torch.compile (PyTorch 2.11) fails if there are both.
         heads = (self.heads, self.head_dim)
         q, k, v = (t.flatten(0, 1).unflatten(-1, heads).transpose(1, 2) for t in (q, k, v))
         scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)  # [B x R, H, N, N]
@@ -161,7 +161,7 @@ class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
 
 # --- triangle multiplication: update = sigmoid(g) * linear_z(norm(sum_k a_ik * b_jk))
 class TriangleMultiplication(nn.Module):
-    """Update each edge from the two others of its triangles, multiplied by `equation`."""
+    """Update each edge from the two others of its triangles; `equation` multiplies these."""
 
     equation: str
 
@@ -694,7 +694,7 @@ UNFINISHED = (1, "it did not finish")  # exit status and error of a run until it
 
 
 def measure(*sides: Trainer) -> list[dict]:
-    """Train all of these in alternating turns; leave a record of each, however it ends."""
+    """Train these (two in alternating turns); leave a record of each, however it ends."""
     args = sides[-1].args
     turns = 1 if len(sides) == 1 else min(10, args.num_steps)
     region = contextlib.nullcontext()
@@ -714,7 +714,7 @@ def measure(*sides: Trainer) -> list[dict]:
                     side.take(len(steps))
         if not args.under_profiler:
             for side in sides:
-                side.count(sides[0].groups["kernels"].get("per_step"))
+                side.count(sides[0].groups["kernels"].get("per_step"))  # of two, the first: all off
         end = (0, None)
     except (Exception, KeyboardInterrupt) as error:
         end = explain(error, args)
@@ -766,7 +766,7 @@ class Trainer:
             self.forward = torch.compile(self.model, mode=args.torch_compile_mode)
         if WORLD_SIZE > 1 and not self.average:
             options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
-            with torch.cuda.stream(self.stream):  # where autograd adds gradients up
+            with torch.cuda.stream(self.stream):  # autograd will add gradients up on it
                 self.forward = nn.parallel.DistributedDataParallel(self.forward, **options)
         return self
 
@@ -779,7 +779,7 @@ class Trainer:
         self.mark("forward")
         self.scaler.scale(loss).backward()
         self.mark("backward")
-        if self.average:  # before a scaler looks
+        if self.average:  # before the scaler looks for inf
             self.average()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -804,7 +804,7 @@ class Trainer:
         return self.loss
 
     def next_batch(self) -> dict[str, Tensor]:
-        """Return this process's share of the batch on the device, where the last one was."""
+        """Return this process's share of the next batch, in the device tensors of the last."""
         share = self.args.batch_size // WORLD_SIZE
         for name, value in self.batches.next_batch().items():
             own = value[RANK * share :][:share]
@@ -815,7 +815,7 @@ class Trainer:
         return self.inputs
 
     def capture(self) -> None:
-        """Capture the step as a graph, replayed from now on; one must have run before."""
+        """Capture the step as a graph that `step` replays; a step must have run before."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self.stream):
             self.loss = self.compute(self.inputs)
@@ -844,7 +844,7 @@ class Trainer:
         for step in range(1, args.warmup_steps + 1):
             capture = args.cuda_graph and step == args.warmup_steps
             if self.gpu and (step == 2 or capture):
-                # without what the first step alone needs; and a replay allocates nothing
+                # the first step needs more than the others, and a replay allocates nothing
                 torch.cuda.reset_peak_memory_stats()
             if capture:
                 self.capture()
@@ -860,7 +860,7 @@ class Trainer:
         gc.collect()  # compiling leaves cycles that keep tensors
 
     def take(self, steps: int, measured: bool = True) -> float:
-        """Take a turn of steps (Ctrl-C ends it, done ones count); return milliseconds of a step."""
+        """Take some steps, a turn; return milliseconds of a step. Ctrl-C keeps what is done."""
         prepare(self.args)  # another side may have had a turn
         synchronize = torch.cuda.synchronize if self.gpu else lambda: None
         losses = torch.empty(steps, pin_memory=self.gpu)  # on the host, which does not wait
@@ -874,7 +874,7 @@ class Trainer:
                 first_mark = len(self.marks)
                 losses[step].copy_(self.step(), non_blocking=True)
                 done = step + 1
-                if measured and step:  # the step before, while a GPU takes this one
+                if measured and step:  # show the step before, while a GPU takes this one
                     self.show(losses, step, began, self.marks[first_mark][1])
         finally:
             synchronize()
@@ -910,12 +910,12 @@ class Trainer:
         prepare(args)
         progress(f"{self.title}counting kernels, memory and floating-point operations")
         kernels = self.groups["kernels"]
-        if self.gpu or not args.torch_compile:  # a loop compiled for a CPU is no operator
+        if self.gpu or not args.torch_compile:  # loops compiled for a CPU cannot be counted
             kernels |= count_kernels(self)
         if not self.gpu:
             self.peak = max(used for _, used in memory_of_a_step(self))
         self.groups["flops"]["per_step"] = count_flops(args, self.batches.next_batch())
-        self.graph = None  # and its memory
+        self.graph = None  # frees its memory
         fused = args.torch_compile or any(getattr(args, name) for _, name, _ in FUSIONS)
         if not (kernels and fused):
             return
@@ -1171,10 +1171,10 @@ def show_progress(text: str) -> None:
 
 
 def repeat_progress(end: threading.Event) -> None:
-    """Show every ten seconds what takes so long, in a thread of its own until the end."""
-    while not end.wait(10):
+    """Show every five seconds what takes so long, in a thread of its own until the end."""
+    while not end.wait(5):
         seconds = time.monotonic() - LATEST["moment"]
-        if LATEST["text"] and seconds > 9:
+        if LATEST["text"] and seconds > 4:
             show_progress(f"{LATEST['text']} (for {seconds:.0f} s)")
 
 

@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
-"""TinyOpenFold V3: kernels of our own, written in Triton (Python for GPUs), each on its own flag.
+"""TinyOpenFold V3: kernels of our own, written in Triton (Python for GPUs), each with a flag.
 
-Read V1 and V2 first: model, weights and loss stay the same. An Evoformer waits for memory; a kernel
-does several operations at once, and what is between them stays on the chip. GEMM: matrix product.
+Read V1 and V2 first: model, weights and loss stay the same. A kernel of ours does several
+operations at once: what passes between them stays on the chip. A GEMM is a matrix product.
 
 triton-layer-norm     a norm in one pass, which also makes the pair bias where one is needed
 triton-attention      attention with pair bias and gate in one pass: no scores are stored
 triton-triangle       a triangle multiplication: one kernel before its batched GEMM, one after it
-triton-outer-product  outer products as the next projection reads them; they are not kept
+triton-outer-product  outer products as the next GEMM reads them; backward computes them again
 triton-transition     bias and ReLU of a transition (a two-layer perceptron) in one pass
 triton-bias-gradient  gradients of the other biases: sums over all rows, split among many programs
 cast-fusion           with AMP (16-bit GEMMs), PyTorch casts most weights of a block in one launch
 
-Begin with layer_norm_forward_kernel, then read attention_forward_kernel. An operation is a section:
-kernels, functions that launch (start) them, an autograd Function, the module that uses it. Turn a
-flag off, and PyTorch computes what V1 does; V2's fusions are now part of triton-attention and
-triton-triangle. Without a GPU, Triton's interpreter runs the kernels: right, but slow.
+Begin with layer_norm_forward_kernel, then read attention_forward_kernel. Each operation has a
+section: kernels, functions that launch (start) them, an autograd Function, a module. If a flag is
+off, PyTorch computes what V1 does; V2's fusions are now part of triton-attention and
+triton-triangle. Without a GPU, Triton's interpreter runs the kernels, correctly but slowly.
 
 Examples:
   python tiny_openfold_v3.py --compare-fusion                            all off, all on
@@ -69,7 +69,7 @@ except ImportError as error:
 # --- configuration
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model, and their letters in shapes; B: batch, C: channels, D: C / H."""
+    """Sizes of the model, and the letters for them in shapes; B: batch, C: channels, D: C / H."""
 
     msa_dim: int = 64  # c_m
     pair_dim: int = 128  # c_z
@@ -80,8 +80,8 @@ class ModelConfig:
     seq_len: int = 64  # N, residues in a sequence
     outer_product_dim: int = 32
     transition_factor: int = 4
-    checkpoint_blocks: bool = False  # keep a block's input only, compute the rest again
-    blocks: str = "default"  # what --blocks replaces
+    checkpoint_blocks: bool = False  # keep only a block's input; backward recomputes the rest
+    blocks: str = "default"  # block sizes that --blocks replaces
 
 
 @dataclass(frozen=True)
@@ -98,17 +98,17 @@ class Fusions:
 
 
 # --- kernels
-# A kernel runs as many programs, each with its own block of numbers. No two add to one place, as
-# their order would change the bits: each writes the sum over its own rows, and one more launch adds
-# these up. Pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas. What
-# a kernel calls stands below it, or in the section "what all kernels share".
+# A launch runs many copies of a kernel (programs), each on its own numbers. No two add to the same
+# place, as their order would change the last bits: each writes the sum over its rows, and one more
+# launch adds these up. Names in capitals are pointers, or sizes known when compiled; grad_x is the
+# dx of formulas. What a kernel calls stands below it, or in the section "what all kernels share".
 # --- blocks
 # Copied from dev/parts/blocks.py by dev/sync_parts.py: edit it there.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the kernels run on the CPU, in Python
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
 NAMESPACE = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # of our operators
 Sizes = dict[str, int]  # as {"TILE": 4096, "num_warps": 8}
-BLOCKS: dict[str, dict[str, Sizes]] = {}  # of each kernel, in each case
+BLOCKS: dict[str, dict[str, Sizes]] = {}  # of each kernel, in each case of block_sizes
 OVERRIDES: dict[str, Sizes] = {}  # what --blocks replaces, for this run
 
 
@@ -118,10 +118,10 @@ def block_sizes(
 ) -> Callable[[Callable], Callable]:  # fmt: skip
     """Set the block sizes of the kernel below, and its num_warps and num_stages.
 
-    `sizes` suit 16-bit tensors on NVIDIA's GPUs. The first other case that holds (hip: AMD) says
-    what differs there. TILE: elements of a block of rows. PROGRAMS: programs that share the blocks,
-    or more, so that none has over 16. num_warps: groups of 32 or 64 threads that run a program (4
-    if not set). num_stages: rounds of a loop whose loads are under way at once.
+    `sizes` suit 16-bit tensors on NVIDIA's GPUs. Of the other cases, the first that applies (hip:
+    AMD) says what differs. TILE: elements of a block of rows (ROWS x BLOCK_C). PROGRAMS: how many
+    programs share the blocks, more if one would get over 16. num_warps: groups of 32 or 64 threads
+    that run a program (4 if not set). num_stages: rounds of a loop that load at the same time.
     """
     cases = {"hip_float32": hip_float32, "hip": hip, "tf32": tf32, "float32": float32, "any": sizes}
 
@@ -142,13 +142,13 @@ def operator(function: Callable) -> Callable:
     if not INTERPRETED:
         return triton_op(name, function, mutates_args=())
     opaque = torch.library.custom_op(name, function, mutates_args=())
-    opaque.register_fake(function)  # for shapes: torch.compile cannot look into it
+    opaque.register_fake(function)  # for shapes, as torch.compile sees nothing inside
     return opaque
 
 
 # --- end of operators
 # --- layer norm: y = weight * (x - mean) / sqrt(variance + eps) + bias over the channels
-# The pair bias that an attention makes of its result is made on the way.
+# Where an attention needs a pair bias, the same kernel projects y to it.
 @block_sizes({"TILE": 1024, "num_warps": 1})
 @triton.jit
 def layer_norm_forward_kernel(
@@ -158,14 +158,14 @@ def layer_norm_forward_kernel(
 ):  # fmt: skip
     """Normalise rows: y = x_hat * weight + bias.
 
-    X and OUT are [rows, C]. With H heads the rows are pairs, and HEADS [H, C] projects them to the
-    bias of an attention, PAIR_BIAS_h = sum_c y_c HEADS_hc in [B, H, N, N], with ENDING of the
-    transposed pairs. A program owns ROWS rows: `at` is where their elements are, `inside` which of
-    them exist. ALIGNED helps the compiler (length_of).
+    X and OUT are [rows, C]. If H > 0, the rows are pairs, and HEADS [H, C] projects y to the bias
+    of an attention: PAIR_BIAS_h = sum_c y_c HEADS_hc in [B, H, N, N]. ENDING transposes it. A
+    program owns ROWS rows: `at` is where their elements are, `inside` which of them exist. ALIGNED
+    helps the compiler (length_of).
     """
     program = tl.program_id(0).to(tl.int64)
     row, at, inside = tile_of_rows(program * ROWS, rows, C, BLOCK_C, ROWS, True)
-    channel = tl.arange(0, BLOCK_C)  # BLOCK_C: C or more, as ranges are powers of two
+    channel = tl.arange(0, BLOCK_C)  # BLOCK_C: C rounded up to a power of two, as arange needs
     x, _ = normalise(load_tile(X, at, inside), inside, eps, C)  # x_hat
     weight = tl.load(WEIGHT + channel, mask=channel < C, other=0.0)
     bias = tl.load(BIAS + channel, mask=channel < C, other=0.0)
@@ -189,10 +189,10 @@ def layer_norm_backward_kernel(
     """Compute the gradients of X, WEIGHT, BIAS and HEADS; x_hat and rstd are made again from X.
 
     dy = GRAD + sum_h dPAIR_BIAS_h HEADS_h, g = dy * weight,
-    dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)); over the rows
+    dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)). Sums over the rows are
     dweight = sum dy * x_hat, dbias = sum dy, dHEADS_h = sum dPAIR_BIAS_h y.
-    A program owns every PROGRAMS-th block of ROWS rows, and of SUMS [PROGRAMS, 2 + H, C] the sums
-    dweight, dbias and dHEADS over them.
+    A program owns every PROGRAMS-th block of ROWS rows. It writes its sums dweight, dbias and
+    dHEADS to SUMS [PROGRAMS, 2 + H, C].
     """
     program = tl.program_id(0)
     channel = tl.arange(0, BLOCK_C)
@@ -914,11 +914,11 @@ class GatedAttention(nn.Module):
         self, x: Tensor, bias: Tensor | None = None, present: Tensor | None = None,
         columns: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Let each of the R rows of x [B, R, N, C] attend to itself.
+        """Let the N vectors in each of the R rows of x [B, R, N, C] attend to each other.
 
-        bias [B, H, N, N] is the same for all rows, and so is present [B, N], which is False for
-        padding, that nobody attends to. With `columns` each of the N columns attends to itself, and
-        the bias is [B, H, R, R], present [B, R].
+        bias [B, H, N, N] and present [B, N] are the same for all rows. Where present is False there
+        is padding, and nothing attends to it. With `columns` the R vectors in each of the N columns
+        attend to each other: bias is [B, H, R, R], present [B, R].
         """
         if present is not None:
             bias = x.new_zeros(1) if bias is None else bias
@@ -934,7 +934,7 @@ class GatedAttention(nn.Module):
             return self.attend(x.transpose(1, 2), bias).transpose(1, 2)
         linears = (self.linear_q, self.linear_k, self.linear_v, self.linear_g)
         q, k, v, gate = (linear(x) for linear in linears)
-        # B and R are one dimension: torch.compile (PyTorch 2.11) fails on attention with both.
+        # B and R become one dimension, as torch.compile (PyTorch 2.11) fails if there are both.
         heads = (self.heads, self.head_dim)
         q, k, v = (t.flatten(0, 1).unflatten(-1, heads).transpose(1, 2) for t in (q, k, v))
         scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)  # [B x R, H, N, N]
@@ -1445,7 +1445,7 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
 
 
 class TriangleMultiplication(nn.Module):
-    """Update each edge from the two others of its triangles, multiplied by `equation`."""
+    """Update each edge from the two others of its triangles; `equation` multiplies these."""
 
     equation: str
     incoming: bool
@@ -2651,7 +2651,7 @@ UNFINISHED = (1, "it did not finish")  # exit status and error of a run until it
 
 
 def measure(*sides: Trainer) -> list[dict]:
-    """Train all of these in alternating turns; leave a record of each, however it ends."""
+    """Train these (two in alternating turns); leave a record of each, however it ends."""
     args = sides[-1].args
     turns = 1 if len(sides) == 1 else min(10, args.num_steps)
     region = contextlib.nullcontext()
@@ -2671,7 +2671,7 @@ def measure(*sides: Trainer) -> list[dict]:
                     side.take(len(steps))
         if not args.under_profiler:
             for side in sides:
-                side.count(sides[0].groups["kernels"].get("per_step"))
+                side.count(sides[0].groups["kernels"].get("per_step"))  # of two, the first: all off
         end = (0, None)
     except (Exception, KeyboardInterrupt) as error:
         end = explain(error, args)
@@ -2723,7 +2723,7 @@ class Trainer:
             self.forward = torch.compile(self.model, mode=args.torch_compile_mode)
         if WORLD_SIZE > 1 and not self.average:
             options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
-            with torch.cuda.stream(self.stream):  # where autograd adds gradients up
+            with torch.cuda.stream(self.stream):  # autograd will add gradients up on it
                 self.forward = nn.parallel.DistributedDataParallel(self.forward, **options)
         return self
 
@@ -2736,7 +2736,7 @@ class Trainer:
         self.mark("forward")
         self.scaler.scale(loss).backward()
         self.mark("backward")
-        if self.average:  # before a scaler looks
+        if self.average:  # before the scaler looks for inf
             self.average()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -2761,7 +2761,7 @@ class Trainer:
         return self.loss
 
     def next_batch(self) -> dict[str, Tensor]:
-        """Return this process's share of the batch on the device, where the last one was."""
+        """Return this process's share of the next batch, in the device tensors of the last."""
         share = self.args.batch_size // WORLD_SIZE
         for name, value in self.batches.next_batch().items():
             own = value[RANK * share :][:share]
@@ -2772,7 +2772,7 @@ class Trainer:
         return self.inputs
 
     def capture(self) -> None:
-        """Capture the step as a graph, replayed from now on; one must have run before."""
+        """Capture the step as a graph that `step` replays; a step must have run before."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self.stream):
             self.loss = self.compute(self.inputs)
@@ -2801,7 +2801,7 @@ class Trainer:
         for step in range(1, args.warmup_steps + 1):
             capture = args.cuda_graph and step == args.warmup_steps
             if self.gpu and (step == 2 or capture):
-                # without what the first step alone needs; and a replay allocates nothing
+                # the first step needs more than the others, and a replay allocates nothing
                 torch.cuda.reset_peak_memory_stats()
             if capture:
                 self.capture()
@@ -2817,7 +2817,7 @@ class Trainer:
         gc.collect()  # compiling leaves cycles that keep tensors
 
     def take(self, steps: int, measured: bool = True) -> float:
-        """Take a turn of steps (Ctrl-C ends it, done ones count); return milliseconds of a step."""
+        """Take some steps, a turn; return milliseconds of a step. Ctrl-C keeps what is done."""
         prepare(self.args)  # another side may have had a turn
         synchronize = torch.cuda.synchronize if self.gpu else lambda: None
         losses = torch.empty(steps, pin_memory=self.gpu)  # on the host, which does not wait
@@ -2831,7 +2831,7 @@ class Trainer:
                 first_mark = len(self.marks)
                 losses[step].copy_(self.step(), non_blocking=True)
                 done = step + 1
-                if measured and step:  # the step before, while a GPU takes this one
+                if measured and step:  # show the step before, while a GPU takes this one
                     self.show(losses, step, began, self.marks[first_mark][1])
         finally:
             synchronize()
@@ -2867,12 +2867,12 @@ class Trainer:
         prepare(args)
         progress(f"{self.title}counting kernels, memory and floating-point operations")
         kernels = self.groups["kernels"]
-        if self.gpu or not args.torch_compile:  # a loop compiled for a CPU is no operator
+        if self.gpu or not args.torch_compile:  # loops compiled for a CPU cannot be counted
             kernels |= count_kernels(self)
         if not self.gpu:
             self.peak = max(used for _, used in memory_of_a_step(self))
         self.groups["flops"]["per_step"] = count_flops(args, self.batches.next_batch())
-        self.graph = None  # and its memory
+        self.graph = None  # frees its memory
         fused = args.torch_compile or any(getattr(args, name) for _, name, _ in FUSIONS)
         if not (kernels and fused):
             return
@@ -3128,10 +3128,10 @@ def show_progress(text: str) -> None:
 
 
 def repeat_progress(end: threading.Event) -> None:
-    """Show every ten seconds what takes so long, in a thread of its own until the end."""
-    while not end.wait(10):
+    """Show every five seconds what takes so long, in a thread of its own until the end."""
+    while not end.wait(5):
         seconds = time.monotonic() - LATEST["moment"]
-        if LATEST["text"] and seconds > 9:
+        if LATEST["text"] and seconds > 4:
             show_progress(f"{LATEST['text']} (for {seconds:.0f} s)")
 
 

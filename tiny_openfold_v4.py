@@ -3,24 +3,24 @@
 
 Read V1 to V3 first: model, weights and loss stay the same. In V3, most norms, residuals (x +
 update) and sums of gradients are passes of their own over memory. Here a neighbouring kernel does
-them on its way: in 16 bits often a GEMM (matrix product).
+them on its way. In 16 bits this kernel is often a GEMM (matrix product).
 
 triton-attention      V3's kernels; GEMMs around them do norm and residual (in 16 bits, small sizes)
 triton-triangle       V3's kernels, and one for products of small matrices
 triton-outer-product  norm and residual as above; a new kernel for the gradients of its factors
-transition-fusion     narrow rows: one kernel forward, the hidden layer is never stored. Wide rows:
-                      the first GEMM adds bias and ReLU
+transition-fusion     for narrow rows, one forward kernel never stores the hidden layer; for wide
+                      rows, the first GEMM adds bias and ReLU
 embedding-fusion      one GEMM embeds tokens for the MSA, and one for the pairs
-loss-fusion           a head's loss (distances, masked residues) is one kernel and two small sums
+loss-fusion           each loss (distances, masked residues) is one kernel and two small sums
 fused-optimizer       AdamW is one kernel
-overlap               gradients of parameters on a stream (kernel queue) beside the backward pass
+overlap               a stream (kernel queue) runs parameter gradients beside the backward pass
 
 Begin with project_residual_kernel: it multiplies x by a weight, and adds bias and residual on the
 way. Then read norm_project_kernel, and the drawing in SideStreams.
 
-By default, a step on a GPU is one graph: recorded once, then started as a whole; `overlap` needs
-it, and fused-optimizer. torch.compile does not see what V4 launches: compile V3. Where a flag is
-off, or a size fits no kernel, PyTorch computes what V1 does.
+By default, a step on a GPU is one CUDA graph: recorded once, then started as a whole. `overlap`
+needs the graph and fused-optimizer. torch.compile does not see what V4 launches; to compile, use
+V3. Where a flag is off, or a size fits no kernel, PyTorch computes what V1 does.
 
 Examples:
   python tiny_openfold_v4.py --use-amp --compare-fusion              all off, all on
@@ -74,7 +74,7 @@ except ImportError as error:
 # --- configuration
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model, and their letters in shapes; B: batch, C: channels, D: C / H."""
+    """Sizes of the model, and the letters for them in shapes; B: batch, C: channels, D: C / H."""
 
     msa_dim: int = 64  # c_m
     pair_dim: int = 128  # c_z
@@ -85,8 +85,8 @@ class ModelConfig:
     seq_len: int = 64  # N, residues in a sequence
     outer_product_dim: int = 32
     transition_factor: int = 4
-    checkpoint_blocks: bool = False  # keep a block's input only, compute the rest again
-    blocks: str = "default"  # what --blocks replaces
+    checkpoint_blocks: bool = False  # keep only a block's input; backward recomputes the rest
+    blocks: str = "default"  # block sizes that --blocks replaces
 
 
 @dataclass(frozen=True)
@@ -104,17 +104,17 @@ class Fusions:
 
 
 # --- kernels
-# A kernel runs as many programs, each with its own block of numbers. No two add to one place, as
-# their order would change the bits: each writes the sum over its own rows, and one more launch adds
-# these up. Pointers and sizes at compile time are in capitals; `grad_x` is the dx of formulas. What
-# a kernel calls stands below it, or in the section "what all kernels share".
+# A launch runs many copies of a kernel (programs), each on its own numbers. No two add to the same
+# place, as their order would change the last bits: each writes the sum over its rows, and one more
+# launch adds these up. Names in capitals are pointers, or sizes known when compiled; grad_x is the
+# dx of formulas. What a kernel calls stands below it, or in the section "what all kernels share".
 # --- blocks
 # Copied from dev/parts/blocks.py by dev/sync_parts.py: edit it there.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the kernels run on the CPU, in Python
 BACKEND = "interpreter" if INTERPRETED else "hip" if torch.version.hip else "cuda"
 NAMESPACE = re.sub(r"\W|^(?=\d)", "_", Path(__file__).stem, flags=re.ASCII)  # of our operators
 Sizes = dict[str, int]  # as {"TILE": 4096, "num_warps": 8}
-BLOCKS: dict[str, dict[str, Sizes]] = {}  # of each kernel, in each case
+BLOCKS: dict[str, dict[str, Sizes]] = {}  # of each kernel, in each case of block_sizes
 OVERRIDES: dict[str, Sizes] = {}  # what --blocks replaces, for this run
 
 
@@ -124,10 +124,10 @@ def block_sizes(
 ) -> Callable[[Callable], Callable]:  # fmt: skip
     """Set the block sizes of the kernel below, and its num_warps and num_stages.
 
-    `sizes` suit 16-bit tensors on NVIDIA's GPUs. The first other case that holds (hip: AMD) says
-    what differs there. TILE: elements of a block of rows. PROGRAMS: programs that share the blocks,
-    or more, so that none has over 16. num_warps: groups of 32 or 64 threads that run a program (4
-    if not set). num_stages: rounds of a loop whose loads are under way at once.
+    `sizes` suit 16-bit tensors on NVIDIA's GPUs. Of the other cases, the first that applies (hip:
+    AMD) says what differs. TILE: elements of a block of rows (ROWS x BLOCK_C). PROGRAMS: how many
+    programs share the blocks, more if one would get over 16. num_warps: groups of 32 or 64 threads
+    that run a program (4 if not set). num_stages: rounds of a loop that load at the same time.
     """
     cases = {"hip_float32": hip_float32, "hip": hip, "tf32": tf32, "float32": float32, "any": sizes}
 
@@ -157,10 +157,10 @@ def project_residual_kernel(
 ):  # fmt: skip
     """Compute out = residual + x W^T + b.
 
-    X is [M, K], WEIGHT [C, K], RESIDUAL and OUT [M, C]. If there are FACTORS [samples], b is
-    multiplied by them, each in its sample's rows. A program owns BLOCK_M rows: `at` is where the
-    elements of the residual are, `inside` which of them exist. It goes over the K columns of x
-    BLOCK_K at a time.
+    X is [M, K], WEIGHT [C, K], RESIDUAL and OUT [M, C]. FACTORS [samples] (or None) multiply b,
+    each in the rows of its sample. A program owns BLOCK_M rows: `at` is where the elements of the
+    residual are, `inside` which of them exist. It goes over the K columns of x, BLOCK_K at a time.
+    WIDE is for large tensors (index).
     """
     position, at, inside = tile_of_rows(tl.program_id(0) * BLOCK_M, M, C, C, BLOCK_M, WIDE)
     channel = tl.arange(0, C)
@@ -1084,11 +1084,11 @@ class GatedAttention(nn.Module):
         self, x: Tensor, bias: Tensor | None = None, present: Tensor | None = None,
         columns: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Let each of the R rows of x [B, R, N, C] attend to itself.
+        """Let the N vectors in each of the R rows of x [B, R, N, C] attend to each other.
 
-        bias [B, H, N, N] is the same for all rows, and so is present [B, N], which is False for
-        padding, that nobody attends to. With `columns` each of the N columns attends to itself, and
-        the bias is [B, H, R, R], present [B, R].
+        bias [B, H, N, N] and present [B, N] are the same for all rows. Where present is False there
+        is padding, and nothing attends to it. With `columns` the R vectors in each of the N columns
+        attend to each other: bias is [B, H, R, R], present [B, R].
         """
         if present is not None:
             bias = x.new_zeros(1) if bias is None else bias
@@ -1711,7 +1711,7 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
 
 
 class TriangleMultiplication(nn.Module):
-    """Update each edge from the two others of its triangles, multiplied by `equation`."""
+    """Update each edge from the two others of its triangles; `equation` multiplies these."""
 
     equation: str
     incoming: bool
@@ -3613,7 +3613,7 @@ UNFINISHED = (1, "it did not finish")  # exit status and error of a run until it
 
 
 def measure(*sides: Trainer) -> list[dict]:
-    """Train all of these in alternating turns; leave a record of each, however it ends."""
+    """Train these (two in alternating turns); leave a record of each, however it ends."""
     args = sides[-1].args
     turns = 1 if len(sides) == 1 else min(10, args.num_steps)
     region = contextlib.nullcontext()
@@ -3633,7 +3633,7 @@ def measure(*sides: Trainer) -> list[dict]:
                     side.take(len(steps))
         if not args.under_profiler:
             for side in sides:
-                side.count(sides[0].groups["kernels"].get("per_step"))
+                side.count(sides[0].groups["kernels"].get("per_step"))  # of two, the first: all off
         end = (0, None)
     except (Exception, KeyboardInterrupt) as error:
         end = explain(error, args)
@@ -3685,7 +3685,7 @@ class Trainer:
             self.forward = torch.compile(self.model, mode=args.torch_compile_mode)
         if WORLD_SIZE > 1 and not self.average:
             options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
-            with torch.cuda.stream(self.stream):  # where autograd adds gradients up
+            with torch.cuda.stream(self.stream):  # autograd will add gradients up on it
                 self.forward = nn.parallel.DistributedDataParallel(self.forward, **options)
         return self
 
@@ -3698,7 +3698,7 @@ class Trainer:
         self.mark("forward")
         self.scaler.scale(loss).backward()
         self.mark("backward")
-        if self.average:  # before a scaler looks
+        if self.average:  # before the scaler looks for inf
             self.average()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -3723,7 +3723,7 @@ class Trainer:
         return self.loss
 
     def next_batch(self) -> dict[str, Tensor]:
-        """Return this process's share of the batch on the device, where the last one was."""
+        """Return this process's share of the next batch, in the device tensors of the last."""
         share = self.args.batch_size // WORLD_SIZE
         for name, value in self.batches.next_batch().items():
             own = value[RANK * share :][:share]
@@ -3734,7 +3734,7 @@ class Trainer:
         return self.inputs
 
     def capture(self) -> None:
-        """Capture the step as a graph, replayed from now on; one must have run before."""
+        """Capture the step as a graph that `step` replays; a step must have run before."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self.stream):
             self.loss = self.compute(self.inputs)
@@ -3763,7 +3763,7 @@ class Trainer:
         for step in range(1, args.warmup_steps + 1):
             capture = args.cuda_graph and step == args.warmup_steps
             if self.gpu and (step == 2 or capture):
-                # without what the first step alone needs; and a replay allocates nothing
+                # the first step needs more than the others, and a replay allocates nothing
                 torch.cuda.reset_peak_memory_stats()
             if capture:
                 self.capture()
@@ -3779,7 +3779,7 @@ class Trainer:
         gc.collect()  # compiling leaves cycles that keep tensors
 
     def take(self, steps: int, measured: bool = True) -> float:
-        """Take a turn of steps (Ctrl-C ends it, done ones count); return milliseconds of a step."""
+        """Take some steps, a turn; return milliseconds of a step. Ctrl-C keeps what is done."""
         prepare(self.args)  # another side may have had a turn
         synchronize = torch.cuda.synchronize if self.gpu else lambda: None
         losses = torch.empty(steps, pin_memory=self.gpu)  # on the host, which does not wait
@@ -3793,7 +3793,7 @@ class Trainer:
                 first_mark = len(self.marks)
                 losses[step].copy_(self.step(), non_blocking=True)
                 done = step + 1
-                if measured and step:  # the step before, while a GPU takes this one
+                if measured and step:  # show the step before, while a GPU takes this one
                     self.show(losses, step, began, self.marks[first_mark][1])
         finally:
             synchronize()
@@ -3829,12 +3829,12 @@ class Trainer:
         prepare(args)
         progress(f"{self.title}counting kernels, memory and floating-point operations")
         kernels = self.groups["kernels"]
-        if self.gpu or not args.torch_compile:  # a loop compiled for a CPU is no operator
+        if self.gpu or not args.torch_compile:  # loops compiled for a CPU cannot be counted
             kernels |= count_kernels(self)
         if not self.gpu:
             self.peak = max(used for _, used in memory_of_a_step(self))
         self.groups["flops"]["per_step"] = count_flops(args, self.batches.next_batch())
-        self.graph = None  # and its memory
+        self.graph = None  # frees its memory
         fused = args.torch_compile or any(getattr(args, name) for _, name, _ in FUSIONS)
         if not (kernels and fused):
             return
@@ -4090,10 +4090,10 @@ def show_progress(text: str) -> None:
 
 
 def repeat_progress(end: threading.Event) -> None:
-    """Show every ten seconds what takes so long, in a thread of its own until the end."""
-    while not end.wait(10):
+    """Show every five seconds what takes so long, in a thread of its own until the end."""
+    while not end.wait(5):
         seconds = time.monotonic() - LATEST["moment"]
-        if LATEST["text"] and seconds > 9:
+        if LATEST["text"] and seconds > 4:
             show_progress(f"{LATEST['text']} (for {seconds:.0f} s)")
 
 

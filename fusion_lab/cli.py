@@ -164,12 +164,12 @@ def program(
     return main
 
 
-SIGN_SECONDS = 10.0  # between two signs of life
+SIGN_SECONDS = 5.0  # between two signs of life
 
 
 @contextlib.contextmanager
 def sign_of_life(what: str) -> Iterator[None]:
-    """Say on stderr every ten seconds that the work inside goes on, and since when."""
+    """Say on stderr every five seconds that the work inside goes on, and since when."""
     ended = threading.Event()
     stream = sys.stderr  # the work inside may be silenced
     began = time.monotonic()

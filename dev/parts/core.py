@@ -8,7 +8,7 @@ UNFINISHED = (1, "it did not finish")  # exit status and error of a run until it
 
 
 def measure(*sides: Trainer) -> list[dict]:
-    """Train all of these in alternating turns; leave a record of each, however it ends."""
+    """Train these (two in alternating turns); leave a record of each, however it ends."""
     args = sides[-1].args
     turns = 1 if len(sides) == 1 else min(10, args.num_steps)
     region = contextlib.nullcontext()
@@ -28,7 +28,7 @@ def measure(*sides: Trainer) -> list[dict]:
                     side.take(len(steps))
         if not args.under_profiler:
             for side in sides:
-                side.count(sides[0].groups["kernels"].get("per_step"))
+                side.count(sides[0].groups["kernels"].get("per_step"))  # of two, the first: all off
         end = (0, None)
     except (Exception, KeyboardInterrupt) as error:
         end = explain(error, args)
@@ -80,7 +80,7 @@ class Trainer:
             self.forward = torch.compile(self.model, mode=args.torch_compile_mode)
         if WORLD_SIZE > 1 and not self.average:
             options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
-            with torch.cuda.stream(self.stream):  # where autograd adds gradients up
+            with torch.cuda.stream(self.stream):  # autograd will add gradients up on it
                 self.forward = nn.parallel.DistributedDataParallel(self.forward, **options)
         return self
 
@@ -93,7 +93,7 @@ class Trainer:
         self.mark("forward")
         self.scaler.scale(loss).backward()
         self.mark("backward")
-        if self.average:  # before a scaler looks
+        if self.average:  # before the scaler looks for inf
             self.average()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -118,7 +118,7 @@ class Trainer:
         return self.loss
 
     def next_batch(self) -> dict[str, Tensor]:
-        """Return this process's share of the batch on the device, where the last one was."""
+        """Return this process's share of the next batch, in the device tensors of the last."""
         share = self.args.batch_size // WORLD_SIZE
         for name, value in self.batches.next_batch().items():
             own = value[RANK * share :][:share]
@@ -129,7 +129,7 @@ class Trainer:
         return self.inputs
 
     def capture(self) -> None:
-        """Capture the step as a graph, replayed from now on; one must have run before."""
+        """Capture the step as a graph that `step` replays; a step must have run before."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self.stream):
             self.loss = self.compute(self.inputs)
@@ -158,7 +158,7 @@ class Trainer:
         for step in range(1, args.warmup_steps + 1):
             capture = args.cuda_graph and step == args.warmup_steps
             if self.gpu and (step == 2 or capture):
-                # without what the first step alone needs; and a replay allocates nothing
+                # the first step needs more than the others, and a replay allocates nothing
                 torch.cuda.reset_peak_memory_stats()
             if capture:
                 self.capture()
@@ -174,7 +174,7 @@ class Trainer:
         gc.collect()  # compiling leaves cycles that keep tensors
 
     def take(self, steps: int, measured: bool = True) -> float:
-        """Take a turn of steps (Ctrl-C ends it, done ones count); return milliseconds of a step."""
+        """Take some steps, a turn; return milliseconds of a step. Ctrl-C keeps what is done."""
         prepare(self.args)  # another side may have had a turn
         synchronize = torch.cuda.synchronize if self.gpu else lambda: None
         losses = torch.empty(steps, pin_memory=self.gpu)  # on the host, which does not wait
@@ -188,7 +188,7 @@ class Trainer:
                 first_mark = len(self.marks)
                 losses[step].copy_(self.step(), non_blocking=True)
                 done = step + 1
-                if measured and step:  # the step before, while a GPU takes this one
+                if measured and step:  # show the step before, while a GPU takes this one
                     self.show(losses, step, began, self.marks[first_mark][1])
         finally:
             synchronize()
@@ -224,12 +224,12 @@ class Trainer:
         prepare(args)
         progress(f"{self.title}counting kernels, memory and floating-point operations")
         kernels = self.groups["kernels"]
-        if self.gpu or not args.torch_compile:  # a loop compiled for a CPU is no operator
+        if self.gpu or not args.torch_compile:  # loops compiled for a CPU cannot be counted
             kernels |= count_kernels(self)
         if not self.gpu:
             self.peak = max(used for _, used in memory_of_a_step(self))
         self.groups["flops"]["per_step"] = count_flops(args, self.batches.next_batch())
-        self.graph = None  # and its memory
+        self.graph = None  # frees its memory
         fused = args.torch_compile or any(getattr(args, name) for _, name, _ in FUSIONS)
         if not (kernels and fused):
             return
@@ -485,10 +485,10 @@ def show_progress(text: str) -> None:
 
 
 def repeat_progress(end: threading.Event) -> None:
-    """Show every ten seconds what takes so long, in a thread of its own until the end."""
-    while not end.wait(10):
+    """Show every five seconds what takes so long, in a thread of its own until the end."""
+    while not end.wait(5):
         seconds = time.monotonic() - LATEST["moment"]
-        if LATEST["text"] and seconds > 9:
+        if LATEST["text"] and seconds > 4:
             show_progress(f"{LATEST['text']} (for {seconds:.0f} s)")
 
 

@@ -5,5 +5,5 @@ def operator(function: Callable) -> Callable:
     if not INTERPRETED:
         return triton_op(name, function, mutates_args=())
     opaque = torch.library.custom_op(name, function, mutates_args=())
-    opaque.register_fake(function)  # for shapes: torch.compile cannot look into it
+    opaque.register_fake(function)  # for shapes, as torch.compile sees nothing inside
     return opaque
