@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from fusion_lab.cli import ToolError, note, say
 from fusion_lab.files import below, read_json
 from fusion_lab.records import Steps, Summary, checked, checked_study, read
-from fusion_lab.script import mode_of, model_and_version, precision_of
+from fusion_lab.script import PEAK_TFLOPS, mode_of, model_and_version, precision_of
 from fusion_lab.show import Column, rate, render
 from fusion_lab.study import in_words, launch_of
 from fusion_lab.turns import ratios, spread
@@ -633,11 +633,22 @@ def beside(run: Run, baseline: Run) -> dict:
     alone = baseline.number("training", "processes") or 1
     efficiency = row["speedup"] and 100 * row["speedup"] * alone / row["processes"]
     row["scaling_efficiency_percent"] = efficiency
+    row["mfu_percent"] = mfu_percent(run)
     memory = ratio("peak_mb")
     row["memory_change_percent"] = None if memory is None else 100 * (memory - 1)
     loss = ratio("final_loss")
     row["loss_change"] = None if loss is None or run is baseline else loss - 1
     return {**row, "over": baseline.name, "path": str(run.path)}
+
+
+def mfu_percent(run: Run) -> float | None:
+    """Model FLOPs utilisation: the TFLOP/s of a step over what the data sheets of its GPUs promise
+    for its type; None where these are not known."""
+    achieved = run.number("flops", "achieved_tflops")
+    of_device = PEAK_TFLOPS.get(run.result["environment"].get("device_name"), {})
+    peak = of_device.get(precision_of(run.result["training"]))
+    processes = run.number("training", "processes") or 1
+    return 100 * achieved / (peak * processes) if achieved and peak else None
 
 
 def csv_rows(rows: Sequence[dict], runs: Sequence[Run]) -> list[dict]:
@@ -728,6 +739,7 @@ def runs_table(
         *where_measured(Column("of repeats", range_of_repeats)),
         *where_measured(*(Column(f"{phase} ms", f"{phase}_ms", ".2f") for phase in PHASES)),
         *where_measured(Column("compilation ms", "compilation_ms", ".0f")),
+        *([] if cells else where_measured(Column("MFU", "mfu_percent", ".1f", " %"))),
     ]
     peak = Column("peak MB", "peak_mb", ".1f")
     counted = Column(

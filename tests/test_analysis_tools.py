@@ -74,6 +74,16 @@ def test_comparison_has_the_numbers_of_the_result_files(make):
     assert found == ("60.0", "4.00x", "-25.0 %")
 
 
+def test_the_share_of_the_peak_is_shown_where_the_gpu_is_known(make):
+    half = {"achieved_tflops": 989.4, "gflop": 1.0}
+    more = {"environment": {"device_name": "NVIDIA H200"}, "flops": half}
+    training = {"use_amp": True, "amp_dtype": "bfloat16", "processes": 2}
+    (row,) = table_of(call(compare_runs, make("a", training=training, **more))[1])
+    assert row["MFU"] == "50.0 %"
+    (row,) = table_of(call(compare_runs, make("b", flops=half))[1])
+    assert "MFU" not in row
+
+
 def test_a_run_is_beside_the_baseline_that_it_took_turns_with(make):
     """As --compare-fusion leaves them, whose folder alone shows both sides; by the means of the
     steps it would be 1.91x."""
@@ -375,6 +385,20 @@ def test_of_plain_runs_the_counts_of_the_scripts_are_compared(make, gpu_profile)
     assert (status, "per step: 262 -> 194" in out) == (0, True)
     assert "Kernel reduction: 26.0 %" in out
     assert_refused(analyze(before, gpu_profile("on", {GEMM: [1]}, steps=1)), "one side has")
+
+
+def test_folders_with_runs_of_both_models_are_compared_by_model(make, tmp_path):
+    for side, calls in (("v1", 300), ("v2", 200)):
+        summary = make(side, kernels={"per_step": calls}) / "tiny_llama_v2_summary.json"
+        other = json.loads(summary.read_text()) | {"script": "tiny_openfold_v2"}
+        other["kernels"] |= {"per_step": 10 * calls}
+        (tmp_path / side / "tiny_openfold_v2_summary.json").write_text(json.dumps(other))
+    status, out, err = analyze(tmp_path / "v1", tmp_path / "v2")
+    assert (status, err) == (0, "")
+    assert "per step: 300 -> 200" in out and "per step: 3000 -> 2000" in out
+    (tmp_path / "v2/tiny_openfold_v2_summary.json").unlink()
+    (tmp_path / "v1/tiny_llama_v2_summary.json").unlink()
+    assert_refused(analyze(tmp_path / "v1", tmp_path / "v2"), "different models")
 
 
 def test_without_the_steps_totals_are_compared_and_said_to_be(make):

@@ -44,6 +44,7 @@ from fusion_lab.fusions.rates import (
 )
 from fusion_lab.fusions.record import Operator
 from fusion_lab.fusions.trace import replayed
+from fusion_lab.script import PEAK_TFLOPS
 from fusion_lab.show import Column, render
 
 SOURCE = {
@@ -53,14 +54,6 @@ SOURCE = {
     "remark": "recorded by others, for tests; they do not stand for what a device reaches",
 }
 PROG = Path(__file__).name
-PEAKS = {  # TFLOP/s of dense products, as published: a type that no trace has is so much slower
-    "AMD Instinct MI300X": {
-        "bf16": 1307.4, "fp16": 1307.4, "TF32": 653.7, "fp32": 163.4, "fp64": 163.4
-    },
-    "NVIDIA H100 80GB HBM3": {
-        "bf16": 989.4, "fp16": 989.4, "TF32": 494.7, "fp32": 66.9, "fp64": 66.9
-    },
-}  # fmt: skip
 NO_MODEL = "normalization_layer_test"  # but norms alone, of few long rows
 STEPS = (4.0, 2.0, 1.3, 1.1, 1.03)  # by which coefficients are made larger or smaller
 SHARED = {"product": ("straight", (0,)), "sums": ("straight", (1,)),
@@ -195,7 +188,7 @@ def laws_from(traces: list[Trace]) -> dict[str, Law]:
         if len(kinds) == 1:  # of others nobody knows which part took how long
             together = zip(*(terms for _, terms in calls.parts), strict=True)
             kernels[kinds.pop()].append((tuple(map(sum, together)), statistics.median(calls.us)))
-    return laws_of(kernels, PEAKS[traces[0].device][FITTED_TYPE])
+    return laws_of(kernels, PEAK_TFLOPS[traces[0].device][FITTED_TYPE])
 
 
 def row_of(trace: Trace, others: list[Trace]) -> dict:
@@ -238,12 +231,13 @@ def study(paths: Iterable[Path]) -> dict:
         print(path, file=sys.stderr)
         traces.append(trace_of(path))
     devices = sorted({trace.device for trace in traces})
-    if len(devices) != 1 or devices[0] not in PEAKS:
-        raise ToolError(f"traces of one GPU of {', '.join(PEAKS)}, not of {', '.join(devices)}")
+    if len(devices) != 1 or devices[0] not in PEAK_TFLOPS:
+        known = ", ".join(PEAK_TFLOPS)
+        raise ToolError(f"traces of one GPU of {known}, not of {', '.join(devices)}")
     rows = [row_of(own, [t for t in traces if t.family != own.family]) for own in traces]
     laws = laws_from(traces)
     least, per_gb, *_ = laws["straight"]
-    peaks = PEAKS[devices[0]]
+    peaks = PEAK_TFLOPS[devices[0]]
     fastest = 1e6 / laws["product"][2]
     rates = FittedRates(
         devices[0],
