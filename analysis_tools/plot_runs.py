@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Peak memory, throughput or speed-up against sequence length, or any other size, of several runs.
 
-NAME=PATH starts a line; the paths after it, until the next NAME=, belong to it too. A path is a
-file or folder with runs, as compare_runs.py takes it, or a quoted pattern of such. --x takes any
-number among the settings of a run, such as batch_size, num_layers or processes; several runs of a
-line at one place are repeats, and the median is drawn. `speedup` is over the baseline that took
-turns with a run: that of --compare-fusion, in its folder `baseline`, or the first side of a study.
-Bars are the range of the turns, or of the repeats.
+NAME=PATH starts a line; the paths after it, until the next NAME=, belong to it too. A path before
+any NAME= is a line of its own. A path is a file or folder with runs, as compare_runs.py takes it,
+or a quoted pattern of such. --x takes any number among the settings of a run, such as batch_size,
+num_layers or processes; several runs of a line at one place are repeats, and the median is drawn.
+`speedup` is over the baseline that took turns with a run: that of --compare-fusion, in its folder
+`baseline`, or the first side of a study. Bars are the range of the turns, or of the repeats.
 
 Examples:
   python analysis_tools/plot_runs.py memory scores='scores_*' flash='flash_*' --output memory.png

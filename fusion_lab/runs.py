@@ -453,13 +453,15 @@ def matching(path: str) -> list[Path]:
 def load_runs(arguments: Iterable[str], lines: bool = False) -> list[Run]:
     """Runs given as PATH or NAME=PATH, of which each is taken once; a PATH can be a pattern. Where
     names are alike, paths take their place; as `lines`, a NAME= is also that of the paths after
-    it."""
-    runs, name, seen, given = [], None, set(), set()
+    it, and a path before any NAME= has its own."""
+    runs = []
+    line = None
+    seen = set()
+    given = set()
     for argument in arguments:
         own, path = split_name(argument)
-        name = own or (name if lines else None)
-        if lines and name is None:
-            raise ToolError(f"{argument!r} is not NAME=PATH")
+        line = own or line
+        name = (line or path) if lines else own
         given.add(name)
         for place in matching(path):
             for run in find_runs(place):

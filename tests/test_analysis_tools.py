@@ -291,13 +291,15 @@ def test_what_is_missing_in_a_plot_is_named(make, tmp_path):
     make("a_128", seq_len=128, training={"batch_size": 9})
     make("a_256", seq_len=256, **FAILED)
     make("a_lost", status="failed", error="no model", config={})
+    (row, _) = table_of(call(plot_runs, "memory", tmp_path / "a_64", tmp_path / "a_128")[1])
+    assert [*row][1:3] == [f"{tmp_path}/a_{size}, MB" for size in (64, 128)]
     status, out, err = call(plot_runs, "memory", f"a={tmp_path}/a_*")
     assert (status, [row["a, MB"] for row in table_of(out)]) == (1, ["50.0", "50.0", "failed"])
     for said in ("batch_size differs", "a failed: the loss became nan", "a failed: no model"):
         assert said in err
     run = make("run")
     for argv, said in (
-        ([run], "is not NAME=PATH"),
+        ([f"={run}"], "is not NAME=PATH"),
         ([f"a={tmp_path}/a_lost"], "none of these runs"),
         ([f"a={run}", "--output", tmp_path / "m.gif"], "must end in .png"),
     ):
