@@ -4,6 +4,7 @@
 Example: python setup/validation_scripts/test_profiling_tools.py --track rocm
 """
 
+import os
 import shutil
 import sys
 from functools import partial
@@ -23,6 +24,7 @@ TOOLS = (
 def profile_matmul(track: str) -> str:
     """PyTorch's profiler sees the operators of a matrix product, and on a GPU its kernels."""
     checks.describe_torch(track)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler writes between our lines
     import torch
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
