@@ -38,6 +38,7 @@ from dev.sheet import (
 from dev.traces import two_layers
 from fusion_lab.cli import Parser, ToolError, documented_parser, program
 from fusion_lab.files import ROOT, read_json, write_text
+from fusion_lab.host import PEAK_TFLOPS
 from fusion_lab.profile.ncu import moved
 from fusion_lab.study import by_side
 
@@ -199,7 +200,8 @@ def roofline() -> Sheet:
     """A step of each version under a roof, over the bytes that an H200 counted."""
     small = "tiny_llama, small"
     flop = rows_of("step", shape=small)[0]["flop"]
-    peak, bandwidth = 989, 4.8  # TFLOP/s in bfloat16 and TB/s
+    peak = round(PEAK_TFLOPS["NVIDIA H200"]["bf16"])
+    bandwidth = 4.8  # TB/s
     sheet = Sheet("The roofline: the same step, with fewer bytes", 500)
     plot = Plot(sheet, (110, 92, 620, 282), (20, 700), (20, 1300), log=True)
     marks = (20, 50, 100, 200, 500, 1000)
@@ -207,9 +209,9 @@ def roofline() -> Sheet:
     ridge = peak / bandwidth
     plot.line((20, 20 * bandwidth), (ridge, peak), (700, peak), color=INK, width=3)
     x, y = plot.at(64, 64 * bandwidth)
-    sheet.text(x - 12, y - 12, "memory, 4.8 TB/s", SMALL, at="end")
+    sheet.text(x - 12, y - 12, f"memory, {bandwidth} TB/s", SMALL, at="end")
     x, y = plot.at(700, peak)
-    sheet.text(x, y - 18, "arithmetic, 989 TFLOP/s", SMALL, at="end")
+    sheet.text(x, y - 18, f"arithmetic, {peak} TFLOP/s", SMALL, at="end")
     for row in read_json(COUNTERS)["rows"]:
         if row["what"] != "step" or (row["shape"], row["precision"]) != (small, "bf16"):
             continue

@@ -14,6 +14,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+HOPPER = {"bf16": 989.4, "fp16": 989.4, "TF32": 494.7, "fp32": 66.9, "fp64": 66.9}
+PEAK_TFLOPS = {  # of dense products, as published
+    "AMD Instinct MI300X": {
+        "bf16": 1307.4, "fp16": 1307.4, "TF32": 653.7, "fp32": 163.4, "fp64": 163.4
+    },
+    "NVIDIA H100 80GB HBM3": HOPPER,
+    "NVIDIA H200": HOPPER,
+}  # fmt: skip
+
 
 def environment(device: torch.device) -> dict:
     """Return what numbers are measured on, as results of the scripts have it."""

@@ -15,8 +15,9 @@ from pathlib import Path, PurePosixPath
 
 from fusion_lab.cli import ToolError, note, say
 from fusion_lab.files import below, read_json
+from fusion_lab.host import PEAK_TFLOPS
 from fusion_lab.records import Steps, Summary, checked, checked_study, read
-from fusion_lab.script import PEAK_TFLOPS, mode_of, model_and_version, precision_of
+from fusion_lab.script import mode_of, model_and_version, precision_of
 from fusion_lab.show import Column, rate, render
 from fusion_lab.study import in_words, launch_of
 from fusion_lab.turns import ratios, spread

@@ -16,14 +16,6 @@ from fusion_lab.files import ROOT
 
 DEFAULT_SCRIPT = "tiny_llama_v2.py"  # that of the sheets which name a program without a script
 INTERFACE = ("build_parser", "parse_args", "build_model", "make_batches", "train", "main")
-HOPPER = {"bf16": 989.4, "fp16": 989.4, "TF32": 494.7, "fp32": 66.9, "fp64": 66.9}
-PEAK_TFLOPS = {  # of dense products, as published
-    "AMD Instinct MI300X": {
-        "bf16": 1307.4, "fp16": 1307.4, "TF32": 653.7, "fp32": 163.4, "fp64": 163.4
-    },
-    "NVIDIA H100 80GB HBM3": HOPPER,
-    "NVIDIA H200": HOPPER,
-}  # fmt: skip
 MODES = ("compare_fusion", "verify_accuracy", "under_profiler")
 
 

@@ -44,7 +44,7 @@ from fusion_lab.fusions.rates import (
 )
 from fusion_lab.fusions.record import Operator
 from fusion_lab.fusions.trace import replayed
-from fusion_lab.script import PEAK_TFLOPS
+from fusion_lab.host import PEAK_TFLOPS
 from fusion_lab.show import Column, render
 
 SOURCE = {
