@@ -1009,12 +1009,6 @@ def keep_separate_names(parent: nn.Module, fused: str, parts: dict[str, int]) ->
     parent.register_load_state_dict_pre_hook(merge)
 
 
-def config_of(args: argparse.Namespace) -> ModelConfig:
-    """Return the sizes that these arguments ask for."""
-    sizes = {name: getattr(args, name) for name in ModelConfig.__dataclass_fields__ if name in args}
-    return ModelConfig(**sizes)
-
-
 def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
     """Build the model: a seed gives the same weights in every version and fusion setting."""
     fusions = Fusions(**{name: getattr(args, name) for name in Fusions.__dataclass_fields__})
@@ -1288,6 +1282,7 @@ RANK = int(os.getenv("RANK", "0"))  # of this process among those that torchrun 
 WORLD_SIZE = int(os.getenv("WORLD_SIZE", "1"))
 PROFILES = ("enable_pytorch_profiler", "enable_memory_profiling", "enable_rocm_profiling")
 UNFINISHED = (1, "it did not finish")  # exit status and error of a run until its end
+OUT_OF_MEMORY = ("MemoryError", "out of memory", "allocate memory", "ALLOC_FAILED")
 
 
 def measure(*sides: Trainer) -> list[dict]:
@@ -1319,10 +1314,6 @@ def measure(*sides: Trainer) -> list[dict]:
         for side in sides:
             side.write(end)
     return [side.summary() for side in sides]
-
-
-class StaleGraph(RuntimeError):
-    """A parameter is no longer where a captured graph changes it."""
 
 
 class Trainer:
@@ -1395,7 +1386,7 @@ class Trainer:
         if not self.graph:
             return self.compute(batch)
         if self.addresses() != self.captured_addresses:
-            raise StaleGraph("a parameter moved in memory: the captured graph writes the old place")
+            raise RuntimeError("a parameter moved in memory: the graph writes the old place")
         self.graph.replay()
         self.mark("graph")
         return self.loss
@@ -1450,10 +1441,10 @@ class Trainer:
             timing = {"warmup_first_step_ms": warmup_ms[0], "warmup_ms": sum(warmup_ms)}
             self.groups["timing"] = timing
         if self.gpu:
-            peaks = [torch.cuda.max_memory_allocated() - before] * WORLD_SIZE
+            peak = torch.tensor(torch.cuda.max_memory_allocated() - before, device=self.device)
             if WORLD_SIZE > 1:
-                dist.all_gather_object(peaks, peaks[RANK])
-            self.peak = max(peaks)
+                dist.all_reduce(peak, dist.ReduceOp.MAX)
+            self.peak = int(peak)
         gc.collect()  # compiling leaves cycles that keep tensors
 
     def take(self, steps: int, measured: bool = True) -> float:
@@ -1575,20 +1566,15 @@ class Trainer:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             unfinished.write_text(json.dumps(self.summary(), indent=1, default=str) + "\n")
-            if path.exists() and '"samples_per_sec"' in path.read_text():  # a run that measured
-                keep_earlier(path)
+            if path.exists() and '"samples_per_sec"' in path.read_text():  # another run's
+                number = 1
+                while (kept := path.with_suffix(f".{number}.json")).exists():
+                    number += 1
+                path.rename(kept)
+                say("note", f"{path} was there; it is {kept.name} now")
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)  # where the disk is full
-
-
-def keep_earlier(path: Path) -> None:
-    """Move what another run measured out of the way, and say where it is now."""
-    number = 1
-    while (kept := path.with_suffix(f".{number}.json")).exists():
-        number += 1
-    path.rename(kept)
-    say("note", f"{path} was there; it is {kept.name} now")
 
 
 NO_WORK = ("_unsafe_view", "empty", "new_empty", "_record_function")  # like views, move no data
@@ -1754,25 +1740,21 @@ def headline(args: argparse.Namespace, config: dict, parameters: int) -> str:
 LATEST = {"text": "", "moment": 0.0}  # what `progress` said, and when
 
 
-def progress(text: str = "") -> None:
-    """Say what happens now, or that all is done."""
-    LATEST.update(text=text, moment=time.monotonic())
-    show_progress(text)
-
-
-def show_progress(text: str) -> None:
-    """Print it, on a terminal in one line, which the next text replaces."""
+def progress(text: str = "", since: str = "") -> None:
+    """Say what happens now, or (`since`) still; on a terminal the next text replaces it."""
+    if not since:
+        LATEST.update(text=text, moment=time.monotonic())
     terminal = sys.stderr.isatty()
     if not RANK and (text or terminal):
-        print(text, end="\033[K\r" if terminal else "\n", file=sys.stderr, flush=True)
+        print(text + since, end="\033[K\r" if terminal else "\n", file=sys.stderr, flush=True)
 
 
 def repeat_progress(end: threading.Event) -> None:
-    """Show every five seconds what takes so long, in a thread of its own until the end."""
+    """Say every five seconds what takes so long, in a thread of its own until the end."""
     while not end.wait(5):
         seconds = time.monotonic() - LATEST["moment"]
         if LATEST["text"] and seconds > 4:
-            show_progress(f"{LATEST['text']} (for {seconds:.0f} s)")
+            progress(LATEST["text"], f" (for {seconds:.0f} s)")
 
 
 def say(kind: str, message: str) -> None:
@@ -1787,19 +1769,13 @@ def fail(message: str, status: int = 2) -> None:
     raise SystemExit(status)
 
 
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Tell whether it is, or covers, one: the end of a capture raises an error of its own."""
-    signs = ("MemoryError", "out of memory", "allocate memory", "ALLOC_FAILED")
-    covers = error is not None and is_out_of_memory(error.__context__)
-    return covers or any(sign in repr(error) for sign in signs)
-
-
 def explain(error: BaseException, args: argparse.Namespace) -> tuple[int, str]:
     """Return exit status and line for what a user can mend; raise any other error."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    both = f"{error!r} {error.__context__!r}"  # the end of a capture raises an error of its own
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted"
-    if is_out_of_memory(error):
+    if any(sign in both for sign in OUT_OF_MEMORY):
         return 3, f"out of memory: lower --batch-size or --seq-len ({line})"
     if isinstance(error, OSError):
         return 2, f"cannot write {error.filename or 'output or --profile-dir'}: {error.strerror}"
@@ -1810,7 +1786,7 @@ def explain(error: BaseException, args: argparse.Namespace) -> tuple[int, str]:
     if isinstance(error, ImportError):
         return 4, line
     library = type(error).__module__.startswith(("torch.", "triton"))
-    if library or isinstance(error, (FloatingPointError, StaleGraph)):
+    if library or isinstance(error, FloatingPointError):
         return 1, line
     raise error
 
@@ -1940,6 +1916,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             switch = "enable" if flags[name] else "disable"
             say("note", f"--{switch}-{flag} has no effect: {args.without_effect[name]}")
     return args
+
+
+def config_of(args: argparse.Namespace) -> ModelConfig:
+    """Return the sizes that these arguments ask for."""
+    sizes = {name: getattr(args, name) for name in ModelConfig.__dataclass_fields__ if name in args}
+    return ModelConfig(**sizes)
 
 
 def all_off(args: argparse.Namespace, **changes) -> argparse.Namespace:
