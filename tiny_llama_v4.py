@@ -1239,7 +1239,9 @@ def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
 
     It has the gaps between them, too, in which is anything.
     """
-    first, last, size = tensors[0], tensors[-1], 0
+    first = tensors[0]
+    last = tensors[-1]
+    size = 0
     for t in tensors:
         place = first.data_ptr() + size * first.element_size()
         if t.data_ptr() != place or t.dtype != first.dtype or not t.is_contiguous():
@@ -1267,11 +1269,13 @@ def cast_weights(
     again: on the side stream they could get memory that the main stream still reads.
     """
     known = CASTS.get({})
-    weights, casts = [w for w in weights if w.dtype != dtype and w not in known], []
+    weights = [w for w in weights if w.dtype != dtype and w not in known]
+    casts = []
     if weights:
         side = side or SideStreams()
         with torch.no_grad(), side.beside(side.gradients):
-            casts, one = side_by_side(weights, dtype), as_one(weights)
+            casts = side_by_side(weights, dtype)
+            one = as_one(weights)
             if one is None:
                 torch._foreach_copy_(casts, weights)
             else:
@@ -1301,7 +1305,8 @@ class SideStreams:
         end of optimizer.step <---------------------------------- all of them
     """
 
-    DEPTH, BYTES = 4, 2 * 10**8
+    DEPTH = 4
+    BYTES = 2 * 10**8
 
     def __init__(self):
         self.streams: tuple[torch.cuda.Stream, ...] = ()
@@ -1414,7 +1419,8 @@ def gradients_of(
             p.grad = p.grad.to(p.dtype)
             overlaps = placed = False
         overlaps &= not (p._backward_hooks or p._post_accumulate_grad_hooks)
-    outs, grads = [], {}
+    outs = []
+    grads = {}
     for group in groups:
         sizes = [p.numel() for p in group]
         out = side.place(group) if placed else None
@@ -2335,8 +2341,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.warmup_steps is None:
         args.warmup_steps = 12 if args.num_gpus > 1 else 5
     if args.cuda_graph is None:
-        possible = args.warmup_steps > 1 and mode not in OWN_GRAPHS
-        args.cuda_graph = VERSION > 3 and gpus > 0 and possible
+        args.cuda_graph = VERSION > 3 and gpus > 0 and args.warmup_steps > 1
     graph = args.cuda_graph
     least = 12 if args.num_gpus > 1 else 2  # DDP needs 11 before a capture
     for wrong, message in (

@@ -3244,8 +3244,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.warmup_steps is None:
         args.warmup_steps = 12 if args.num_gpus > 1 else 5
     if args.cuda_graph is None:
-        possible = args.warmup_steps > 1 and mode not in OWN_GRAPHS
-        args.cuda_graph = VERSION > 3 and gpus > 0 and possible
+        args.cuda_graph = VERSION > 3 and gpus > 0 and args.warmup_steps > 1
     graph = args.cuda_graph
     least = 12 if args.num_gpus > 1 else 2  # DDP needs 11 before a capture
     for wrong, message in (

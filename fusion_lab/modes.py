@@ -4,14 +4,12 @@ import argparse
 from types import ModuleType
 
 from fusion_lab.accuracy import GRADIENT, judged_values, worst_of
-from fusion_lab.cli import sign_of_life
 
 
 def verify_accuracy(script: ModuleType, args: argparse.Namespace) -> int:
     """Judge the outputs, loss and gradients of the initial weights by those in float64."""
     script.progress("outputs and gradients: in float64, with all off, and as chosen")
-    with sign_of_life("accuracy"):
-        judged = judged_values(script, args)
+    judged = judged_values(script, args)
     script.progress()
     wrong = [name for name, (error, limit) in judged.items() if error > limit]
     gradients = {name: pair for name, pair in judged.items() if name.startswith(GRADIENT)}
