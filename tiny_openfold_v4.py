@@ -4046,7 +4046,7 @@ LATEST = {"text": "", "moment": 0.0}  # what `progress` said, and when
 
 
 def progress(text: str = "", since: str = "") -> None:
-    """Say what happens now, or (`since`) still; on a terminal the next text replaces it."""
+    """Say what happens, and since when if it takes long; a terminal has it in one line."""
     if not since:
         LATEST.update(text=text, moment=time.monotonic())
     terminal = sys.stderr.isatty()
