@@ -47,6 +47,7 @@ from types import ModuleType
 
 from fusion_lab.cli import Parser, ToolError, note, program, say, sign_of_life
 from fusion_lab.files import write_text
+from fusion_lab.host import is_out_of_memory
 from fusion_lab.profile.ceilings import measure_ceilings
 from fusion_lab.profile.roofline import (
     count_modules,
@@ -202,7 +203,7 @@ def count_script(own: argparse.Namespace, rest: list[str]) -> int:
         with sign_of_life("counting"):
             return measure(module, args, own.computational_intensity or roofline, roofline)
     except (RuntimeError, MemoryError) as error:
-        if not module.is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         raise ToolError("out of memory: lower --batch-size or --seq-len", status=3) from error
 
