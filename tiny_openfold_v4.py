@@ -3735,11 +3735,10 @@ class Trainer:
         progress(f"{self.title}{'compiling in' if args.torch_compile else 'taking'} the first step")
         warmup_ms = []
         for step in range(1, args.warmup_steps + 1):
-            capture = args.cuda_graph and step == args.warmup_steps
-            if self.gpu and (step == 2 or capture):
-                # the first step needs more than the others, and a replay allocates nothing
-                torch.cuda.reset_peak_memory_stats()
-            if capture:
+            if self.gpu and step == 2:
+                torch.cuda.reset_peak_memory_stats()  # the first step needs more than the others
+            if args.cuda_graph and step == args.warmup_steps:
+                torch.cuda.reset_peak_memory_stats()  # a capture allocates, and no replay does
                 self.capture()
             warmup_ms.append(self.take(1, measured=False))
         if warmup_ms:
@@ -4298,7 +4297,8 @@ def main(argv: list[str] | None = None) -> int:
         results = [side.summary() for side in sides]
         whole = all(result["timing"].get("steps") == args.num_steps for result in results)
         text = comparison(*results) if sides[1:] and whole else report(results[-1])
-        print(text, end="\n" if text else "")
+        if text:
+            print(text)
     if message:
         say("error", message)
     if WORLD_SIZE > 1:
