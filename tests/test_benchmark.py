@@ -109,10 +109,25 @@ def triangle_multiplicative_update(x, direction, **w):
     return gate * linear(product, w["p_out_weight"], w["p_out_bias"])
 
 
-STAND_INS = SimpleNamespace(  # for cuEquivariance, which needs an NVIDIA GPU
-    triangle_attention=triangle_attention,
-    triangle_multiplicative_update=triangle_multiplicative_update,
-)
+def turbo_attention(q, k, v, res_mask=None, pair_bias=None):
+    """TurboPairFormer's formula and argument shapes, those above; the result is [B, N, S, H, D]."""
+    return triangle_attention(q, k, v, pair_bias, res_mask).transpose(2, 3)
+
+
+def triton_evoformer(q, k, v, mask, bias):
+    """openfold3's formula: q, k, v and the result [B, N, S, H, D], mask [B, N, 1, 1, S]."""
+    q, k, v = (x.transpose(2, 3) for x in (q, k, v))
+    return triangle_attention(q, k, v, bias + mask).transpose(2, 3)
+
+
+STAND_INS = {  # for libraries that need an NVIDIA GPU
+    "cuequivariance_torch": SimpleNamespace(
+        triangle_attention=triangle_attention,
+        triangle_multiplicative_update=triangle_multiplicative_update,
+    ),
+    "turbopairformer": SimpleNamespace(turbo_attention=turbo_attention),
+    "openfold3.core.kernels.triton.evoformer": SimpleNamespace(TritonEvoformer=triton_evoformer),
+}
 SAME = {  # sizes for a CPU and for a GPU
     "attention": ((2, 2, 4, 1, 8), (1, 256, 256, 4, 32)),
     "triangle": ((1, 3), (1, 256)),
@@ -130,14 +145,15 @@ def test_all_sides_of_a_study_compute_the_same(study: str, monkeypatch):
     gpu = torch.cuda.is_available()
     monkeypatch.setattr(torch, "randn_like", slope)  # the same gradient on all sides
     if not gpu:
-        monkeypatch.setitem(sys.modules, "cuequivariance_torch", STAND_INS)
-        monkeypatch.setattr(torch, "compile", lambda function, **mode: function)
+        for module, operations in STAND_INS.items():
+            monkeypatch.setitem(sys.modules, module, operations)
+        monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     dtype, limit = (torch.bfloat16, 5e-2) if gpu else (torch.float32, 1e-5)
     steps = kernels.STUDIES[study][1](SAME[study][gpu], dtype)
-    ours = steps.pop("triton")()
-    assert {"torch.compile", "cuEquivariance"} <= {*steps}
+    ours = steps.pop("V3")()
+    assert {"V4", "torch.compile", "cuEquivariance"} <= {*steps}
     for name, step in steps.items():
-        if name.endswith("own layout"):
+        if name.endswith(("own layout", "no biases")):
             continue
         try:
             theirs = step()
@@ -162,12 +178,12 @@ def test_a_study_writes_its_turns_and_only_a_kernel_of_ours_that_fails_fails_it(
 
     shapes = {"N=4": SAME["attention"][0]}
     monkeypatch.setitem(kernels.STUDIES, "attention", (shapes, kernels.STUDIES["attention"][1]))
-    monkeypatch.setattr(torch, "compile", lambda function, **mode: function)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setitem(sys.modules, "cuequivariance_torch", None)  # not installed
     monkeypatch.setattr(kernels, "library_attention", no_room)
     status, row, err = measured()
-    assert (status, row["triton"]["shape"], row["triton"]["precision"]) == (0, "N=4", "fp32")
-    assert row["triton"]["us"] == pytest.approx(sum(row["triton"]["turns_us"]) / 2)
+    assert (status, row["V3"]["shape"], row["V3"]["precision"]) == (0, "N=4", "fp32")
+    assert row["V3"]["us"] == pytest.approx(sum(row["V3"]["turns_us"]) / 2)
     assert row["SDPA"]["status"] == "oom"
     assert "note: SDPA: OutOfMemoryError: CUDA out of memory. Tried to allocate 8 GiB\n" in err
     table = call(kernels, "table", tmp_path)[1]
