@@ -147,7 +147,7 @@ def test_all_sides_of_a_study_compute_the_same(study: str, monkeypatch):
     if not gpu:
         for module, operations in STAND_INS.items():
             monkeypatch.setitem(sys.modules, module, operations)
-        monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+        monkeypatch.setattr(torch, "compile", lambda function, **mode: function)
     dtype, limit = (torch.bfloat16, 5e-2) if gpu else (torch.float32, 1e-5)
     steps = kernels.STUDIES[study][1](SAME[study][gpu], dtype)
     ours = steps.pop("V3")()
@@ -178,7 +178,7 @@ def test_a_study_writes_its_turns_and_only_a_kernel_of_ours_that_fails_fails_it(
 
     shapes = {"N=4": SAME["attention"][0]}
     monkeypatch.setitem(kernels.STUDIES, "attention", (shapes, kernels.STUDIES["attention"][1]))
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(torch, "compile", lambda function, **mode: function)
     monkeypatch.setitem(sys.modules, "cuequivariance_torch", None)  # not installed
     monkeypatch.setattr(kernels, "library_attention", no_room)
     status, row, err = measured()

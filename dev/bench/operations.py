@@ -77,7 +77,6 @@ def parts_of(study: str, args: argparse.Namespace) -> Iterator[Part]:
 
 def measure_shape(sides_of: Callable, sizes: tuple, precision: str, rounds: int) -> list[dict]:
     dtype, products = PRECISIONS[precision]
-    torch.compiler.reset()  # each shape is compiled for itself, and not as one of several
     with matmul_precision(products):
         return as_rows(steps_in_turns(sides_of(sizes, dtype), rounds))
 
@@ -95,7 +94,7 @@ def attention(sizes: tuple, dtype: torch.dtype) -> dict[str, Step]:
         for name, script in OURS.items()
     }
     operations["SDPA"] = library_attention
-    operations["torch.compile"] = torch.compile(plain_attention, dynamic=False)
+    operations["torch.compile"] = torch.compile(plain_attention)
     operations["cuEquivariance"] = cuequivariance_attention
     operations["TurboPairFormer"] = turbopairformer_attention
     operations["openfold3"] = openfold3_attention
@@ -137,7 +136,7 @@ def triangle(sizes: tuple, dtype: torch.dtype) -> dict[str, Step]:
     v2 = module_of("tiny_openfold_v2")
     sides["V2"] = module_step(with_residual(v2), v2, [pair], dtype)
     v1 = module_of("tiny_openfold_v1")
-    compiled = torch.compile(with_residual(v1), dynamic=False)
+    compiled = torch.compile(with_residual(v1))
     sides["torch.compile"] = module_step(compiled, v1, [pair], dtype)
     for name, theirs in triangle_peers(v1.state_dict(), dtype).items():
         sides[name] = module_step(with_residual(theirs), theirs, [pair])

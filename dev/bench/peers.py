@@ -137,7 +137,7 @@ def flexible_attention(rows: int) -> Operation:
 
         return flex_attention(q, k, v, score_mod=biased)
 
-    return torch.compile(attend, dynamic=False)
+    return torch.compile(attend)
 
 
 def attention_peers(
@@ -210,23 +210,16 @@ class JoinedTriangle(nn.Module):
         return self.operation(pair, **dict(self.named_parameters()), **self.options)
 
 
-def triangle_peers(
-    weights: Mapping[str, Tensor], dtype: torch.dtype, direction: str = "outgoing"
-) -> dict[str, JoinedTriangle]:
-    """What libraries have for the whole module, to be run without autocast on a pair of this
-    type."""
+def triangle_peers(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, JoinedTriangle]:
+    """What libraries have for the whole module, outgoing, to be run without autocast on a pair of
+    this type."""
     update = cuequivariance("triangle_multiplicative_update")
     if dtype != torch.bfloat16:
-        joined = JoinedTriangle(update, weights, torch.float32, direction=direction)
-        return {"cuEquivariance": joined}
-    rounding = {"direction": direction, "precision": "bfloat16"}
+        return {"cuEquivariance": JoinedTriangle(update, weights, torch.float32)}
     turbo = turbopairformer("turbo_trimul")
+    rounded = JoinedTriangle(update, weights, torch.float32, precision="bfloat16")
     return {
-        "cuEquivariance": JoinedTriangle(update, weights, torch.float32, **rounding),
-        "cuEquivariance, bf16 parameters": JoinedTriangle(
-            update, weights, dtype, direction=direction
-        ),
-        "TurboPairFormer, no biases": JoinedTriangle(
-            turbo, weights, torch.float32, biased=False, direction=direction
-        ),
+        "cuEquivariance": rounded,
+        "cuEquivariance, bf16 parameters": JoinedTriangle(update, weights, dtype),
+        "TurboPairFormer, no biases": JoinedTriangle(turbo, weights, torch.float32, biased=False),
     }
