@@ -27,6 +27,7 @@ from pathlib import Path
 
 from torch import nn
 
+from dev.bench.sizes import SHAPES
 from fusion_lab.amd.compile import launches_of_step, take_step
 from fusion_lab.cli import Parser, ToolError, documented_parser, program
 from fusion_lab.files import ROOT, read_json
@@ -38,12 +39,15 @@ from fusion_lab.show import Column, render
 from fusion_lab.study import Part, chosen, measure_study
 
 GROUPS = {  # sides that one process launches
-    "small": ("operations", *(f"tiny_llama, small, bf16, V{n}" for n in (1, 2, 3, 4))),
-    "fp32": tuple(f"tiny_llama, small, fp32, V{n}" for n in (1, 4)),
+    "operations": ("operations",),  # alone, as the last of them changes V3
+    "small": tuple(f"tiny_llama, small, bf16, V{n}" for n in (1, 2, 3, 4)),
+    "fp32": tuple(f"tiny_llama, small, fp32, V{n}" for n in (4, 1)),
     "default": tuple(f"tiny_openfold, default, bf16, V{n}" for n in (4, 3, 2)),
-    "unfused": ("tiny_openfold, default, bf16, V1",),  # by itself: it takes longest to start
-    "medium": tuple(f"tiny_llama, medium, bf16, V{n}" for n in (1, 4)),
-    "crop": tuple(f"tiny_openfold, crop, bf16, V{n}" for n in (4, 3, 1)),
+    "default, V1": ("tiny_openfold, default, bf16, V1",),  # V1 by itself: it takes longest
+    "medium": ("tiny_llama, medium, bf16, V4",),
+    "medium, V1": ("tiny_llama, medium, bf16, V1",),
+    "crop": tuple(f"tiny_openfold, crop, bf16, V{n}" for n in (4, 3)),
+    "crop, V1": ("tiny_openfold, crop, bf16, V1",),
 }
 CACHES = {"emptied": True, "as they come": False}
 MARK = "spin_kernel"  # before each side
@@ -61,13 +65,20 @@ def counted(sides: tuple[str, ...], empty_caches: bool, limit: int) -> list[dict
         except FileNotFoundError as error:
             raise ToolError("ncu is not on PATH (NVIDIA Nsight Compute)", status=4) from error
         except subprocess.TimeoutExpired as error:
-            raise ToolError(f"ncu had not ended after {limit} s", status=1) from error
+            message = f"ncu had not ended after {limit} s: {last_line(output)}"
+            raise ToolError(message, status=1) from error
         if done.returncode:
             lines = (done.stderr or done.stdout).strip().splitlines()
             raise ToolError(f"ncu ended with status {done.returncode}: {lines[-1:]}", status=1)
         launches = split_at_marks(read_ncu(output))
         rows = json.loads(predicted.read_text())
     return [with_counters(row, group) for row, group in zip(rows, launches, strict=True)]
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of what ncu wrote, which says at which kernel it stood."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return lines[-1] if lines else "it had written nothing"
 
 
 def split_at_marks(launches: list[dict]) -> list[list[dict]]:
@@ -138,6 +149,16 @@ def off(row: dict) -> float:
     return 100 * (moved(row) / row["predicted_mb"] - 1)
 
 
+def size_of(row: dict) -> str:
+    return row["shape"].partition(", ")[2]
+
+
+def order_of(row: dict) -> tuple:
+    """Sort steps by what they are of, then by version."""
+    shapes = [*SHAPES].index(row["shape"])
+    return row["caches"] != "emptied", row["precision"] != "bf16", shapes, row["script"]
+
+
 def table_of_steps(rows: list[dict]) -> str:
     """Return GB of each step, predicted and counted."""
 
@@ -145,7 +166,7 @@ def table_of_steps(rows: list[dict]) -> str:
         return lambda row: row[key] / 1e3
 
     columns = [
-        Column("step, bf16", lambda row: f"{row['script']}, {row['shape'].partition(', ')[2]}"),
+        Column("step", lambda row: f"{row['script']}, {size_of(row)}, {row['precision']}"),
         Column("caches", "caches", text=True),
         Column("kernels", "launches"),
         Column("GB predicted", gb("predicted_mb"), ".2f"),
@@ -155,7 +176,8 @@ def table_of_steps(rows: list[dict]) -> str:
         Column("SMs read", gb("l2_read_mb"), ".2f"),
         Column("SMs wrote", gb("l2_written_mb"), ".2f"),
     ]
-    return render(columns, [row for row in rows if row["what"] == "step"])
+    steps = [row for row in rows if row["what"] == "step"]
+    return render(columns, sorted(steps, key=order_of))
 
 
 def table_of_operations(rows: list[dict]) -> str:
@@ -181,7 +203,7 @@ def table_of_operations(rows: list[dict]) -> str:
 def table_of_kernels(rows: list[dict]) -> str:
     """Return the kernels of V3 and V4 by how far their bytes are from the predicted ones."""
     found = [
-        {"script": row["script"], **kernel, "off": off(kernel)}
+        {"step": f"{row['script']}, {size_of(row)}", **kernel, "off": off(kernel)}
         for row in rows
         if row["what"] == "step" and row["caches"] == "emptied" and row["script"][-1] in "34"
         for kernel in row["kernels"]
@@ -189,7 +211,7 @@ def table_of_kernels(rows: list[dict]) -> str:
     ]
     columns = [
         Column("kernel", "name"),
-        Column("of", "script", text=True),
+        Column("of", "step", text=True),
         Column("MB predicted", "predicted_mb", ".1f"),
         Column("counted", moved, ".1f"),
         Column("off", "off", "+.0f", " %"),

@@ -25,8 +25,16 @@ RECORDING = ROOT / "results/h200/counters.json"
 
 
 def name_of(row: dict) -> str:
-    """Return what a row is called here."""
-    return row["script"] if row["what"] == "step" else f"{row['operation']} {row['side']}"
+    """Return what a row is called here: of the usual size and type a script has its bare name."""
+    if row["what"] == "operation":
+        return f"{row['operation']} {row['side']}"
+    size = row["shape"].partition(", ")[2]
+    names = [row["script"]]
+    if size not in ("small", "default"):
+        names.append(size)
+    if row["precision"] != "bf16":
+        names.append(row["precision"])
+    return ", ".join(names)
 
 
 def show(args: argparse.Namespace) -> int:
