@@ -96,14 +96,13 @@ def triangle_attention(q, k, v, bias, mask=None):
     return (q @ k.mT / q.shape[-1] ** 0.5 + bias).softmax(-1) @ v
 
 
-def triangle_multiplicative_update(x, direction, **w):
-    """cuEquivariance's formula, of which the names of the arguments say the rest."""
+def triangle_multiplicative_update(x, **w):
+    """cuEquivariance's formula, outgoing; the names of the arguments say the rest."""
     linear, norm, dim = torch.nn.functional.linear, torch.nn.functional.layer_norm, x.shape[-1:]
     x = norm(x, dim, w["norm_in_weight"], w["norm_in_bias"])
     gate = linear(x, w["g_in_weight"], w["g_in_bias"]).sigmoid()
     a, b = (gate * linear(x, w["p_in_weight"], w["p_in_bias"])).chunk(2, dim=-1)
-    terms = {"outgoing": "bikc,bjkc->bijc", "incoming": "bkic,bkjc->bijc"}[direction]
-    product = torch.einsum(terms, a, b)
+    product = torch.einsum("bikc,bjkc->bijc", a, b)
     product = norm(product, product.shape[-1:], w["norm_out_weight"], w["norm_out_bias"])
     gate = linear(x, w["g_out_weight"], w["g_out_bias"]).sigmoid()
     return gate * linear(product, w["p_out_weight"], w["p_out_bias"])
