@@ -201,6 +201,7 @@ class Study(TypedDict):
     argv: NotRequired[list[str]]
     rounds: NotRequired[Count]
     processes: NotRequired[Count]
+    libraries: NotRequired[dict[str, str | None]]  # versions; None: not installed
 
 
 class Gradients(TypedDict):

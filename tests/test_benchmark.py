@@ -96,23 +96,37 @@ def triangle_attention(q, k, v, bias, mask=None):
     return (q @ k.mT / q.shape[-1] ** 0.5 + bias).softmax(-1) @ v
 
 
-def triangle_multiplicative_update(x, direction, **w):
-    """cuEquivariance's formula, of which the names of the arguments say the rest."""
+def triangle_multiplicative_update(x, **w):
+    """cuEquivariance's formula, outgoing; the names of the arguments say the rest."""
     linear, norm, dim = torch.nn.functional.linear, torch.nn.functional.layer_norm, x.shape[-1:]
     x = norm(x, dim, w["norm_in_weight"], w["norm_in_bias"])
     gate = linear(x, w["g_in_weight"], w["g_in_bias"]).sigmoid()
     a, b = (gate * linear(x, w["p_in_weight"], w["p_in_bias"])).chunk(2, dim=-1)
-    terms = {"outgoing": "bikc,bjkc->bijc", "incoming": "bkic,bkjc->bijc"}[direction]
-    product = torch.einsum(terms, a, b)
+    product = torch.einsum("bikc,bjkc->bijc", a, b)
     product = norm(product, product.shape[-1:], w["norm_out_weight"], w["norm_out_bias"])
     gate = linear(x, w["g_out_weight"], w["g_out_bias"]).sigmoid()
     return gate * linear(product, w["p_out_weight"], w["p_out_bias"])
 
 
-STAND_INS = SimpleNamespace(  # for cuEquivariance, which needs an NVIDIA GPU
-    triangle_attention=triangle_attention,
-    triangle_multiplicative_update=triangle_multiplicative_update,
-)
+def turbo_attention(q, k, v, res_mask=None, pair_bias=None):
+    """TurboPairFormer's formula and argument shapes, those above; the result is [B, N, S, H, D]."""
+    return triangle_attention(q, k, v, pair_bias, res_mask).transpose(2, 3)
+
+
+def triton_evoformer(q, k, v, mask, bias):
+    """openfold3's formula: q, k, v and the result [B, N, S, H, D], mask [B, N, 1, 1, S]."""
+    q, k, v = (x.transpose(2, 3) for x in (q, k, v))
+    return triangle_attention(q, k, v, bias + mask).transpose(2, 3)
+
+
+STAND_INS = {  # for libraries that need an NVIDIA GPU
+    "cuequivariance_torch": SimpleNamespace(
+        triangle_attention=triangle_attention,
+        triangle_multiplicative_update=triangle_multiplicative_update,
+    ),
+    "turbopairformer": SimpleNamespace(turbo_attention=turbo_attention),
+    "openfold3.core.kernels.triton.evoformer": SimpleNamespace(TritonEvoformer=triton_evoformer),
+}
 SAME = {  # sizes for a CPU and for a GPU
     "attention": ((2, 2, 4, 1, 8), (1, 256, 256, 4, 32)),
     "triangle": ((1, 3), (1, 256)),
@@ -130,14 +144,15 @@ def test_all_sides_of_a_study_compute_the_same(study: str, monkeypatch):
     gpu = torch.cuda.is_available()
     monkeypatch.setattr(torch, "randn_like", slope)  # the same gradient on all sides
     if not gpu:
-        monkeypatch.setitem(sys.modules, "cuequivariance_torch", STAND_INS)
+        for module, operations in STAND_INS.items():
+            monkeypatch.setitem(sys.modules, module, operations)
         monkeypatch.setattr(torch, "compile", lambda function, **mode: function)
     dtype, limit = (torch.bfloat16, 5e-2) if gpu else (torch.float32, 1e-5)
     steps = kernels.STUDIES[study][1](SAME[study][gpu], dtype)
-    ours = steps.pop("triton")()
-    assert {"torch.compile", "cuEquivariance"} <= {*steps}
+    ours = steps.pop("V3")()
+    assert {"V4", "torch.compile", "cuEquivariance"} <= {*steps}
     for name, step in steps.items():
-        if name.endswith("own layout"):
+        if name.endswith(("own layout", "no biases")):
             continue
         try:
             theirs = step()
@@ -166,8 +181,8 @@ def test_a_study_writes_its_turns_and_only_a_kernel_of_ours_that_fails_fails_it(
     monkeypatch.setitem(sys.modules, "cuequivariance_torch", None)  # not installed
     monkeypatch.setattr(kernels, "library_attention", no_room)
     status, row, err = measured()
-    assert (status, row["triton"]["shape"], row["triton"]["precision"]) == (0, "N=4", "fp32")
-    assert row["triton"]["us"] == pytest.approx(sum(row["triton"]["turns_us"]) / 2)
+    assert (status, row["V3"]["shape"], row["V3"]["precision"]) == (0, "N=4", "fp32")
+    assert row["V3"]["us"] == pytest.approx(sum(row["V3"]["turns_us"]) / 2)
     assert row["SDPA"]["status"] == "oom"
     assert "note: SDPA: OutOfMemoryError: CUDA out of memory. Tried to allocate 8 GiB\n" in err
     table = call(kernels, "table", tmp_path)[1]

@@ -58,11 +58,13 @@ def memory_of(side: Mapping) -> str:
 def sides_tables(directory: Path, study: str) -> str:
     """Time of each side, the best of the others over ours; then memory."""
     rows, sides = read_lines(directory / f"{study}.json")
+    ours = "V4" if "V4" in sides else "triton"
+    others = [side for side in sides if side not in ("V4", "V3", "triton")]
     work = "a step" if study == "optimizer" else "forward + backward"
     times = [
         Column(f"{study}, {work}, warm L2", "name"),
         *side_columns("{}, us", sides, "us", ".0f", ends=True),
-        best_column("best of the others / triton", [s for s in sides if s != "triton"], "triton"),
+        best_column(f"best of the others / {ours}", others, ours),
     ]
     memory = side_columns("{}", sides, memory_of)
     known = rows if any(column.of(row) for row in rows for column in memory) else []

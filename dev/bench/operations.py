@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Time V3's kernels, forward and backward, beside what PyTorch and other libraries do for the same
-operation.
+"""Time the kernels of V3 and V4, forward and backward, beside what PyTorch and other libraries do
+for the same operation.
 
 All sides of a row are captured as CUDA graphs and replayed in short alternating turns, so that
 neither the host nor a change of its speed counts. A study writes one file. A side that is not
@@ -9,8 +9,8 @@ is given. Two studies are of the whole training step: where its time goes, and t
 moves.
 
 Examples:
-  python dev/bench/operations.py attention DIR  attention with pair bias: V3, libraries, layouts
-  python dev/bench/operations.py triangle DIR  triangle multiplication: V3, V2, V1, cuEquivariance
+  python dev/bench/operations.py attention DIR  attention with pair bias: ours, libraries, layouts
+  python dev/bench/operations.py triangle DIR  triangle multiplication: V4 to V1, libraries
   python dev/bench/operations.py step DIR    the newest step by kernel, and beside a reference
   python dev/bench/operations.py traffic DIR  bytes that a step of each version reads and writes
   python dev/bench/operations.py table DIR   the tables, from what lies in DIR
@@ -29,11 +29,14 @@ from torch import Tensor
 
 from dev.bench.operation_tables import table
 from dev.bench.peers import (
-    JoinedTriangle,
     attention_peers,
     cuequivariance_attention,
     library_attention,
+    openfold3_attention,
     plain_attention,
+    triangle_peers,
+    turbopairformer_attention,
+    versions,
 )
 from dev.bench.sizes import SHAPES
 from dev.bench.whole_steps import STEPS
@@ -49,10 +52,12 @@ from fusion_lab.graph_turns import (
 from fusion_lab.study import Part, as_rows, measure_study
 
 # of triangle multiplication: samples, length
-TRIANGLE = {f"N={n}": (1, n) for n in (256, 384, 512, 768, 1024)} | {"N=64, batch 4": (4, 64)}
+TRIANGLE = {f"N={n}": (1, n) for n in (128, 255, 256, 384, 512, 768, 1024)}
+TRIANGLE["N=64, batch 4"] = (4, 64)
 # samples, rows, length, heads, head dimension
 ATTENTION = {name: (samples, n, n, 4, 32) for name, (samples, n) in TRIANGLE.items()}
 ATTENTION["MSA rows, N=256"] = (1, 128, 256, 8, 32)
+OURS = {"V3": "tiny_openfold_v3", "V4": "tiny_openfold_v4"}  # side and script
 LARGE = {"N=512", "N=768", "N=1024"}  # in bf16 only
 
 
@@ -83,11 +88,16 @@ def attention(sizes: tuple, dtype: torch.dtype) -> dict[str, Step]:
     packed = torch.randn(samples, rows, length, heads, 4, dim, device=DEVICE, dtype=dtype)
     gate_bias = torch.randn(heads * dim, device=DEVICE)
     bias = torch.randn(samples, heads, length, length, device=DEVICE, dtype=dtype)
-    ours = importlib.import_module("tiny_openfold_v3").GatedAttentionFunction.apply
     inputs = [packed, gate_bias, bias]
-    operations = {"triton": ours, "SDPA": library_attention}
+    operations = {
+        name: importlib.import_module(script).GatedAttentionFunction.apply
+        for name, script in OURS.items()
+    }
+    operations["SDPA"] = library_attention
     operations["torch.compile"] = torch.compile(plain_attention)
     operations["cuEquivariance"] = cuequivariance_attention
+    operations["TurboPairFormer"] = turbopairformer_attention
+    operations["openfold3"] = openfold3_attention
     sides = {side: gradient_step(operation, inputs) for side, operation in operations.items()}
     q, k, v, _ = (t.contiguous() for t in packed.transpose(2, 3).unbind(4))
     for side, (operation, own) in attention_peers(q, k, v, bias).items():
@@ -114,24 +124,23 @@ def triangle(sizes: tuple, dtype: torch.dtype) -> dict[str, Step]:
     samples, length = sizes
     pair = torch.randn(samples, length, length, 128, device=DEVICE, dtype=dtype)
 
-    def module_of(version: str) -> torch.nn.Module:
-        module = importlib.import_module(f"tiny_openfold_{version}")
+    def module_of(script: str) -> torch.nn.Module:
+        module = importlib.import_module(script)
         build = module.TriangleMultiplicationOutgoing
         return with_weights(build(module.ModelConfig(), module.Fusions()))
 
-    ours = module_of("v3")
-    sides = {"triton": module_step(ours, ours, [pair], dtype)}
-    v2, v1 = module_of("v2"), module_of("v1")
+    sides = {}
+    for name, script in OURS.items():
+        ours = module_of(script)
+        sides[name] = module_step(ours, ours, [pair], dtype)
+    v2 = module_of("tiny_openfold_v2")
     sides["V2"] = module_step(with_residual(v2), v2, [pair], dtype)
+    v1 = module_of("tiny_openfold_v1")
     compiled = torch.compile(with_residual(v1))
     sides["torch.compile"] = module_step(compiled, v1, [pair], dtype)
-    theirs = JoinedTriangle(v1.state_dict(), "outgoing", torch.float32)
-    sides["cuEquivariance"] = module_step(with_residual(theirs), theirs, [pair], dtype)
-    if dtype == torch.bfloat16:
-        theirs = JoinedTriangle(v1.state_dict(), "outgoing", dtype)
-        step = module_step(with_residual(theirs), theirs, [pair])
-        sides["cuEquivariance, bf16 parameters"] = step
-        step.unchecked = True
+    for name, theirs in triangle_peers(v1.state_dict(), dtype).items():
+        sides[name] = module_step(with_residual(theirs), theirs, [pair])
+        sides[name].unchecked = True
     return sides
 
 
@@ -166,7 +175,7 @@ def check_ours(sides: Mapping[str, dict]) -> None:
     """ToolError if one of our kernels failed; of others, or for lack of memory, that is a
     result."""
     for name, side in sides.items():
-        if name == "triton" and side.get("status") == "failed":
+        if name in OURS and side.get("status") == "failed":
             raise ToolError(f"{name}: {side['error']}", status=1)
 
 
@@ -186,7 +195,8 @@ def run_study(args: argparse.Namespace) -> int:
     args.precisions = args.precisions or (["bf16"] if args.what in STEPS else list(PRECISIONS))
     measured = STEPS[args.what](args) if args.what in STEPS else parts_of(args.what, args)
     path = args.directory / f"{args.what}.json"
-    found = measure_study(path, list(measured), rounds=args.rounds)
+    libraries = {"libraries": versions()} if args.what in STUDIES else {}
+    found = measure_study(path, list(measured), rounds=args.rounds, **libraries)
     for row in found if args.what in STUDIES else ():
         check_ours({row["side"]: row})
     return 0
