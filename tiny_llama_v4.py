@@ -1496,9 +1496,9 @@ def adamw_kernel(
 class FusedAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019): one launch for each of `groups`, which lie side by side.
 
-    Parameters stay where it lays them, and each needs a gradient in every step: what is otherwise
-    is refused. `side`: the model's streams. On several GPUs it replaces DistributedDataParallel:
-    call average_gradients before every step.
+    Parameters stay in the memory where it lays them, and each needs a gradient in every step:
+    anything else is refused. `side`: the model's streams. On several GPUs it replaces
+    DistributedDataParallel: call average_gradients before every step.
     """
 
     _step_supports_amp_scaling = True  # the kernel divides by GradScaler's scale and skips a step
@@ -1547,7 +1547,8 @@ class FusedAdamW(torch.optim.Optimizer):
             wrong = "a parameter was added, moved or converted: build a new optimizer"
             raise RuntimeError(f"FusedAdamW: {wrong}")
         if any(p.grad is None for p in parameters):
-            raise RuntimeError("FusedAdamW: each parameter needs a gradient")
+            wrong = "each parameter needs a gradient; --disable-fused-optimizer has PyTorch's AdamW"
+            raise RuntimeError(f"FusedAdamW: {wrong}")
 
     def collect(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """Return gradients that lie side by side: copies if they do not."""
@@ -1609,10 +1610,10 @@ class FusedAdamW(torch.optim.Optimizer):
         states = [self.state[p] for p in group]
         moments = [as_one([state[name] for state in states]) for name in ("exp_avg", "exp_avg_sq")]
         options = self.param_groups[0]
-        scale = getattr(self, "grad_scale", None)
+        scale = getattr(self, "grad_scale", None)  # a gradient scaler sets both
         found_inf = getattr(self, "found_inf", None)
-        tensors = as_one(group), as_one(self.collect(group)), *moments, *powers
-        tensors += self.rate, scale, found_inf
+        tensors = (as_one(group), as_one(self.collect(group)), *moments, *powers, self.rate)
+        tensors += (scale, found_inf)
         size = moments[0].numel()
         shares = (1 - beta for beta in options["betas"])
         chosen = blocks("adamw")
