@@ -147,8 +147,8 @@ FOLLOWERS = [  # V4's optimizer in each precision, and PyTorch's
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize(("script", "argv"), FOLLOWERS)
 def test_a_graph_follows_the_learning_rate_and_what_is_loaded(script: str, argv: list[str]):
-    """Bit for bit as without a graph: a scheduler and, with V4's optimizer, weights and moments of
-    earlier. A rate that is a number would be captured."""
+    """Bit for bit as without a graph: a scheduler and, with V4's optimizer, a rate that is
+    assigned, weights and moments of earlier. A rate that is a number would be captured."""
     curves, ours = {}, script == V4 and "--disable-fused-optimizer" not in argv
     for side, flags in (("eager", EAGER), ("graph", GRAPH)):
         trainer = trainer_after_a_step(script, *flags, *argv)
@@ -163,11 +163,13 @@ def test_a_graph_follows_the_learning_rate_and_what_is_loaded(script: str, argv:
             scheduler.step()
         if not ours:
             continue
+        optimizer.param_groups[0]["lr"] = 1e-2
+        curve += [trainer.step().item() for _ in range(3)]
         model.load_state_dict(kept[0])
         optimizer.load_state_dict(kept[1])
         curve += [trainer.step().item() for _ in range(3)]
     assert curves["graph"] == curves["eager"]
-    assert len(set(curves["eager"])) == (6 if ours else 3)
+    assert len(set(curves["eager"])) == (9 if ours else 3)
 
 
 def micro_batches(model: torch.nn.Module, ids: torch.Tensor) -> None:

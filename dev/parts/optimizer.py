@@ -40,12 +40,23 @@ def adamw_kernel(
         tl.store(WEIGHTS + at, weight, mask=inside)
 
 
+class Options(dict):
+    """The optimizer's options: a learning rate that is assigned goes to where a graph reads it."""
+
+    def __setitem__(self, name: str, value: object) -> None:
+        super().__setitem__(name, self["lr"].fill_(value) if name == "lr" else value)
+
+    def update(self, *others: dict, **more: object) -> None:
+        for name, value in dict(*others, **more).items():
+            self[name] = value
+
+
 class FusedAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019): one launch for each of `groups`, which lie side by side.
 
-    Parameters stay in the memory where it lays them, and each needs a gradient in every step:
-    anything else is refused. `side`: the model's streams. On several GPUs it replaces
-    DistributedDataParallel: call average_gradients before every step.
+    Parameters that have been given other memory are updated there, one by one. `side`: the model's
+    streams. On several GPUs it replaces DistributedDataParallel: call average_gradients before
+    every step.
     """
 
     _step_supports_amp_scaling = True  # the kernel divides by GradScaler's scale and skips a step
@@ -54,48 +65,45 @@ class FusedAdamW(torch.optim.Optimizer):
     def __init__(
         self, groups: Iterable[list[nn.Parameter]], lr: float, side: SideStreams | None = None
     ):  # fmt: skip
-        self.groups = list(groups)
-        self.side = side or SideStreams()
-        parameters = [p for group in self.groups for p in group]
-        self.steps = parameters[0].new_zeros((), dtype=torch.float64)
-        self.rate = self.steps.new_tensor(lr)  # a graph reads it here
-        defaults = {"lr": self.rate, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-        super().__init__(parameters, defaults)
-        pieces = [side_by_side(parameters, torch.float32) for _ in range(3)]
-        for p, weight, average, square in zip(parameters, *pieces, strict=True):
-            p.data = weight.copy_(p.detach())
-            p.side = self.side
-            moments = {"exp_avg": average.zero_(), "exp_avg_sq": square.zero_()}
-            self.state[p] = {"step": self.steps, **moments}
+        self.groups, self.side = list(groups), side or SideStreams()
+        defaults = {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+        super().__init__([p for group in self.groups for p in group], defaults)
+        self.parameters = self.param_groups[0]["params"]
+        self.steps = self.parameters[0].new_zeros(len(self.parameters), dtype=torch.float64)
+        rate = self.steps.new_tensor(lr)
+        self.param_groups = [Options(self.param_groups[0], lr=rate)]
+        self.counts = dict.fromkeys(self.parameters, 0)  # the same on the host, skipped ones too
+        pieces = (side_by_side(self.parameters, torch.float32) for _ in range(3))
+        for p, *own in zip(self.parameters, *pieces, self.steps, strict=True):
+            weight, average, square, step = own
+            p.data, p.side = weight.copy_(p.detach()), self.side
+            self.state[p] = {"step": step, "exp_avg": average.zero_(), "exp_avg_sq": square.zero_()}
         for group in self.groups:
             self.side.groups |= dict.fromkeys(group, group)
         if dist.is_initialized():  # one seed gives equal weights on equal machines only
-            dist.broadcast(as_one(parameters), 0)
+            dist.broadcast(as_one(self.parameters), 0)
+
+    def __getstate__(self) -> dict:
+        raise TypeError("FusedAdamW: copy or save its state_dict, not the optimizer")
+
+    def add_param_group(self, param_group: dict) -> None:
+        if self.param_groups:
+            raise ValueError("FusedAdamW: build a new one for more parameters")
+        super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Copy options and state to where the kernel reads them; ValueError if they do not fit."""
-        loaded = state_dict["state"]
-        own = self.state_dict()["state"]
+        loaded, own = state_dict["state"], self.state_dict()["state"]
         shapes = [{i: v["exp_avg"].shape for i, v in state.items()} for state in (loaded, own)]
-        if shapes[0] != shapes[1] or len({float(v["step"]) for v in loaded.values()}) > 1:
-            wrong = "the state is of other parameters, in another order, or of different steps"
-            raise ValueError(f"FusedAdamW: {wrong}")
-        for i, values in own.items():
-            for name, value in values.items():
+        if shapes[0] != shapes[1]:
+            wrong = "the state is of other parameters, or in another order"
+            raise ValueError(f"{wrong}, such as that of PyTorch's AdamW")
+        options = {**state_dict["param_groups"][0], "params": self.parameters}
+        self.param_groups[0].update(options)
+        for i, p in enumerate(self.parameters):
+            self.counts[p] = int(loaded[i]["step"])
+            for name, value in self.state[p].items():
                 value.copy_(loaded[i][name])
-        options = state_dict["param_groups"][0]
-        group = self.param_groups[0]
-        group |= {**options, "lr": self.rate.fill_(options["lr"]), "params": group["params"]}
-
-    def check(self) -> None:
-        """Raise RuntimeError where a step would not update all parameters."""
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        if as_one(parameters) is None:
-            wrong = "a parameter was added, moved or converted: build a new optimizer"
-            raise RuntimeError(f"FusedAdamW: {wrong}")
-        if any(p.grad is None for p in parameters):
-            wrong = "each parameter needs a gradient; --disable-fused-optimizer has PyTorch's AdamW"
-            raise RuntimeError(f"FusedAdamW: {wrong}")
 
     def collect(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """Return gradients that lie side by side: copies if they do not."""
@@ -110,62 +118,76 @@ class FusedAdamW(torch.optim.Optimizer):
     def average_gradients(self) -> None:
         """Average the gradients over all processes; a single process returns at once.
 
-        Call it before a gradient scaler reads them, so that all skip the same steps.
+        Call it before a gradient scaler reads them, so that all skip the same steps. Raises
+        RuntimeError if a parameter that needs a gradient has none, for which others would wait.
         """
         if not dist.is_initialized():
             return
         self.side.join()
-        self.check()
+        if any(p.grad is None and p.requires_grad for p in self.parameters):
+            raise RuntimeError("FusedAdamW: on several GPUs each parameter needs a gradient")
         averages = {}
         with self.side.beside(self.side.updates):
             for group in reversed(self.groups):
-                self.side.wait_for(group)
-                parts = self.collect(group)
-                one = as_one(parts)
-                dist.all_reduce(one)
-                one /= dist.get_world_size()
-                averages |= zip(group, parts, strict=True)
+                if present := [p for p in group if p.grad is not None]:
+                    self.side.wait_for(present)
+                    parts = self.collect(present)
+                    dist.all_reduce(one := as_one(parts))
+                    one /= dist.get_world_size()
+                    averages |= zip(present, parts, strict=True)
         for p, average in averages.items():  # what reads the gradients has been waited for
             p.grad = average
         self.averaged = True
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update all parameters; in a graph with overlap each group as soon as it can."""
+        """Update all parameters that have a gradient; in a graph with overlap as soon as it can."""
         if dist.is_initialized() and not self.averaged:
             raise RuntimeError("FusedAdamW: on several GPUs, call average_gradients before step")
         self.averaged = False
         self.side.join()
-        self.check()
-        options = self.param_groups[0]
-        if options["lr"] is not self.rate:  # it was assigned
-            options["lr"] = self.rate.fill_(options["lr"])
+        present = [p for p in self.parameters if p.grad is not None]
+        if not present:
+            return
+        for p in present:
+            self.counts[p] += 1
+            if (p.dtype, p.device) != (torch.float32, self.steps.device):
+                raise TypeError(f"FusedAdamW: a parameter is {p.dtype} on {p.device} by now")
         skipped = getattr(self, "found_inf", None)
         with self.side.beside(self.side.updates):
-            if skipped is None:
-                self.steps += 1
-            else:
+            one = 1
+            if skipped is not None:
                 self.side.wait_for([])
-                self.steps += 1 - skipped
-            powers = [beta**self.steps for beta in options["betas"]]
+                one = 1 - skipped
+            whole = len(present) == len(self.parameters)
+            for steps in [self.steps] if whole else [self.state[p]["step"] for p in present]:
+                steps += one
+            powers = [beta**self.steps for beta in self.param_groups[0]["betas"]]
             for group in reversed(self.groups):
-                self.side.wait_for(group)
-                self.update(group, powers)
+                if present := [p for p in group if p.grad is not None]:
+                    self.side.wait_for(present)
+                    self.update(present, powers)
 
     def update(self, group: list[nn.Parameter], powers: list[Tensor]) -> None:
-        """Update a group of parameters by one launch."""
+        """Update parameters by one launch if they lie side by side, else each where it lies."""
+        weights = as_one(group) if len({self.counts[p] for p in group}) == 1 else None
+        if weights is None and len(group) > 1:
+            for p in group:
+                self.update([p], powers)
+            return
+        memory = group[0].contiguous() if weights is None else weights
         states = [self.state[p] for p in group]
         moments = [as_one([state[name] for state in states]) for name in ("exp_avg", "exp_avg_sq")]
-        options = self.param_groups[0]
-        scale = getattr(self, "grad_scale", None)  # a gradient scaler sets both
-        found_inf = getattr(self, "found_inf", None)
-        tensors = (as_one(group), as_one(self.collect(group)), *moments, *powers, self.rate)
-        tensors += (scale, found_inf)
-        size = moments[0].numel()
+        powers = [power[states[0]["step"].storage_offset()] for power in powers]
+        tensors = memory, as_one(self.collect(group)), *moments, *powers
+        options, chosen, size = self.param_groups[0], blocks("adamw"), moments[0].numel()
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        tensors += options["lr"], scale, found_inf
         shares = (1 - beta for beta in options["betas"])
-        chosen = blocks("adamw")
         most = triton.next_power_of_2(triton.cdiv(size, chosen["BLOCK"]))
         programs = chosen["PROGRAMS"] = min(chosen["PROGRAMS"], most)
         launch = wrap_triton(adamw_kernel)[(programs,)]
         launch(*tensors, size, *shares, options["eps"], options["weight_decay"], **chosen)
+        if weights is None:
+            group[0].copy_(memory)
         torch.autograd.graph.increment_version(group)  # no kernel does
