@@ -1296,14 +1296,14 @@ def triangle_output_kernel(
 @triton.jit
 def triangle_output_backward_kernel(
     X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, OUT_STATISTICS,
-    WEIGHT_T, NORMED, GRADS, GRAD_OUT, GRAD_NORM, PRODUCT, GRAD_PRODUCT, M, C: tl.constexpr,
+    WEIGHT_T, NORMED, GRAD_GZ, GRAD_OUT, GRAD_NORM, PRODUCT, GRAD_PRODUCT, M, C: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients after the product, which X = PRODUCT [C, M] is.
 
     With g = sigmoid(y W_g) and z = LayerNorm(X) W_z:  dz = dout * g,  dg = dout * z * g * (1 - g),
-    dLayerNorm(X) = dz W_z^T,  dX through the norm. Written are dX (GRAD_PRODUCT [C, M]), dg and dz
-    (GRADS [2, M, C]) and y and LayerNorm(X) (NORMED [2, M, C]) for the weights' gradients, and sums
+    dLayerNorm(X) = dz W_z^T,  dX through the norm. Written are dX (GRAD_PRODUCT [C, M]); for the
+    weights' gradients y and LayerNorm(X) (NORMED [2, M, C]) and dg and dz (GRAD_GZ [2, M, C]); sums
     over the program's positions for the norm's parameters (GRAD_NORM [programs, 2, C]). A program
     owns BLOCK_M positions. WEIGHT_T: see transpose.
     """
@@ -1318,7 +1318,7 @@ def triangle_output_backward_kernel(
     product = load_tile(PRODUCT, at_product, inside)
     product, _ = normalise_again(product, position, OUT_STATISTICS, M)
     normed = scale_and_shift(product, OUT_WEIGHT, OUT_BIAS, C).to(dtype)
-    second = index(M, WIDE) * C  # where the second matrix of NORMED and of GRADS begins
+    second = index(M, WIDE) * C  # where the second [M, C] begins
     tl.store(NORMED + second + at, normed, mask=inside)
     grad_normed = tl.zeros([BLOCK_M, C], tl.float32)
     for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
@@ -1331,8 +1331,8 @@ def triangle_output_backward_kernel(
         at_row = m * C + row[None, :]
         grad_z = load_tile(GRAD_OUT, at_row, inside) * gate
         grad_g = grad_z * (1 - gate) * z
-        tl.store(GRADS + at_row, grad_g, mask=inside)
-        tl.store(GRADS + second + at_row, grad_z, mask=inside)
+        tl.store(GRAD_GZ + at_row, grad_g, mask=inside)
+        tl.store(GRAD_GZ + second + at_row, grad_z, mask=inside)
         weight_z = transpose(weight_z, WEIGHT_T, row + Z * C, C)
         # dLayerNorm(X) += dz W_z^T
         grad_normed = tl.dot(grad_z.to(dtype), weight_z, grad_normed, input_precision=PRECISION)
@@ -1410,13 +1410,13 @@ def triangle_project_backward_kernel(
 )
 @triton.jit
 def triangle_weight_gradients_kernel(
-    NORMED, GRADS, GRAD_AB, PRESENT, WEIGHT, BIAS, PARTS, M, C: tl.constexpr,
+    NORMED, GRAD_GZ, GRAD_AB, PRESENT, WEIGHT, BIAS, PARTS, M, C: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of the packed weight and bias, in parts to be added up.
 
     dp and ds are made again from y and GRAD_AB [2 C, M], so they are never in memory. NORMED and
-    GRADS [2, M, C] are y and LayerNorm(X), dg and dz. PARTS [programs, 6 C (C + 1)] are sums over
+    GRAD_GZ [2, M, C] are y and LayerNorm(X), dg and dz. PARTS [programs, 6 C (C + 1)] are sums over
     the program's positions. A program owns BLOCK_C channels of a and b, of g or of z, and of all
     tiles of BLOCK_M positions one in num_programs(0).
     """
@@ -1459,7 +1459,7 @@ def triangle_weight_gradients_kernel(
             position, at, inside = tile_of_rows(start, M, C, C, BLOCK_M, WIDE)
             y = tl.load(NORMED + second + at, mask=inside, other=0.0)
             at_grad = position[None, :] * C + (row % C)[:, None]
-            grad = tl.load(GRADS + second + at_grad, mask=(position < M)[None, :], other=0.0)
+            grad = tl.load(GRAD_GZ + second + at_grad, mask=(position < M)[None, :], other=0.0)
             grad_bias += tl.sum(grad.to(tl.float32), 1)
             grad_weight = tl.dot(grad, y, grad_weight, input_precision=PRECISION)
     store_weight_gradients(PARTS, grad_weight, grad_bias, row + A_G * C, C)
@@ -1635,7 +1635,7 @@ def triangle_backward(
     """
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
     normed = weight.new_empty(2, positions, dim)
-    grads = torch.empty_like(normed)
+    grad_gz = torch.empty_like(normed)
     weight_t = weight.t().contiguous() if weight.dtype == torch.float32 else None
 
     programs, options = triangle_options("triangle_output_backward", x, weight)
@@ -1643,7 +1643,7 @@ def triangle_backward(
     grad_product = torch.empty_like(product)
     launch = wrap_triton(triangle_output_backward_kernel)[(programs,)]
     inputs = x, in_weight, in_bias, out_weight, out_bias, weight, bias
-    inputs = *inputs, in_statistics, out_statistics, weight_t, normed, grads, grad_out
+    inputs = *inputs, in_statistics, out_statistics, weight_t, normed, grad_gz, grad_out
     launch(*inputs, sums_out, product, grad_product, **options)
 
     grad_ab = torch.empty_like(ab)
@@ -1666,9 +1666,9 @@ def triangle_backward(
     again = multiplies(weight.dtype, dim)  # then triangle_weight_gradients makes them once more
     grad_linear = None if again else weight.new_empty(positions, 4 * dim)
     launch = wrap_triton(triangle_project_backward_kernel)[(programs,)]
-    inputs = x, in_weight, weight, bias, in_statistics, weight_t, normed[0], grads[0], grad_out
+    inputs = x, in_weight, weight, bias, in_statistics, weight_t, normed[0], grad_gz[0], grad_out
     launch(*inputs, present, grad_ab, grad_linear, grad_x, sums_in, **options)
-    return grad_x, normed, grads, grad_ab, grad_linear, sums_in, sums_out
+    return grad_x, normed, grad_gz, grad_ab, grad_linear, sums_in, sums_out
 
 
 def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> tuple[int, dict[str, int | str]]:
@@ -1681,7 +1681,7 @@ def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> tuple[int, dict[
 
 
 def triangle_weight_gradients(
-    normed: Tensor, grads: Tensor, grad_ab: Tensor, grad_linear: Tensor | None,
+    normed: Tensor, grad_gz: Tensor, grad_ab: Tensor, grad_linear: Tensor | None,
     present: Tensor | None, weight: Tensor, bias: Tensor, out: Tensor,
 ) -> None:  # fmt: skip
     """Write the gradients of the packed weight [6 C, C] and bias [6 C] into `out`.
@@ -1695,12 +1695,12 @@ def triangle_weight_gradients(
         parts = normed.new_empty(programs, len(out), dtype=torch.float32)
         grid = programs, 4 * dim // options["BLOCK_C"]
         launch = wrap_triton(triangle_weight_gradients_kernel)[grid]
-        launch(normed, grads, grad_ab, present, weight, bias, parts, **options)
+        launch(normed, grad_gz, grad_ab, present, weight, bias, parts, **options)
         sum_parts(parts, out)
         return
     weights, biases = out.tensor_split([6 * dim * dim])
     first = 0
-    for grad, rows in ((grad_linear, normed[0]), (grads[0], normed[0]), (grads[1], normed[1])):
+    for grad, rows in ((grad_linear, normed[0]), (grad_gz[0], normed[0]), (grad_gz[1], normed[1])):
         # One GEMM over all positions has too few tiles to occupy the device; parts are added up.
         parts = 32
         while parts > 1 and (positions % parts or positions < 512 * parts):
