@@ -1290,7 +1290,7 @@ def triangle_output_kernel(
     {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
     float32={"BLOCK_M": 32},
     tf32={"BLOCK_C": 32},
-    hip={"BLOCK_C": 32, "num_warps": 8},
+    hip={"num_warps": 8},
     hip_float32={"BLOCK_C": 32},
 )
 @triton.jit
