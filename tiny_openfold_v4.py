@@ -1406,7 +1406,7 @@ def triangle_project_backward_kernel(
 
 @block_sizes(
     {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 3},
-    hip={"BLOCK_M": 32, "num_warps": 8, "num_stages": 1},
+    hip={"BLOCK_M": 32, "BLOCK_C": 32, "num_stages": 1},
 )
 @triton.jit
 def triangle_weight_gradients_kernel(
