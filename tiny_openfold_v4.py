@@ -1735,9 +1735,10 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
 
     @without_second_derivative
     def backward(ctx, grad_out: Tensor):
-        _, present, *_, weight, bias, _, _, _, _ = ctx.saved_tensors
-        inputs = grad_out.contiguous(), *ctx.saved_tensors, ctx.incoming
+        saved = ctx.saved_tensors
+        inputs = grad_out.contiguous(), *saved, ctx.incoming
         grad_x, *linears, norm_in, norm_out = triangle_backward(*inputs)
+        _, present, _, _, _, _, weight, bias, *_ = saved
         linears += present, weight, bias
 
         def compute(grad_norm_in: Tensor, grad_norm_out: Tensor, grad_linears: Tensor) -> None:
