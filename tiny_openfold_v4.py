@@ -6,7 +6,7 @@ update) and sums of gradients are passes of their own over memory. Here a neighb
 them on its way. In 16 bits this kernel is often a GEMM (matrix product).
 
 triton-attention      V3's kernels; GEMMs around them do norm and residual (in 16 bits, small sizes)
-triton-triangle       V3's kernels, and two for products: of small matrices, and for gradients of weights
+triton-triangle       V3's kernels; one for products of small matrices, one for weights' gradients
 triton-outer-product  norm and residual as above; a new kernel for the gradients of its factors
 transition-fusion     for narrow rows, one forward kernel never stores the hidden layer; for wide
                       rows, the first GEMM adds bias and ReLU
