@@ -1349,7 +1349,7 @@ def triangle_output_backward_kernel(
     {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
     float32={"BLOCK_M": 128, "BLOCK_C": 32, "num_warps": 8},
     tf32={"BLOCK_M": 128, "num_warps": 8},
-    hip={"BLOCK_C": 32, "num_warps": 8},
+    hip={"BLOCK_C": 16, "num_warps": 8},
 )
 @triton.jit
 def triangle_project_backward_kernel(
