@@ -159,20 +159,23 @@ def test_what_is_frozen_costs_no_kernel_and_changes_no_other_gradient(name: str,
     assert min(counts) < for_all >= max(counts)
 
 
-def test_wide_offsets_change_nothing(monkeypatch):
+@pytest.mark.parametrize(("version", "count"), [(v3, 4), (v4, 5)])
+def test_wide_offsets_change_nothing(version: ModuleType, count: int, monkeypatch):
     """Those of 64 bits, which tensors of 2^31 elements need, on small ones."""
-    operation, inputs = case("triangle")
-    expected, options, kernels = results(operation, inputs), v3.triangle_options, []
+    _, inputs = case("triangle")
+    multiply = version.TriangleMultiplicationFunction.apply
+    operation = lambda x, *parameters: multiply(x, None, False, 1e-5, *parameters)  # noqa: E731
+    expected, options, kernels = results(operation, inputs), version.triangle_options, []
 
     def wide(kernel: str, *inputs: Tensor) -> tuple[int, dict]:
         kernels.append(kernel)
         programs, chosen = options(kernel, *inputs)
         return programs, {**chosen, "WIDE": True}
 
-    monkeypatch.setattr(v3, "triangle_options", wide)
+    monkeypatch.setattr(version, "triangle_options", wide)
     for found, narrow in zip(results(operation, inputs), expected, strict=True):
         assert relative_difference(found, narrow) < 1e-6
-    assert len(kernels) == 4
+    assert len(kernels) == count
 
 
 # Gradients by row and column, of parts in bfloat16 beside V1's
