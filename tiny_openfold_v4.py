@@ -1691,7 +1691,7 @@ def triangle_weight_gradients(
     _, positions, dim = normed.shape
     if grad_linear is None:
         tiles, options = triangle_options("triangle_weight_gradients", normed[0], weight)
-        programs = min(tiles, 64)  # they occupy the device, and more parts take longer to add up
+        programs = min(triton.cdiv(tiles, 8), 64)  # more parts would take longer to add up
         parts = normed.new_empty(programs, len(out), dtype=torch.float32)
         grid = programs, 4 * dim // options["BLOCK_C"]
         launch = wrap_triton(triangle_weight_gradients_kernel)[grid]
