@@ -44,7 +44,8 @@ from fusion_lab.study import by_side
 
 FIGURES = ROOT / "docs/figures"
 H100 = ROOT / "results/h100"
-COUNTERS = ROOT / "results/h200/counters.json"
+H200 = ROOT / "results/h200"
+COUNTERS = H200 / "counters.json"
 FIGURE: dict[str, Callable[[], Sheet | str]] = {}  # by name
 
 SHAPES = {  # the sizes of the studies: names in results, and here
@@ -192,6 +193,34 @@ def counted() -> Sheet:
     sheet.legend(below, (20, 270, 430), colors)
     sheet.note(below + 54, "read from DRAM, caches emptied, and written to L2; one H200, ncu")
     sheet.cut(56, 340)  # the first three
+    return sheet
+
+
+@figure
+def libraries() -> Sheet:
+    """Ours, and the fastest that each library has for 256 residues."""
+    titles = {"attention": "Attention with pair bias", "triangle": "Triangle multiplication"}
+    words = {"own layout": "no gate", "bf16 parameters": "bf16", "V2": "PyTorch, as in V2"}
+    sheet = Sheet("Our kernels beside libraries: microseconds", 764)
+    top = 84
+    for study, title in titles.items():
+        rows = read_json(H200 / f"{study}.json")["rows"]
+        us = {row["side"]: row.get("us") for row in rows if row["shape"] == "N=256"}
+        fastest = {}
+        for side in sorted(filter(us.get, us), key=us.get):
+            fastest.setdefault(side.partition(",")[0], side)
+        sheet.text(20, top, f"{title}, 256 residues", bold=True)
+        for library, side in fastest.items():
+            top += 40
+            for key, name in words.items():
+                side = side.replace(key, name)
+            sheet.text(20, top, side, bold=library in VERSION)
+            time = us[fastest[library]]
+            width = 400 * time / max(us[side] for side in fastest.values())
+            color = VERSION.get(library, GREY)
+            sheet.bar(320, top - 16, width, color, f"{time:.0f}", height=33)
+        top += 50
+    sheet.note(top, "forward and backward, bf16, one NVIDIA H200")
     return sheet
 
 

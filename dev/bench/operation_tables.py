@@ -7,7 +7,7 @@ from pathlib import Path
 
 from typing_extensions import NotRequired, TypedDict
 
-from dev.bench.version_tables import best_column, joined, read_lines
+from dev.bench.version_tables import best_over, joined, read_lines
 from fusion_lab.cli import ToolError
 from fusion_lab.profile.kernels import CATEGORIES
 from fusion_lab.records import Ceilings, Count, Number, Positive, Row, read_rows
@@ -15,6 +15,7 @@ from fusion_lab.show import Column, ended, render, side_columns
 from fusion_lab.turns import speedup
 
 OPERATIONS = ("attention", "triangle", "block", "causal", "optimizer")
+OURS = ("V4", "V3", "triton")  # sides with our kernels: the newest is held against others
 
 
 class Moved(Row):
@@ -56,20 +57,39 @@ def memory_of(side: Mapping) -> str:
 
 
 def sides_tables(directory: Path, study: str) -> str:
-    """Time of each side, the best of the others over ours; then memory."""
+    """Time of each side, then memory."""
     rows, sides = read_lines(directory / f"{study}.json")
-    ours = "V4" if "V4" in sides else "triton"
-    others = [side for side in sides if side not in ("V4", "V3", "triton")]
     work = "a step" if study == "optimizer" else "forward + backward"
     times = [
         Column(f"{study}, {work}, warm L2", "name"),
         *side_columns("{}, us", sides, "us", ".0f", ends=True),
-        best_column(f"best of the others / {ours}", others, ours),
     ]
     memory = side_columns("{}", sides, memory_of)
     known = rows if any(column.of(row) for row in rows for column in memory) else []
     memory.insert(0, Column(f"{study}, MB at the peak / held", "name"))
     return joined(render(times, rows), render(memory, known))
+
+
+def fastest_table(directory: Path) -> str:
+    """Ours beside the fastest of all others, for each operation and size."""
+    lines = []
+    for study in OPERATIONS:
+        rows, sides = read_lines(directory / f"{study}.json")
+        ours = next((side for side in OURS if side in sides), "")
+        others = [side for side in sides if side not in OURS]
+        for row in rows:
+            row["name"] = f"{study}, {row['name']}"
+            row["ratio"], row["best"] = best_over(others, ours, row) or (None, None)
+        lines += [row for row in rows if row["best"]]
+    ours = [side for side in OURS if any(side in line for line in lines)]
+    columns = [
+        Column("ours and the fastest of the others", "name"),
+        *side_columns("{}, us", ours, "us", ".0f"),
+        Column("fastest other, us", lambda row: row[row["best"]]["us"], ".0f"),
+        Column("which", "best", text=True),
+        Column("other / ours", "ratio", ".2f", "x"),
+    ]
+    return render(columns, lines)
 
 
 def rows_table(directory: Path) -> str:
@@ -152,7 +172,7 @@ def traffic_table(directory: Path) -> str:
 
 def table(directory: Path) -> str:
     tables = [sides_tables(directory, study) for study in OPERATIONS]
-    of_steps = rows_table, step_tables, llama_table, traffic_table
+    of_steps = fastest_table, rows_table, step_tables, llama_table, traffic_table
     found = joined(*tables, *(tables_of(directory) for tables_of in of_steps))
     if not found:
         raise ToolError(f"{directory}: no result files of these studies")
