@@ -111,9 +111,17 @@ def test_what_does_not_fit_a_block_is_refused_before_a_kernel_reads_beyond_it(
         block(**wrong)
 
 
-@pytest.mark.parametrize("script", ["tiny_openfold_v3", "tiny_openfold_v4"])
-def test_any_residue_and_any_sequence_can_be_padding(script: str):
-    """Those in the middle, too, at an odd length: outputs and gradients are V1's in float64."""
+@pytest.mark.parametrize(
+    ("script", "library"),
+    [("tiny_openfold_v3", False), ("tiny_openfold_v4", False), ("tiny_openfold_v4", True)],
+)
+def test_any_residue_and_any_sequence_can_be_padding(script: str, library: bool, monkeypatch):
+    """Those in the middle, too, at an odd length: outputs and gradients are V1's in float64.
+
+    Also where V4 leaves products of matrices to the library, as in float32 on a GPU.
+    """
+    if library:
+        monkeypatch.setattr(v4, "multiplies", lambda *_: False)
     sequences, residues = randn(2, 4) < 9, randn(2, 5) < 9
     sequences[0, 1] = sequences[1, 0] = sequences[1, 2] = False  # two proteins, two depths
     residues[0, 2] = residues[0, 4] = residues[1, 1] = False
@@ -151,20 +159,23 @@ def test_what_is_frozen_costs_no_kernel_and_changes_no_other_gradient(name: str,
     assert min(counts) < for_all >= max(counts)
 
 
-def test_wide_offsets_change_nothing(monkeypatch):
+@pytest.mark.parametrize(("version", "count"), [(v3, 4), (v4, 5)])
+def test_wide_offsets_change_nothing(version: ModuleType, count: int, monkeypatch):
     """Those of 64 bits, which tensors of 2^31 elements need, on small ones."""
-    operation, inputs = case("triangle")
-    expected, options, kernels = results(operation, inputs), v3.triangle_options, []
+    _, inputs = case("triangle")
+    multiply = version.TriangleMultiplicationFunction.apply
+    operation = lambda x, *parameters: multiply(x, None, False, 1e-5, *parameters)  # noqa: E731
+    expected, options, kernels = results(operation, inputs), version.triangle_options, []
 
     def wide(kernel: str, *inputs: Tensor) -> tuple[int, dict]:
         kernels.append(kernel)
         programs, chosen = options(kernel, *inputs)
         return programs, {**chosen, "WIDE": True}
 
-    monkeypatch.setattr(v3, "triangle_options", wide)
+    monkeypatch.setattr(version, "triangle_options", wide)
     for found, narrow in zip(results(operation, inputs), expected, strict=True):
         assert relative_difference(found, narrow) < 1e-6
-    assert len(kernels) == 4
+    assert len(kernels) == count
 
 
 # Gradients by row and column, of parts in bfloat16 beside V1's

@@ -24,7 +24,7 @@ NOT_IN_A_STEP = {
     "tiny_openfold_v4": [
         {f"{kernel}_kernel" for kernel in (*product, *projections)}
         for product in ((), ("triangle_product", "triangle_product_backward"))
-        for projections in ((), ("project_residual",))
+        for projections in ((), ("project_residual", "triangle_weight_gradients"))
     ],
 }
 ZONE = 1 << 16  # elements on each side: more than a block of rows that lies wrongly
