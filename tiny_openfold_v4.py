@@ -579,16 +579,13 @@ def normed_projection(
 #   dV = P^T dO,   dP = dO V^T,   dS = P * (dP - delta),   dQ = dS K,   dK = dS^T Q,   dB = sum_r dS
 #
 # The log-sum-exp of a row is kept to the base 2. R, H and N are sizes.
-@block_sizes(
-    {"BLOCK_M": 128, "BLOCK_N": 32},
-    hip={"BLOCK_M": 64, "num_stages": 1},
-)
+@block_sizes({"BLOCK_M": 64, "BLOCK_N": 32}, hip={"num_stages": 1})
 @triton.jit
 def attention_forward_kernel(
     QKVG, GATE_BIAS, BIAS, OUT, LOG_SUM_EXP, R, H, N,
     scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, ONLINE: tl.constexpr,
 ):  # fmt: skip
     """Compute out = sigmoid(gate + gate_bias) * softmax(scale * Q K^T + B) V without storing S.
 
@@ -603,23 +600,15 @@ def attention_forward_kernel(
     x_n = step * 4 * D
     query = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     q = load_rows(QKVG, query, x_n, D, BLOCK_D, N, EVEN)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in range(0, N, BLOCK_N):
-        key = start + tl.arange(0, BLOCK_N)
-        k = load_rows(QKVG + D, key, x_n, D, BLOCK_D, N, EVEN)
-        v = load_rows(QKVG + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
-        bias = load_bias(BIAS, b * H + head, query, key, N, EVEN)
-        s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
-        # Online softmax: what was added up so far belongs to the maximum so far.
-        new_row_max = tl.maximum(row_max, tl.max(s, 1) * LOG2E)  # to the base 2
-        p = tl.exp2(s * LOG2E - new_row_max[:, None])
-        rescale = tl.exp2(row_max - new_row_max)
-        row_sum = row_sum * rescale + tl.sum(p, 1)
-        # O += P V
-        out = tl.dot(p.to(v.dtype), v, out * rescale[:, None], input_precision=PRECISION)
-        row_max = new_row_max
+    out, row_sum, row_max = attend(
+        QKVG, BIAS, q, query, b * H + head, x_n, N, scale, D, BLOCK_N, EVEN, PRECISION, ONLINE
+    )
+    if not ONLINE:  # few rows need their maximum: exp(S) is 0 or infinite, or S not a number
+        in_range = (row_sum > 2.0**-60) & (row_sum < 2.0**60)
+        if tl.min(in_range.to(tl.int32), 0) == 0:
+            out, row_sum, row_max = attend(
+                QKVG, BIAS, q, query, b * H + head, x_n, N, scale, D, BLOCK_N, EVEN, PRECISION, True
+            )
     gate = load_gate(QKVG, GATE_BIAS + head * D, query, x_n, D, BLOCK_D, N, EVEN)
     out = out / row_sum[:, None] * gate
     store_rows(OUT + first * D, out, query, step * D, D, BLOCK_D, N, EVEN)
@@ -654,6 +643,7 @@ def attention_backward_query_kernel(
     """
     N = length_of(N, ALIGNED)
     tile, head, r, b = split_program(tl.program_id(0), tl.cdiv(N, BLOCK_M), H, R)
+    r = R - 1 - r  # from the last row on: the first ones are then in L2 for the key kernel
     first, step = head_of_row(b, r, head, R, H, N, COLUMNS)
     at_x, x_n = first * 4 * D, step * 4 * D
     at_out, out_n = first * D, step * D
@@ -673,7 +663,7 @@ def attention_backward_query_kernel(
     q = load_rows(QKVG, query, x_n, D, BLOCK_D, N, EVEN)
     grad = (grad_out.to(tl.float32) * gate).to(q.dtype)
     store_rows(GRAD_ATTENTION + at_out, grad, query, out_n, D, BLOCK_D, N, EVEN)
-    log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=query < N, other=0.0)
+    log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=(query < N) | EVEN, other=0.0)
     grad_q = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     rest = tl.zeros([BLOCK_M], tl.float32)
     mean_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -728,8 +718,8 @@ def attention_backward_key_kernel(
         query = start + tl.arange(0, BLOCK_M)
         q = load_rows(QKVG, query, x_n, D, BLOCK_D, N, EVEN)
         grad = load_rows(GRAD_ATTENTION, query, out_n, D, BLOCK_D, N, EVEN)
-        log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=query < N, other=0.0)
-        delta = tl.load(DELTA + at_row + query, mask=query < N, other=0.0)
+        log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=(query < N) | EVEN, other=0.0)
+        delta = tl.load(DELTA + at_row + query, mask=(query < N) | EVEN, other=0.0)
         bias = load_bias(BIAS_T, b * H + head, key, query, N, EVEN)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale + bias  # S^T
         p, grad_s = score_gradients(s, log_sum_exp[None, :], delta[None, :], v, grad, PRECISION)
@@ -774,8 +764,8 @@ def attention_backward_bias_kernel(
         v = load_rows(at + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
         grad = load_rows(GRAD_ATTENTION + first * D, query, step * D, D, BLOCK_D, N, EVEN)
         at_row = ((b * R + r) * H + head) * N
-        log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=query < N, other=0.0)
-        delta = tl.load(DELTA + at_row + query, mask=query < N, other=0.0)
+        log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=(query < N) | EVEN, other=0.0)
+        delta = tl.load(DELTA + at_row + query, mask=(query < N) | EVEN, other=0.0)
         s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
         _, grad_s = score_gradients(s, log_sum_exp[:, None], delta[:, None], grad, v, PRECISION)
         grad_bias += grad_s  # dB += dS
@@ -847,6 +837,36 @@ def attention_backward_short_kernel(
 
 
 @triton.jit
+def attend(
+    QKVG, BIAS, q, query, head, x_n, N, scale, D: tl.constexpr, BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, ONLINE: tl.constexpr,
+):  # fmt: skip
+    """Go over the keys of these queries with P = exp(S - row_max) -> P V, rowsum(P), row_max.
+
+    row_max is the maximum of a row of S to the base 2 if ONLINE (online softmax), else 0.
+    """
+    row_max = tl.full([q.shape[0]], float("-inf") if ONLINE else 0.0, tl.float32)
+    row_sum = tl.zeros([q.shape[0]], tl.float32)
+    out = tl.zeros(q.shape, tl.float32)
+    for start in range(0, N, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        k = load_rows(QKVG + D, key, x_n, D, q.shape[1], N, EVEN)
+        v = load_rows(QKVG + 2 * D, key, x_n, D, q.shape[1], N, EVEN)
+        bias = load_bias(BIAS, head, query, key, N, EVEN)
+        s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
+        if ONLINE:  # what was added up so far belongs to the maximum so far
+            new_row_max = tl.maximum(row_max, tl.max(s, 1) * LOG2E)
+            rescale = tl.exp2(row_max - new_row_max)
+            row_sum *= rescale
+            out *= rescale[:, None]
+            row_max = new_row_max
+        p = tl.exp2(s * LOG2E - row_max[:, None])
+        row_sum += tl.sum(p, 1)
+        out = tl.dot(p.to(v.dtype), v, out, input_precision=PRECISION)  # O += P V
+    return out, row_sum, row_max
+
+
+@triton.jit
 def split_program(program, tiles, H, R):
     """Split the number of a program into tile, head, row and sample.
 
@@ -860,29 +880,27 @@ def split_program(program, tiles, H, R):
 def head_of_row(b, r, head, R, H, N, COLUMNS: tl.constexpr):
     """Find this head of a row's first position, and how many heads lie between two positions."""
     if COLUMNS:
-        return (b * N * R + r) * H + head, R * H
-    return (b * R + r) * N * H + head, H
+        return (b * N * R + r) * H + head, tl.cast(R, tl.int64) * H  # a row is spread over all
+    else:
+        return (b * R + r) * N * H + head, H
 
 
 @triton.jit
 def load_rows(X, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: tl.constexpr):
     """Load rows of a matrix [N, D] that lie `stride` apart, zeros beyond its ends."""
     column = tl.arange(0, BLOCK_D)
-    at = row.to(tl.int64)[:, None] * stride + column[None, :]
-    if EVEN:
-        return tl.load(X + at)
-    return tl.load(X + at, mask=(row < N)[:, None] & (column < D)[None, :], other=0.0)
+    at = row[:, None] * stride + column[None, :]
+    inside = (row < N)[:, None] & (column < D)[None, :] | EVEN
+    return tl.load(X + at, mask=inside, other=0.0)
 
 
 @triton.jit
 def store_rows(X, x, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: tl.constexpr):
     """Store rows of a matrix [N, D] that lie `stride` apart, in its type, none beyond its ends."""
     column = tl.arange(0, BLOCK_D)
-    at = X + (row.to(tl.int64)[:, None] * stride + column[None, :])
-    if EVEN:
-        tl.store(at, x)
-    else:
-        tl.store(at, x, mask=(row < N)[:, None] & (column < D)[None, :])
+    at = row[:, None] * stride + column[None, :]
+    inside = (row < N)[:, None] & (column < D)[None, :] | EVEN
+    tl.store(X + at, x, mask=inside)
 
 
 @triton.jit
@@ -891,8 +909,8 @@ def load_bias(BIAS, head, row, column, N, EVEN: tl.constexpr):
     bias = 0.0
     if BIAS is not None:
         at = BIAS + head * N * N + row.to(tl.int64)[:, None] * N + column[None, :]
-        inside = None if EVEN else (row < N)[:, None] & (column < N)[None, :]
-        bias = tl.load(at, mask=inside, other=None if EVEN else 0.0).to(tl.float32)
+        inside = (row < N)[:, None] & (column < N)[None, :] | EVEN
+        bias = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     return bias
 
 
@@ -974,6 +992,8 @@ def attention_forward(
     out = qkvg.new_empty(*qkvg.shape[:3], heads * dim)
     log_sum_exp = qkvg.new_empty(samples, rows, heads, length, dtype=torch.float32)
     options = attention_options("attention_forward", qkvg, columns)
+    # float16 ends at 2^16; on AMD's GPUs a second loop takes more registers
+    options["ONLINE"] = qkvg.dtype == torch.float16 or BACKEND == "hip"
     programs = triton.cdiv(length, options["BLOCK_M"]) * heads * rows * samples
     launch = wrap_triton(attention_forward_kernel)[(programs,)]
     launch(qkvg, gate_bias, bias, out, log_sum_exp, **options)
@@ -1017,6 +1037,8 @@ def attention_backward(
         launch(*inputs, grad_qkvg, grad, delta, grad_gate_bias, **options)
         options = attention_options("attention_backward_key", qkvg, columns)
         tiles = triton.cdiv(length, options["BLOCK_N"])
+        if BACKEND == "cuda" and qkvg.dtype != torch.float32 and dim <= 32 and length % 8 == 0:
+            options["maxnreg"] = 96  # registers of a thread: five programs run at a time, not four
         bias_t = None if bias is None else bias.mT.contiguous()
         launch = wrap_triton(attention_backward_key_kernel)[(tiles * rows * heads_of_all,)]
         launch(qkvg, bias_t, log_sum_exp, grad, delta, grad_qkvg, **options)

@@ -34,7 +34,7 @@ from test_triton_llama_v4 import scale_data, transpose_memory
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fusion_lab.accuracy import InFloat64
+from fusion_lab.accuracy import InFloat64, check_gradients
 
 V4 = "tiny_openfold_v4"
 v3, v4 = load("tiny_openfold_v3"), load(V4)
@@ -238,6 +238,29 @@ def test_no_row_or_column_of_a_gradient_is_less_exact_than_in_v1(
             sizes = expected.norm(dim=dim).clamp(min=least)
             before, after = ((e.norm(dim=dim) / sizes).max() for e in (rounding, error))
             assert after <= 3 * before, f"{name}, dim {dim}: {after:.2g}, V1 {before:.2g}"
+
+
+def attention(qkvg: Tensor, gate_bias: Tensor, bias: Tensor) -> Tensor:
+    """By PyTorch."""
+    q, k, v, gate = qkvg.transpose(2, 3).unbind(4)  # [B, R, H, N, D]
+    scores = q @ k.mT / math.sqrt(q.shape[-1]) + bias[:, None]
+    gate = torch.sigmoid(gate + gate_bias.view(-1, 1, q.shape[-1]))
+    return (gate * (scores.softmax(-1) @ v)).transpose(2, 3).flatten(3)
+
+
+@pytest.mark.parametrize("module", [v3, v4])
+@pytest.mark.parametrize("score", [150.0, -150.0, -1e4, -math.inf, math.inf, math.nan])
+def test_a_row_whose_scores_exp_cannot_hold(score: float, module: ModuleType, monkeypatch):
+    """One row, of which all are so, or one is; what is not a number, is so in this row alone."""
+    monkeypatch.setitem(module.OVERRIDES, "attention_backward_short", {"BLOCK_N": 16})
+    qkvg, gate_bias, bias = randn(1, 2, 19, 1, 4, 8), randn(8), randn(1, 1, 19, 19)
+    bias[..., 7, : 3 if score > 0 else None] += score
+    ours = module.GatedAttentionFunction.apply
+    if abs(score) < math.inf:
+        check_gradients(attention, ours, (qkvg, gate_bias, bias), limit=1e-3)  # 1e4 is rounded so
+    else:
+        wrong = ours(qkvg, gate_bias, bias).isnan()
+        assert wrong.any(-1).sum() == wrong[:, :, 7].all(-1).sum() == 2
 
 
 # Transitions and losses of V4
