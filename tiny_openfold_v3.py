@@ -1521,9 +1521,9 @@ class TriangleMultiplicationIncoming(TriangleMultiplication):
 # kernels write and read it as [N, N, H, H]. The backward pass makes it again. FACTORS [samples] are
 # 1 / (number of sequences + 1e-3).
 @block_sizes(
-    {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_S": 32},
-    float32={"BLOCK_M": 128, "num_warps": 8, "num_stages": 2},
-    hip={"BLOCK_M": 128, "num_warps": 8, "num_stages": 2},
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_S": 32},
+    float32={"num_warps": 8, "num_stages": 2},
+    hip={"num_warps": 8, "num_stages": 2},
 )
 @triton.jit
 def outer_product_forward_kernel(

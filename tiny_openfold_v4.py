@@ -261,12 +261,17 @@ def linear_gradients_out(
     weight, bias = out.tensor_split([grad.shape[1] * x.shape[1]])
     matmul_out(grad, x, weight.view(grad.shape[1], x.shape[1]), direct=True)
     if len(bias):
-        rows, programs, options = row_launch("column_sums", grad)
-        rows_of_factor = rows if factors is None else rows // len(factors)
-        sums = grad.new_empty(programs, grad.shape[1], dtype=torch.float32)
-        launch = wrap_triton(column_sums_kernel)[(programs,)]
-        launch(grad, factors, sums, rows, rows_of_factor, **options)
-        sum_parts(sums, bias)
+        column_sums(grad, bias, factors)
+
+
+def column_sums(x: Tensor, out: Tensor, factors: Tensor | None = None) -> None:
+    """Write the sums of the columns of x [rows, C] into `out` [C], each row times its factor."""
+    rows, programs, options = row_launch("column_sums", x)
+    rows_of_factor = rows if factors is None else rows // len(factors)
+    sums = x.new_empty(programs, x.shape[1], dtype=torch.float32)
+    launch = wrap_triton(column_sums_kernel)[(programs,)]
+    launch(x, factors, sums, rows, rows_of_factor, **options)
+    sum_parts(sums, out)
 
 
 def without_second_derivative(backward: Callable) -> staticmethod:
@@ -1710,27 +1715,23 @@ def triangle_weight_gradients(
 
     A kernel makes them. If triangle_backward wrote grad_linear [M, 4 C], the library does.
     """
-    _, positions, dim = normed.shape
+    dim = normed.shape[-1]
     if grad_linear is None:
         tiles, options = triangle_options("triangle_weight_gradients", normed[0], weight)
-        programs = min(triton.cdiv(tiles, 8), 64)  # more parts would take longer to add up
+        programs = min(triton.cdiv(tiles, 8), 32)  # more parts would take longer to add up
         parts = normed.new_empty(programs, len(out), dtype=torch.float32)
         grid = programs, 4 * dim // options["BLOCK_C"]
         launch = wrap_triton(triangle_weight_gradients_kernel)[grid]
         launch(normed, grad_gz, grad_ab, present, weight, bias, parts, **options)
         sum_parts(parts, out)
         return
-    weights, biases = out.tensor_split([6 * dim * dim])
+    weight, bias = out.tensor_split([6 * dim * dim])
+    weight = weight.view(6 * dim, dim)
     first = 0
     for grad, rows in ((grad_linear, normed[0]), (grad_gz[0], normed[0]), (grad_gz[1], normed[1])):
-        # One GEMM over all positions has too few tiles to occupy the device; parts are added up.
-        parts = 32
-        while parts > 1 and (positions % parts or positions < 512 * parts):
-            parts //= 2
         last = first + grad.shape[1]
-        products = torch.bmm(grad.view(parts, -1, last - first).mT, rows.view(parts, -1, dim))
-        sum_parts(products, weights[first * dim : last * dim])
-        torch.sum(grad, 0, dtype=torch.float32, out=biases[first:last])
+        matmul_out(grad, rows, weight[first:last], direct=True)
+        column_sums(grad, bias[first:last])
         first = last
 
 
@@ -1832,9 +1833,9 @@ class TriangleMultiplicationIncoming(TriangleMultiplication):
 # written as the GEMM's result would be, so that those of a and b are two GEMMs of the library.
 # FACTORS [samples] are 1 / (number of sequences + 1e-3).
 @block_sizes(
-    {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_S": 32},
-    float32={"BLOCK_M": 128, "num_warps": 8, "num_stages": 2},
-    hip={"BLOCK_M": 128, "num_warps": 8, "num_stages": 2},
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_S": 32},
+    float32={"num_warps": 8, "num_stages": 2},
+    hip={"num_warps": 8, "num_stages": 2},
 )
 @triton.jit
 def outer_product_forward_kernel(
