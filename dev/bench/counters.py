@@ -21,20 +21,14 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from torch import nn
-
 from dev.bench.sizes import SHAPES
-from fusion_lab.amd.compile import launches_of_step, take_step
 from fusion_lab.cli import Parser, ToolError, documented_parser, program
 from fusion_lab.files import ROOT, read_json
 from fusion_lab.profile.kernels import short_name
 from fusion_lab.profile.ncu import by_kernel, moved, ncu_command, read_ncu
-from fusion_lab.profile.traffic import Traffic
-from fusion_lab.script import script_named
 from fusion_lab.show import Column, render
 from fusion_lab.study import Part, chosen, measure_study
 
@@ -112,36 +106,6 @@ def parts(limit: int) -> Iterator[Part]:
             if emptied or group in ("small", "default"):
                 names = {"group": group, "caches": caches}
                 yield names, functools.partial(counted, sides, emptied, limit)
-
-
-@functools.cache
-def predicted(script: str, *argv: str) -> Counter:
-    """Return the bytes that are predicted of each kernel of a step on NVIDIA, without a GPU."""
-    module = script_named(script)
-    traffic = Traffic(nn.Module(), {}, module.NO_WORK)
-    traffic.script = module
-
-    def take(*step: object) -> None:
-        with traffic:
-            take_step(*step)
-
-    launches_of_step(module, argv, "cuda", take)
-    return traffic.by_operator
-
-
-def predicted_again(row: dict) -> dict:
-    """Return the row of a step with what is predicted of the kernels of today's script; the file
-    has what was predicted when they were counted."""
-    mb = {name: count / 1e6 for name, count in predicted(row["script"], *row["argv"]).items()}
-    change = 0.0
-    kernels = []
-    for kernel in row["kernels"]:
-        if before := kernel["predicted_mb"]:
-            now = mb.get(kernel["name"], before)
-            change += now - before
-            kernel = {**kernel, "predicted_mb": now}
-        kernels.append(kernel)
-    return {**row, "kernels": kernels, "predicted_mb": row["predicted_mb"] + change}
 
 
 def off(row: dict) -> float:
@@ -224,8 +188,6 @@ def table_of_kernels(rows: list[dict]) -> str:
 def run(args: argparse.Namespace) -> int:
     if args.table:
         rows = read_json(args.table)["rows"]
-        ours = [row["what"] == "step" and row["script"][-1] in "34" for row in rows]
-        rows = [predicted_again(row) if own else row for row, own in zip(rows, ours, strict=True)]
         tables = (table_of_operations, table_of_steps, table_of_kernels)
         print("\n\n".join(table(rows) for table in tables))
         return 0
