@@ -123,15 +123,6 @@ def pairs(device: torch.device) -> Iterator[tuple[str, Side, Side, object]]:
         lambda: openfold.bias_relu_forward(projected, bias),
         openfold,
     )
-    # last, as this import changes V3
-    from exercises.performance_debugging.v3_stage4_slow_kernels import naive_matmul
-
-    tokens, matrix = make(1024, 512, device=device).bfloat16(), make(4096, 512, device=device)
-    matrix = matrix.bfloat16()
-    naive, product = (lambda: naive_matmul(tokens, matrix)), (lambda: tokens @ matrix.T)
-    moved = tokens.nbytes + matrix.nbytes + 1024 * 4096 * 2
-    naive.bytes = {"naive_matmul_kernel": moved}
-    yield "matrix product, a program for each element", naive, product, None
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from fusion_lab.show import Column, render
 from fusion_lab.study import Part, chosen, measure_study
 
 GROUPS = {  # sides that one process launches
-    "operations": ("operations",),  # alone, as the last of them changes V3
+    "operations": ("operations",),
     "small": tuple(f"tiny_llama, small, bf16, V{n}" for n in (1, 2, 3, 4)),
     "fp32": tuple(f"tiny_llama, small, fp32, V{n}" for n in (4, 1)),
     "default": tuple(f"tiny_openfold, default, bf16, V{n}" for n in (4, 3, 2)),
