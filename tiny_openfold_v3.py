@@ -1103,8 +1103,9 @@ def triangle_output_kernel(
     for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
         row = first + tl.arange(0, BLOCK_C)
         weight = WEIGHT + (row + G * C)[None, :] * C + channel[:, None]
-        gate = project(y, weight, BIAS + G * C, row, PRECISION)  # y W_g
-        out = project(normed, weight + C * C, BIAS + Z * C, row, PRECISION)  # LayerNorm(X) W_z
+        gate = project(y, tl.load(weight), BIAS + G * C, row, PRECISION)  # y W_g
+        weight_z = tl.load(weight + C * C)
+        out = project(normed, weight_z, BIAS + Z * C, row, PRECISION)  # LayerNorm(X) W_z
         out *= sigmoid(gate)
         at_out = position[:, None] * C + row[None, :]
         out += load_tile(X, at_out, inside)
@@ -1150,8 +1151,10 @@ def triangle_output_backward_kernel(
     for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
         row = first + tl.arange(0, BLOCK_C)
         weight = WEIGHT + (row + G * C)[None, :] * C + channel[:, None]
-        gate = sigmoid(project(y, weight, BIAS + G * C, row, PRECISION))  # sigmoid(y W_g)
-        z = project(normed, weight + C * C, BIAS + Z * C, row, PRECISION)  # LayerNorm(X) W_z
+        gate = project(y, tl.load(weight), BIAS + G * C, row, PRECISION)  # y W_g
+        gate = sigmoid(gate)
+        weight_z = tl.load(weight + C * C)
+        z = project(normed, weight_z, BIAS + Z * C, row, PRECISION)  # LayerNorm(X) W_z
         grad_z = load_tile(GRAD_OUT, m * C + row[None, :], inside) * gate
         grad_g = grad_z * (1 - gate) * z
         tl.store(GRAD_Z + m * C + row[None, :], grad_z, mask=inside)
@@ -1202,8 +1205,9 @@ def triangle_project_backward_kernel(
     for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
         row = first + tl.arange(0, BLOCK_C)
         weight = WEIGHT + row[None, :] * C + channel[:, None]
-        gate = project(y, weight + A_G * C * C, BIAS + A_G * C, row, PRECISION)  # y W_ag
-        value = project(y, weight, BIAS, row, PRECISION)  # y W_ap
+        weight_s = tl.load(weight + A_G * C * C)
+        gate = project(y, weight_s, BIAS + A_G * C, row, PRECISION)  # y W_ag
+        value = project(y, tl.load(weight), BIAS, row, PRECISION)  # y W_ap
         gate = sigmoid(gate)
         grad_p = load_tile(GRAD_AB, index(row, WIDE)[None, :] * M + m, inside) * gate
         if PRESENT is not None:
@@ -1243,9 +1247,8 @@ def triangle_weights_kernel(
 
 @triton.jit
 def project(x, weight, BIAS, column, PRECISION: tl.constexpr):
-    """Compute x W^T + b [rows, columns]; `weight` is where W^T [C, columns] is in memory."""
-    out = tl.dot(x, tl.load(weight), input_precision=PRECISION)
-    return out + tl.load(BIAS + column)[None, :]
+    """Compute x W^T + b [rows, columns]; `weight` is W^T [C, columns]."""
+    return tl.dot(x, weight, input_precision=PRECISION) + tl.load(BIAS + column)[None, :]
 
 
 @triton.jit
