@@ -407,13 +407,17 @@ class Linear(nn.Linear):
 #   dV = P^T dO,   dP = dO V^T,   dS = P * (dP - delta),   dQ = dS K,   dK = dS^T Q,   dB = sum_r dS
 #
 # The log-sum-exp of a row is kept to the base 2. R, H and N are sizes.
-@block_sizes({"BLOCK_M": 64, "BLOCK_N": 32}, hip={"num_stages": 1})
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_N": 32},
+    hip={"num_stages": 1},
+    float32={"BLOCK_M": 128},
+)
 @triton.jit
 def attention_forward_kernel(
     QKVG, GATE_BIAS, BIAS, OUT, LOG_SUM_EXP, R, H, N,
     scale: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr, ONLINE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute out = sigmoid(gate + gate_bias) * softmax(scale * Q K^T + B) V without storing S.
 
@@ -428,15 +432,23 @@ def attention_forward_kernel(
     x_n = step * 4 * D
     query = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     q = load_rows(QKVG, query, x_n, D, BLOCK_D, N, EVEN)
-    out, row_sum, row_max = attend(
-        QKVG, BIAS, q, query, b * H + head, x_n, N, scale, D, BLOCK_N, EVEN, PRECISION, ONLINE
-    )
-    if not ONLINE:  # few rows need their maximum: exp(S) is 0 or infinite, or S not a number
-        in_range = (row_sum > 2.0**-60) & (row_sum < 2.0**60)
-        if tl.min(in_range.to(tl.int32), 0) == 0:
-            out, row_sum, row_max = attend(
-                QKVG, BIAS, q, query, b * H + head, x_n, N, scale, D, BLOCK_N, EVEN, PRECISION, True
-            )
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(0, N, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        k = load_rows(QKVG + D, key, x_n, D, BLOCK_D, N, EVEN)
+        v = load_rows(QKVG + 2 * D, key, x_n, D, BLOCK_D, N, EVEN)
+        bias = load_bias(BIAS, b * H + head, query, key, N, EVEN)
+        s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
+        # Online softmax: what was added up so far belongs to the maximum so far.
+        new_row_max = tl.maximum(row_max, tl.max(s, 1) * LOG2E)  # to the base 2
+        p = tl.exp2(s * LOG2E - new_row_max[:, None])
+        rescale = tl.exp2(row_max - new_row_max)
+        row_sum = row_sum * rescale + tl.sum(p, 1)
+        # O += P V
+        out = tl.dot(p.to(v.dtype), v, out * rescale[:, None], input_precision=PRECISION)
+        row_max = new_row_max
     gate = load_gate(QKVG, GATE_BIAS + head * D, query, x_n, D, BLOCK_D, N, EVEN)
     out = out / row_sum[:, None] * gate
     store_rows(OUT + first * D, out, query, step * D, D, BLOCK_D, N, EVEN)
@@ -665,36 +677,6 @@ def attention_backward_short_kernel(
 
 
 @triton.jit
-def attend(
-    QKVG, BIAS, q, query, head, x_n, N, scale, D: tl.constexpr, BLOCK_N: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, ONLINE: tl.constexpr,
-):  # fmt: skip
-    """Go over the keys of these queries with P = exp(S - row_max) -> P V, rowsum(P), row_max.
-
-    row_max is the maximum of a row of S to the base 2 if ONLINE (online softmax), else 0.
-    """
-    row_max = tl.full([q.shape[0]], float("-inf") if ONLINE else 0.0, tl.float32)
-    row_sum = tl.zeros([q.shape[0]], tl.float32)
-    out = tl.zeros(q.shape, tl.float32)
-    for start in range(0, N, BLOCK_N):
-        key = start + tl.arange(0, BLOCK_N)
-        k = load_rows(QKVG + D, key, x_n, D, q.shape[1], N, EVEN)
-        v = load_rows(QKVG + 2 * D, key, x_n, D, q.shape[1], N, EVEN)
-        bias = load_bias(BIAS, head, query, key, N, EVEN)
-        s = scores(q, k, bias, key, N, scale, EVEN, PRECISION)  # S = scale * Q K^T + B
-        if ONLINE:  # what was added up so far belongs to the maximum so far
-            new_row_max = tl.maximum(row_max, tl.max(s, 1) * LOG2E)
-            rescale = tl.exp2(row_max - new_row_max)
-            row_sum *= rescale
-            out *= rescale[:, None]
-            row_max = new_row_max
-        p = tl.exp2(s * LOG2E - row_max[:, None])
-        row_sum += tl.sum(p, 1)
-        out = tl.dot(p.to(v.dtype), v, out, input_precision=PRECISION)  # O += P V
-    return out, row_sum, row_max
-
-
-@triton.jit
 def split_program(program, tiles, H, R):
     """Split the number of a program into tile, head, row and sample.
 
@@ -821,8 +803,6 @@ def attention_forward(
     out = qkvg.new_empty(*qkvg.shape[:3], heads * dim)
     log_sum_exp = qkvg.new_empty(samples, rows, heads, length, dtype=torch.float32)
     options = attention_options("attention_forward", qkvg, columns)
-    # float16 ends at 2^16; on AMD's GPUs a second loop takes more registers
-    options["ONLINE"] = qkvg.dtype == torch.float16 or BACKEND == "hip"
     programs = triton.cdiv(length, options["BLOCK_M"]) * heads * rows * samples
     launch = wrap_triton(attention_forward_kernel)[(programs,)]
     launch(qkvg, gate_bias, bias, out, log_sum_exp, **options)
