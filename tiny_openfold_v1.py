@@ -685,7 +685,6 @@ RANK = int(os.getenv("RANK", "0"))  # of this process among those that torchrun 
 WORLD_SIZE = int(os.getenv("WORLD_SIZE", "1"))
 PROFILES = ("enable_pytorch_profiler", "enable_memory_profiling", "enable_rocm_profiling")
 UNFINISHED = (1, "it did not finish")  # exit status and error of a run until its end
-OUT_OF_MEMORY = ("MemoryError", "out of memory", "allocate memory", "ALLOC_FAILED")
 
 
 def measure(*sides: Trainer) -> list[dict]:
@@ -717,6 +716,10 @@ def measure(*sides: Trainer) -> list[dict]:
         for side in sides:
             side.write(end)
     return [side.summary() for side in sides]
+
+
+class StaleGraph(RuntimeError):
+    """A parameter is no longer where a captured graph changes it."""
 
 
 class Trainer:
@@ -789,7 +792,7 @@ class Trainer:
         if not self.graph:
             return self.compute(batch)
         if self.addresses() != self.captured_addresses:
-            raise RuntimeError("a parameter moved in memory: the graph writes the old place")
+            raise StaleGraph("a parameter moved in memory: the captured graph writes the old place")
         self.graph.replay()
         self.mark("graph")
         return self.loss
@@ -1171,13 +1174,19 @@ def fail(message: str, status: int = 2) -> None:
     raise SystemExit(status)
 
 
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Tell whether it is, or covers, one: the end of a capture raises an error of its own."""
+    signs = ("MemoryError", "out of memory", "allocate memory", "ALLOC_FAILED")
+    covers = error is not None and is_out_of_memory(error.__context__)
+    return covers or any(sign in repr(error) for sign in signs)
+
+
 def explain(error: BaseException, args: argparse.Namespace) -> tuple[int, str]:
     """Return exit status and line for what a user can mend; raise any other error."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    both = f"{error!r} {error.__context__!r}"  # the end of a capture raises an error of its own
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted"
-    if any(sign in both for sign in OUT_OF_MEMORY):
+    if is_out_of_memory(error):
         return 3, f"out of memory: lower --batch-size or --seq-len ({line})"
     if isinstance(error, OSError):
         return 2, f"cannot write {error.filename or 'output or --profile-dir'}: {error.strerror}"
@@ -1188,7 +1197,7 @@ def explain(error: BaseException, args: argparse.Namespace) -> tuple[int, str]:
     if isinstance(error, ImportError):
         return 4, line
     library = type(error).__module__.startswith(("torch.", "triton"))
-    if library or isinstance(error, FloatingPointError):
+    if library or isinstance(error, (FloatingPointError, StaleGraph)):
         return 1, line
     raise error
 

@@ -1412,7 +1412,7 @@ def triangle_project_backward_kernel(
 
 
 @block_sizes(
-    {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 3},
+    {"BLOCK_M": 64, "BLOCK_C": 64, "PROGRAMS": 32, "num_stages": 3},
     hip={"BLOCK_M": 32, "BLOCK_C": 32, "num_stages": 1},
 )
 @triton.jit
@@ -1633,12 +1633,13 @@ def triangle_backward(
     grad_out: Tensor, x: Tensor, present: Tensor | None, in_weight: Tensor, in_bias: Tensor,
     out_weight: Tensor, out_bias: Tensor, weight: Tensor, bias: Tensor, ab: Tensor, product: Tensor,
     in_statistics: Tensor, out_statistics: Tensor, incoming: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, tuple[Tensor | None, ...], Tensor, Tensor]:  # fmt: skip
     """Compute the gradient of x, and what those of the parameters are made of.
 
-    That is for triangle_weight_gradients y and the normed product [2, M, C], the gradients of g and
-    z [2, M, C], those of a and b [2 C, M] and maybe those of their projections [M, 4 C]. Then the
-    gradients of the norms' parameters in parts [programs, 2, C], to be added up.
+    That is what triangle_weight_gradients takes: y and the normed product [2, M, C], the gradients
+    of g and z [2, M, C], those of a and b [2 C, M], maybe those of their projections [M, 4 C], and
+    `present`, weight and bias. Then the gradients of the norms' parameters in parts
+    [programs, 2, C], to be added up.
     """
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
     normed = weight.new_empty(2, positions, dim)
@@ -1675,7 +1676,8 @@ def triangle_backward(
     launch = wrap_triton(triangle_project_backward_kernel)[(programs,)]
     inputs = x, in_weight, weight, bias, in_statistics, weight_t, normed[0], grad_gz[0], grad_out
     launch(*inputs, present, grad_ab, grad_linear, grad_x, sums_in, **options)
-    return grad_x, normed, grad_gz, grad_ab, grad_linear, sums_in, sums_out
+    made_of = normed, grad_gz, grad_ab, grad_linear, present, weight, bias
+    return grad_x, made_of, sums_in, sums_out
 
 
 def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> tuple[int, dict[str, int | str]]:
@@ -1698,7 +1700,8 @@ def triangle_weight_gradients(
     dim = normed.shape[-1]
     if grad_linear is None:
         tiles, options = triangle_options("triangle_weight_gradients", normed[0], weight)
-        programs = min(triton.cdiv(tiles, 8), 32)  # more parts would take longer to add up
+        # more parts would take longer to add up
+        programs = min(triton.cdiv(tiles, 8), options.pop("PROGRAMS"))
         parts = normed.new_empty(programs, len(out), dtype=torch.float32)
         grid = programs, 4 * dim // options["BLOCK_C"]
         launch = wrap_triton(triangle_weight_gradients_kernel)[grid]
@@ -1738,11 +1741,8 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
 
     @without_second_derivative
     def backward(ctx, grad_out: Tensor):
-        saved = ctx.saved_tensors
-        inputs = grad_out.contiguous(), *saved, ctx.incoming
-        grad_x, *linears, norm_in, norm_out = triangle_backward(*inputs)
-        _, present, _, _, _, _, weight, bias, *_ = saved
-        linears += present, weight, bias
+        inputs = grad_out.contiguous(), *ctx.saved_tensors, ctx.incoming
+        grad_x, linears, norm_in, norm_out = triangle_backward(*inputs)
 
         def compute(grad_norm_in: Tensor, grad_norm_out: Tensor, grad_linears: Tensor) -> None:
             triangle_weight_gradients(*linears, grad_linears)
@@ -3658,7 +3658,6 @@ RANK = int(os.getenv("RANK", "0"))  # of this process among those that torchrun 
 WORLD_SIZE = int(os.getenv("WORLD_SIZE", "1"))
 PROFILES = ("enable_pytorch_profiler", "enable_memory_profiling", "enable_rocm_profiling")
 UNFINISHED = (1, "it did not finish")  # exit status and error of a run until its end
-OUT_OF_MEMORY = ("MemoryError", "out of memory", "allocate memory", "ALLOC_FAILED")
 
 
 def measure(*sides: Trainer) -> list[dict]:
@@ -3690,6 +3689,10 @@ def measure(*sides: Trainer) -> list[dict]:
         for side in sides:
             side.write(end)
     return [side.summary() for side in sides]
+
+
+class StaleGraph(RuntimeError):
+    """A parameter is no longer where a captured graph changes it."""
 
 
 class Trainer:
@@ -3762,7 +3765,7 @@ class Trainer:
         if not self.graph:
             return self.compute(batch)
         if self.addresses() != self.captured_addresses:
-            raise RuntimeError("a parameter moved in memory: the graph writes the old place")
+            raise StaleGraph("a parameter moved in memory: the captured graph writes the old place")
         self.graph.replay()
         self.mark("graph")
         return self.loss
@@ -4144,13 +4147,19 @@ def fail(message: str, status: int = 2) -> None:
     raise SystemExit(status)
 
 
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Tell whether it is, or covers, one: the end of a capture raises an error of its own."""
+    signs = ("MemoryError", "out of memory", "allocate memory", "ALLOC_FAILED")
+    covers = error is not None and is_out_of_memory(error.__context__)
+    return covers or any(sign in repr(error) for sign in signs)
+
+
 def explain(error: BaseException, args: argparse.Namespace) -> tuple[int, str]:
     """Return exit status and line for what a user can mend; raise any other error."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    both = f"{error!r} {error.__context__!r}"  # the end of a capture raises an error of its own
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted"
-    if any(sign in both for sign in OUT_OF_MEMORY):
+    if is_out_of_memory(error):
         return 3, f"out of memory: lower --batch-size or --seq-len ({line})"
     if isinstance(error, OSError):
         return 2, f"cannot write {error.filename or 'output or --profile-dir'}: {error.strerror}"
@@ -4161,7 +4170,7 @@ def explain(error: BaseException, args: argparse.Namespace) -> tuple[int, str]:
     if isinstance(error, ImportError):
         return 4, line
     library = type(error).__module__.startswith(("torch.", "triton"))
-    if library or isinstance(error, FloatingPointError):
+    if library or isinstance(error, (FloatingPointError, StaleGraph)):
         return 1, line
     raise error
 

@@ -287,9 +287,10 @@ def test_a_graph_is_not_replayed_after_a_parameter_has_moved(monkeypatch):
     assert trainer.inputs["labels"] is read and not torch.equal(read, before), "the next batch"
     parameter = next(trainer.model.parameters())
     parameter.data = parameter.data.clone()
-    with pytest.raises(RuntimeError, match="a parameter moved in memory"):
+    with pytest.raises(RuntimeError, match="a parameter moved in memory") as refusal:
         trainer.step()
     assert replays == ["replay"]
+    assert module.explain(refusal.value, trainer.args) == (1, str(refusal.value))
 
 
 def test_a_refused_command_line_leaves_an_earlier_result_untouched(run):
