@@ -570,6 +570,22 @@ def normed_projection(
     return NormProjection.apply(x, settings, *parameters)
 
 
+# How many registers a thread may have at most: with fewer an SM runs more programs at a time. Block
+# sizes belong to it.
+REGISTERS = {
+    "attention_forward": {"maxnreg": 104, "BLOCK_N": 64},
+    "attention_backward_query": {"maxnreg": 120},
+    "attention_backward_key": {"maxnreg": 96},
+    "triangle_output": {"maxnreg": 128},
+}
+
+
+def register_limit(kernel: str, dtype: torch.dtype, few: bool) -> Sizes:
+    """Return the limit of a kernel of 16-bit tensors on NVIDIA's GPUs, if it needs `few`."""
+    limited = few and BACKEND == "cuda" and dtype != torch.float32 and kernel not in OVERRIDES
+    return REGISTERS.get(kernel, {}) if limited else {}
+
+
 # --- attention: update = linear_o(sigmoid(gate) * softmax(q k^T / sqrt(D) + bias) v)
 # Attention of every row of a batch of rows, with a pair bias B that they share, and a gate:
 #
@@ -610,7 +626,7 @@ def attention_forward_kernel(
     query = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     q = load_rows(QKVG, query, x_n, D, BLOCK_D, N, EVEN)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    row_sum = tl.zeros([BLOCK_M, 8], tl.float32)  # in eight parts
     out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in range(0, N, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
@@ -622,10 +638,11 @@ def attention_forward_kernel(
         new_row_max = tl.maximum(row_max, tl.max(s, 1) * LOG2E)  # to the base 2
         p = tl.exp2(s * LOG2E - new_row_max[:, None])
         rescale = tl.exp2(row_max - new_row_max)
-        row_sum = row_sum * rescale + tl.sum(p, 1)
+        row_sum = row_sum * rescale[:, None] + sum_eighths(p)
         # O += P V
         out = tl.dot(p.to(v.dtype), v, out * rescale[:, None], input_precision=PRECISION)
         row_max = new_row_max
+    row_sum = tl.sum(row_sum, 1)
     gate = load_gate(QKVG, GATE_BIAS + head * D, query, x_n, D, BLOCK_D, N, EVEN)
     out = out / row_sum[:, None] * gate
     store_rows(OUT + first * D, out, query, step * D, D, BLOCK_D, N, EVEN)
@@ -682,7 +699,7 @@ def attention_backward_query_kernel(
     store_rows(GRAD_ATTENTION + at_out, grad, query, out_n, D, BLOCK_D, N, EVEN)
     log_sum_exp = tl.load(LOG_SUM_EXP + at_row + query, mask=(query < N) | EVEN, other=0.0)
     grad_q = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    rest = tl.zeros([BLOCK_M], tl.float32)
+    rest = tl.zeros([BLOCK_M, 8], tl.float32)
     mean_k = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in range(0, N, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
@@ -693,8 +710,9 @@ def attention_backward_query_kernel(
         p, grad_s = score_gradients(s, log_sum_exp[:, None], delta[:, None], grad, v, PRECISION)
         grad_q = tl.dot(grad_s.to(k.dtype), k, grad_q, input_precision=PRECISION)  # dQ += dS K
         if ROUNDED:
-            rest += tl.sum(grad_s, 1)
+            rest += sum_eighths(grad_s)
             mean_k = tl.dot(p.to(k.dtype), k, mean_k, input_precision=PRECISION)  # P K
+    rest = tl.sum(rest, 1)
     grad_q -= rest[:, None] * mean_k
     tl.store(DELTA + at_row + query, delta + rest, mask=query < N)
     store_rows(GRAD_QKVG + at_x, grad_q * scale, query, x_n, D, BLOCK_D, N, EVEN)
@@ -920,6 +938,16 @@ def score_gradients(s, log_sum_exp, delta, grad, v, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def sum_eighths(x):
+    """Add up columns 0, 8, 16, ... of x [rows, columns], then 1, 9, 17, ... -> [rows, 8].
+
+    These lie in one thread after a product on tensor cores. So threads exchange sums once, after a
+    loop over columns, and not in each round.
+    """
+    return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8]), 1)
+
+
+@triton.jit
 def load_gate(
     QKVG, GATE_BIAS, row, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, N, EVEN: tl.constexpr
 ):  # fmt: skip
@@ -939,7 +967,9 @@ def attention_sizes(qkvg: Tensor, columns: bool) -> tuple[int, int, int, int, in
 def attention_options(kernel: str, qkvg: Tensor, columns: bool) -> dict[str, int | float | str]:
     """Return what an attention kernel is told; no block is longer than the rows."""
     _, rows, length, heads, dim = attention_sizes(qkvg, columns)
-    chosen = blocks(kernel, qkvg.dtype)
+    # otherwise addresses, or sums, need more registers
+    few = dim <= 32 and length % 8 == 0
+    chosen = blocks(kernel, qkvg.dtype) | register_limit(kernel, qkvg.dtype, few)
     longest = max(16, triton.next_power_of_2(length))
     sizes = {name: min(size, longest) for name, size in chosen.items() if "BLOCK" in name}
     chosen |= {**sizes, "D": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
@@ -987,11 +1017,12 @@ def attention_forward(
 
 def attention_backward(
     grad_out: Tensor, qkvg: Tensor, gate_bias: Tensor, bias: Tensor | None, out: Tensor,
-    log_sum_exp: Tensor, columns: bool, needs_bias: bool,
+    log_sum_exp: Tensor, columns: bool, needs_bias: bool, overlaps: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Compute the gradients of qkvg (in its layout), gate_bias and bias.
 
-    That of gate_bias is in parts, to be added up; that of bias None unless it `needs_bias`.
+    That of gate_bias is in parts, to be added up; that of bias None unless it `needs_bias`. If it
+    `overlaps`, what has to do with the bias runs beside the gradients of queries and keys.
     """
     samples, rows, length, heads, dim = attention_sizes(qkvg, columns)
     heads_of_all = heads * samples
@@ -1011,8 +1042,13 @@ def attention_backward(
         inputs = grad_out, qkvg, gate_bias, bias, out
         launch = wrap_triton(attention_backward_short_kernel)[(parts * heads_of_all,)]
         launch(*inputs, grad_qkvg, grad_gate_bias, grad_bias, B=samples, group=group, **short)
+        if needs_bias:
+            grad_bias = sum_parts(grad_bias, dtype=bias.dtype)
     else:
         grad, delta = torch.empty_like(out), torch.empty_like(log_sum_exp)
+        side = fork(overlaps)
+        with torch.cuda.stream(side):
+            bias_t = None if bias is None else bias.mT.contiguous()
         options = attention_options("attention_backward_query", qkvg, columns)
         options["ROUNDED"] = qkvg.dtype != torch.float32 or options["PRECISION"] == "tf32"
         tiles = triton.cdiv(length, options["BLOCK_M"])
@@ -1020,24 +1056,46 @@ def attention_backward(
         inputs = grad_out, qkvg, gate_bias, bias, out, log_sum_exp
         launch = wrap_triton(attention_backward_query_kernel)[(tiles * rows * heads_of_all,)]
         launch(*inputs, grad_qkvg, grad, delta, grad_gate_bias, **options)
-        options = attention_options("attention_backward_key", qkvg, columns)
-        tiles = triton.cdiv(length, options["BLOCK_N"])
-        if BACKEND == "cuda" and qkvg.dtype != torch.float32 and dim <= 32 and length % 8 == 0:
-            options["maxnreg"] = 96  # registers of a thread: five programs run at a time, not four
-        bias_t = None if bias is None else bias.mT.contiguous()
-        launch = wrap_triton(attention_backward_key_kernel)[(tiles * rows * heads_of_all,)]
-        launch(qkvg, bias_t, log_sum_exp, grad, delta, grad_qkvg, **options)
+        join(side)
+        side = fork(overlaps)
         if needs_bias:
             options = attention_options("attention_backward_bias", qkvg, columns)
             tiles = math.prod(triton.cdiv(length, options[size]) for size in ("BLOCK_M", "BLOCK_N"))
             group = rows_per_program(options.pop("PROGRAMS"), tiles * heads_of_all, rows)
             parts = triton.cdiv(rows, group)
-            grad_bias = new_sums(parts, *bias.shape)
             options |= {"B": samples, "group": group}
             launch = wrap_triton(attention_backward_bias_kernel)[(tiles * parts * heads_of_all,)]
-            launch(qkvg, bias, log_sum_exp, grad, delta, grad_bias, **options)
-    grad_bias = sum_parts(grad_bias, dtype=bias.dtype) if needs_bias else None
+            with torch.cuda.stream(side):
+                grad_bias = new_sums(parts, *bias.shape)
+                launch(qkvg, bias, log_sum_exp, grad, delta, grad_bias, **options)
+                grad_bias = sum_parts(grad_bias, dtype=bias.dtype)
+        options = attention_options("attention_backward_key", qkvg, columns)
+        tiles = triton.cdiv(length, options["BLOCK_N"])
+        launch = wrap_triton(attention_backward_key_kernel)[(tiles * rows * heads_of_all,)]
+        launch(qkvg, bias_t, log_sum_exp, grad, delta, grad_qkvg, **options)
+        join(side)
     return grad_qkvg, grad_gate_bias, grad_bias
+
+
+@cache
+def side_stream(device: int) -> torch.cuda.Stream:
+    """Return the stream of a GPU for what runs beside other kernels of an attention."""
+    return torch.cuda.Stream(device)
+
+
+def fork(overlaps: bool) -> torch.cuda.Stream | None:
+    """Return a stream that goes on from here, if it `overlaps` and a graph is captured."""
+    if not (overlaps and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return None
+    side = side_stream(torch.cuda.current_device())
+    side.wait_stream(torch.cuda.current_stream())
+    return side
+
+
+def join(side: torch.cuda.Stream | None) -> None:
+    """Let what follows wait for what this stream was given."""
+    if side:
+        torch.cuda.current_stream().wait_stream(side)
 
 
 class GatedAttentionFunction(torch.autograd.Function):
@@ -1063,8 +1121,9 @@ class GatedAttentionFunction(torch.autograd.Function):
 
     @without_second_derivative
     def backward(ctx, grad_out: Tensor):
-        inputs = grad_out.contiguous(), *ctx.saved_tensors, ctx.columns
-        grad_qkvg, parts, grad_bias = attention_backward(*inputs, ctx.needs_input_grad[2])
+        inputs = grad_out.contiguous(), *ctx.saved_tensors, ctx.columns, ctx.needs_input_grad[2]
+        side = getattr(ctx.parameters[0], "side", None)  # of a training step
+        grad_qkvg, parts, grad_bias = attention_backward(*inputs, side is None or side.active)
         grads = parameter_gradients(ctx, (ctx.parameters,), partial(sum_parts, parts), parts)
         return grad_qkvg, *grads, grad_bias, None
 
