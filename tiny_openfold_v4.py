@@ -1451,8 +1451,8 @@ def triangle_weight_gradients_kernel(
             at_ab = index(row, WIDE)[:, None] * M + position[None, :]
             grad_p = load_tile(GRAD_AB, at_ab, (position < M)[None, :]) * gate
             if PRESENT is not None:
-                present = tl.load(PRESENT + position, mask=position < M, other=0).to(tl.float32)
-                grad_p *= tl.where(first < B_P * C, present[None, :], 1.0)
+                of_a = position < tl.where(first < B_P * C, M, 0)
+                grad_p *= tl.load(PRESENT + position, mask=of_a, other=1).to(tl.float32)[None, :]
             grad_s = grad_p * (1 - gate) * value
             grad_bias_p += tl.sum(grad_p, 1)
             grad_bias += tl.sum(grad_s, 1)
