@@ -1025,8 +1025,7 @@ class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
 # Positions are one dimension m = (b, i, j) of length M; "channel first" is [C, M], which torch.bmm
 # takes as C x B matrices [N, N]. Norm, projections and gates are one kernel on each side of the
 # product, and the statistics of both norms are kept. C must be a power of two.
-# Which C rows of the packed WEIGHT [6 C, C] and BIAS [6 C] a projection has, and which columns of
-# GRAD_LINEAR [M, 5 C] its gradient (that of z lies apart).
+# Which C rows of the packed WEIGHT [6 C, C] and BIAS [6 C] a projection has.
 A_P, B_P, A_G, B_G, G, Z = (tl.constexpr(part) for part in range(6))
 
 
@@ -1108,24 +1107,22 @@ def triangle_output_kernel(
     {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
     float32={"BLOCK_M": 32},
     tf32={"BLOCK_C": 32},
-    hip={"BLOCK_C": 32, "num_warps": 8},
+    hip={"num_warps": 8},
     hip_float32={"BLOCK_C": 32},
 )
 @triton.jit
 def triangle_output_backward_kernel(
     X, NORM_WEIGHT, NORM_BIAS, OUT_WEIGHT, OUT_BIAS, WEIGHT, BIAS, STATISTICS, OUT_STATISTICS,
-    WEIGHT_T, NORMED, GRAD_LINEAR, GRAD_OUT, GRAD_NORM, PRODUCT, GRAD_PRODUCT, OUT_NORMED, GRAD_Z,
-    M, TRANSPOSED: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    WEIGHT_T, NORMED, GRAD_GZ, GRAD_OUT, GRAD_NORM, PRODUCT, GRAD_PRODUCT, M, C: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients after the product, which X = PRODUCT [C, M] is.
 
     With g = sigmoid(y W_g) and z = LayerNorm(X) W_z:  dz = dout * g,  dg = dout * z * g * (1 - g),
-    dLayerNorm(X) = dz W_z^T,  dX through the norm. Written are dX (GRAD_PRODUCT [C, M]), dz
-    (GRAD_Z [M, C]), dg (in GRAD_LINEAR [M, 5 C]), y and LayerNorm(X) for the weights' gradients
-    (NORMED and OUT_NORMED [M, C + ONES]) and sums over the program's positions for the norm's
-    parameters (GRAD_NORM [programs, 2, C]). A program owns BLOCK_M positions. WEIGHT_T: see
-    load_transposed.
+    dLayerNorm(X) = dz W_z^T,  dX through the norm. Written are dX (GRAD_PRODUCT [C, M]); for the
+    weights' gradients y and LayerNorm(X) (NORMED [2, M, C]) and dg and dz (GRAD_GZ [2, M, C]); sums
+    over the program's positions for the norm's parameters (GRAD_NORM [programs, 2, C]). A program
+    owns BLOCK_M positions. WEIGHT_T: see transpose.
     """
     position, at, inside = tile_of_rows(tl.program_id(0) * BLOCK_M, M, C, C, BLOCK_M, WIDE)
     channel = tl.arange(0, C)
@@ -1134,11 +1131,12 @@ def triangle_output_backward_kernel(
     dtype = WEIGHT.dtype.element_ty
     x, _ = normalise_again(load_tile(X, at, inside), position, STATISTICS, M)
     y = scale_and_shift(x, NORM_WEIGHT, NORM_BIAS, C).to(dtype)
-    store_with_ones(NORMED, y, position, M, C, BLOCK_M)
+    tl.store(NORMED + at, y, mask=inside)
     product = load_tile(PRODUCT, at_product, inside)
     product, _ = normalise_again(product, position, OUT_STATISTICS, M)
     normed = scale_and_shift(product, OUT_WEIGHT, OUT_BIAS, C).to(dtype)
-    store_with_ones(OUT_NORMED, normed, position, M, C, BLOCK_M)
+    second = index(M, WIDE) * C  # where the second [M, C] begins
+    tl.store(NORMED + second + at, normed, mask=inside)
     grad_normed = tl.zeros([BLOCK_M, C], tl.float32)
     for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
         row = first + tl.arange(0, BLOCK_C)
@@ -1147,11 +1145,12 @@ def triangle_output_backward_kernel(
         gate = sigmoid(gate)
         weight_z = tl.load(weight + C * C)
         z = project(normed, weight_z, BIAS + Z * C, row, PRECISION)  # LayerNorm(X) W_z
-        grad_z = load_tile(GRAD_OUT, m * C + row[None, :], inside) * gate
+        at_row = m * C + row[None, :]
+        grad_z = load_tile(GRAD_OUT, at_row, inside) * gate
         grad_g = grad_z * (1 - gate) * z
-        tl.store(GRAD_Z + m * C + row[None, :], grad_z, mask=inside)
-        tl.store(GRAD_LINEAR + m * (5 * C) + (row + G * C)[None, :], grad_g, mask=inside)
-        weight_z = load_transposed(WEIGHT_T, row + Z * C, channel, 6 * C, C, TRANSPOSED)
+        tl.store(GRAD_GZ + at_row, grad_g, mask=inside)
+        tl.store(GRAD_GZ + second + at_row, grad_z, mask=inside)
+        weight_z = transpose(weight_z, WEIGHT_T, row + Z * C, C)
         # dLayerNorm(X) += dz W_z^T
         grad_normed = tl.dot(grad_z.to(dtype), weight_z, grad_normed, input_precision=PRECISION)
     # Loaded and normalised once more: that is cheaper than keeping it in registers over the loop.
@@ -1167,51 +1166,53 @@ def triangle_output_backward_kernel(
     {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
     float32={"BLOCK_M": 128, "BLOCK_C": 32, "num_warps": 8},
     tf32={"BLOCK_M": 128, "num_warps": 8},
-    hip={"BLOCK_C": 32, "num_warps": 8},
+    hip={"BLOCK_C": 16, "num_warps": 8},
 )
 @triton.jit
 def triangle_project_backward_kernel(
-    X, NORM_WEIGHT, WEIGHT, BIAS, STATISTICS, WEIGHT_T, NORMED, GRAD_LINEAR, GRAD_OUT, PRESENT,
-    GRAD_AB, GRAD_X, GRAD_NORM, M, TRANSPOSED: tl.constexpr, C: tl.constexpr,
+    X, NORM_WEIGHT, WEIGHT, BIAS, STATISTICS, WEIGHT_T, NORMED, GRAD_G, GRAD_OUT, PRESENT,
+    GRAD_AB, GRAD_LINEAR, GRAD_X, GRAD_NORM, M, C: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients before the product, from those of a and b (GRAD_AB [2 C, M]).
 
     With s = sigmoid(y W_ag) and p = y W_ap:  dp = da * s,  ds = da * p * s * (1 - s), for b
     likewise;  dy = dg W_g^T + sum of dp W_p^T and ds W_s^T,  dx through the norm, plus GRAD_OUT.
-    Read are y (NORMED [M, C + ONES]) and dg (in GRAD_LINEAR [M, 5 C]); written are dx
-    (GRAD_X [M, C]), dp and ds (in GRAD_LINEAR, too) and sums over the program's positions for the
-    norm's parameters (GRAD_NORM [programs, 2, C]). A program owns BLOCK_M positions.
+    Read are y (NORMED [M, C]) and dg (GRAD_G [M, C]); written are dx (GRAD_X [M, C]), dp and ds
+    (GRAD_LINEAR [M, 4 C], if that is not None) and sums over the program's positions for the norm's
+    parameters (GRAD_NORM [programs, 2, C]). A program owns BLOCK_M positions.
     """
     position, at, inside = tile_of_rows(tl.program_id(0) * BLOCK_M, M, C, C, BLOCK_M, WIDE)
     channel = tl.arange(0, C)
     m = position[:, None]
     dtype = WEIGHT.dtype.element_ty
-    y = tl.load(NORMED + m * (C + ONES) + channel[None, :], mask=inside, other=0.0)
-    at_g = GRAD_LINEAR + m * (5 * C) + (channel + G * C)[None, :]
-    grad_g = tl.load(at_g, mask=inside, other=0.0)
-    weight_g = load_transposed(WEIGHT_T, channel + G * C, channel, 6 * C, C, TRANSPOSED)
+    y = tl.load(NORMED + at, mask=inside, other=0.0)
+    grad_g = tl.load(GRAD_G + at, mask=inside, other=0.0)
+    weight_g = tl.load(WEIGHT + (channel + G * C)[None, :] * C + channel[:, None])
+    weight_g = transpose(weight_g, WEIGHT_T, channel + G * C, C)
     grad_y = tl.dot(grad_g, weight_g, input_precision=PRECISION)  # dy = dg W_g^T
     if PRESENT is not None:
         present = tl.load(PRESENT + m, mask=inside, other=0).to(tl.float32)
     for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
         row = first + tl.arange(0, BLOCK_C)
         weight = WEIGHT + row[None, :] * C + channel[:, None]
+        weight_p = tl.load(weight)
         weight_s = tl.load(weight + A_G * C * C)
         gate = project(y, weight_s, BIAS + A_G * C, row, PRECISION)  # y W_ag
-        value = project(y, tl.load(weight), BIAS, row, PRECISION)  # y W_ap
+        value = project(y, weight_p, BIAS, row, PRECISION)  # y W_ap
         gate = sigmoid(gate)
         grad_p = load_tile(GRAD_AB, index(row, WIDE)[None, :] * M + m, inside) * gate
         if PRESENT is not None:
             grad_p *= tl.where(first < B_P * C, present, 1.0)
         grad_s = (grad_p * (1 - gate) * value).to(dtype)
         grad_p = grad_p.to(dtype)
-        at_p = GRAD_LINEAR + m * (5 * C) + row[None, :]
-        tl.store(at_p, grad_p, mask=inside)
-        tl.store(at_p + A_G * C, grad_s, mask=inside)
-        weight_p = load_transposed(WEIGHT_T, row, channel, 6 * C, C, TRANSPOSED)
+        if GRAD_LINEAR is not None:
+            at_p = GRAD_LINEAR + m * (4 * C) + row[None, :]
+            tl.store(at_p, grad_p, mask=inside)
+            tl.store(at_p + A_G * C, grad_s, mask=inside)
+        weight_p = transpose(weight_p, WEIGHT_T, row, C)
         grad_y = tl.dot(grad_p, weight_p, grad_y, input_precision=PRECISION)  # dy += dp W_ap^T
-        weight_s = load_transposed(WEIGHT_T, row + A_G * C, channel, 6 * C, C, TRANSPOSED)
+        weight_s = transpose(weight_s, WEIGHT_T, row + A_G * C, C)
         grad_y = tl.dot(grad_s, weight_s, grad_y, input_precision=PRECISION)  # dy += ds W_ag^T
     x, rstd = normalise_again(load_tile(X, at, inside), position, STATISTICS, M)
     store_norm_gradients(GRAD_NORM, grad_y, x, C)
@@ -1220,21 +1221,68 @@ def triangle_project_backward_kernel(
     tl.store(GRAD_X + at, grad_x, mask=inside)
 
 
-@block_sizes({"num_warps": 2})
+@block_sizes(
+    {"BLOCK_M": 64, "BLOCK_C": 64, "PROGRAMS": 32, "num_stages": 3},
+    hip={"BLOCK_M": 32, "BLOCK_C": 32, "num_stages": 1},
+)
 @triton.jit
-def triangle_weights_kernel(
-    PRODUCTS, GRAD_WEIGHT, GRAD_BIAS, K, FIRST, C: tl.constexpr, PARTS: tl.constexpr
+def triangle_weight_gradients_kernel(
+    NORMED, GRAD_GZ, GRAD_AB, PRESENT, WEIGHT, BIAS, PARTS, M, C: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of K rows of a weight's gradient and its bias's, those from FIRST on.
+    """Compute the gradients of the packed weight and bias, in parts to be added up.
 
-    PRODUCTS is [parts, K, C + ONES]; its last columns are all the bias's gradient. A program owns a
-    row of the weight.
+    dp and ds are made again from y and GRAD_AB [2 C, M], so they are never in memory. NORMED and
+    GRAD_GZ [2, M, C] are y and LayerNorm(X), dg and dz. PARTS [programs, 6 C (C + 1)] are sums over
+    the program's positions. A program owns BLOCK_C channels of a and b, of g or of z, and of all
+    tiles of BLOCK_M positions one in num_programs(0).
     """
-    row, channel = tl.program_id(0), tl.arange(0, C)
-    at = PRODUCTS + (tl.arange(0, PARTS) * K + row) * (C + ONES)
-    grad = tl.load(at[:, None] + channel[None, :]).to(tl.float32)
-    tl.store(GRAD_WEIGHT + (FIRST + row) * C + channel, tl.sum(grad, 0))
-    tl.store(GRAD_BIAS + FIRST + row, tl.sum(tl.load(at + C).to(tl.float32), 0))
+    first = tl.program_id(1) * BLOCK_C
+    row = first + tl.arange(0, BLOCK_C)
+    channel = tl.arange(0, C)
+    dtype = WEIGHT.dtype.element_ty
+    PARTS += tl.program_id(0) * 6 * C * (C + 1)
+    grad_weight = tl.zeros([BLOCK_C, C], tl.float32)
+    grad_bias = tl.zeros([BLOCK_C], tl.float32)
+    if first < A_G * C:  # of a, then b
+        weight = WEIGHT + row[:, None] * C + channel[None, :]
+        weight_p = tl.load(weight)
+        weight_s = tl.load(weight + A_G * C * C)
+        bias_p = tl.load(BIAS + row)[:, None]
+        bias_s = tl.load(BIAS + A_G * C + row)[:, None]
+        grad_weight_p = tl.zeros([BLOCK_C, C], tl.float32)
+        grad_bias_p = tl.zeros([BLOCK_C], tl.float32)
+        for start in tl.range(tl.program_id(0) * BLOCK_M, M, tl.num_programs(0) * BLOCK_M):
+            position, at, inside = tile_of_rows(start, M, C, C, BLOCK_M, WIDE)
+            y = tl.load(NORMED + at, mask=inside, other=0.0)
+            y_t = tl.trans(y)
+            gate = sigmoid(tl.dot(weight_s, y_t, input_precision=PRECISION) + bias_s)
+            value = tl.dot(weight_p, y_t, input_precision=PRECISION) + bias_p
+            at_ab = index(row, WIDE)[:, None] * M + position[None, :]
+            grad_p = load_tile(GRAD_AB, at_ab, (position < M)[None, :]) * gate
+            if PRESENT is not None:
+                of_a = position < tl.where(first < B_P * C, M, 0)
+                grad_p *= tl.load(PRESENT + position, mask=of_a, other=1).to(tl.float32)[None, :]
+            grad_s = grad_p * (1 - gate) * value
+            grad_bias_p += tl.sum(grad_p, 1)
+            grad_bias += tl.sum(grad_s, 1)
+            # dW_ap += dp^T y and dW_ag += ds^T y
+            grad_weight_p = tl.dot(grad_p.to(dtype), y, grad_weight_p, input_precision=PRECISION)
+            grad_weight = tl.dot(grad_s.to(dtype), y, grad_weight, input_precision=PRECISION)
+        tl.store(PARTS + row[:, None] * C + channel[None, :], grad_weight_p)
+        tl.store(PARTS + 6 * C * C + row, grad_bias_p)
+    else:  # of g, then z
+        second = tl.where(first < 3 * C, 0, index(M, WIDE) * C)
+        for start in tl.range(tl.program_id(0) * BLOCK_M, M, tl.num_programs(0) * BLOCK_M):
+            position, at, inside = tile_of_rows(start, M, C, C, BLOCK_M, WIDE)
+            y = tl.load(NORMED + second + at, mask=inside, other=0.0)
+            at_grad = position[None, :] * C + (row % C)[:, None]
+            grad = tl.load(GRAD_GZ + second + at_grad, mask=(position < M)[None, :], other=0.0)
+            grad_bias += tl.sum(grad.to(tl.float32), 1)
+            grad_weight = tl.dot(grad, y, grad_weight, input_precision=PRECISION)
+    row += A_G * C  # of the gates of a or b, of g or of z
+    tl.store(PARTS + row[:, None] * C + channel[None, :], grad_weight)
+    tl.store(PARTS + 6 * C * C + row, grad_bias)
 
 
 @triton.jit
@@ -1267,33 +1315,15 @@ def normalise_again(x, position, STATISTICS, M):
 
 
 @triton.jit
-def load_transposed(
-    WEIGHT_T, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr
-):  # fmt: skip
-    """Load a tile of a weight [ROWS, COLUMNS] for a product with a gradient [positions, rows].
+def transpose(weight, WEIGHT_T, row, C: tl.constexpr):
+    """Transpose W^T [C, rows], a tile of the packed weight, for a product with a gradient.
 
-    With TRANSPOSED, in float32, WEIGHT_T is [COLUMNS, ROWS], as tensor cores of an H100 read TF32
-    in one direction only; else it is the weight itself.
+    In float32 it is loaded from WEIGHT_T [C, 6 C], which is the packed weight transposed, as tensor
+    cores of an H100 read TF32 in one direction only.
     """
-    if TRANSPOSED:
-        return tl.load(WEIGHT_T + column[None, :] * ROWS + row[:, None])
-    return tl.load(WEIGHT_T + row[:, None] * COLUMNS + column[None, :])
-
-
-ONES = tl.constexpr(8)  # columns: rows of 16-bit numbers still begin at multiples of 16 bytes
-
-
-@triton.jit
-def store_with_ones(OUT, x, position, M, C: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Store rows of x and ONES ones beside them.
-
-    The GEMM with a gradient that makes a weight's then makes the sums for the bias, too.
-    """
-    at = OUT + position[:, None] * (C + ONES)
-    inside = (position < M)[:, None]
-    tl.store(at + tl.arange(0, C)[None, :], x, mask=inside)
-    ones = tl.full([BLOCK_M, ONES], 1.0, x.dtype)
-    tl.store(at + C + tl.arange(0, ONES)[None, :], ones, mask=inside)
+    if WEIGHT_T is not None:
+        return tl.load(WEIGHT_T + tl.arange(0, C)[None, :] * (6 * C) + row[:, None])
+    return tl.trans(weight)
 
 
 @triton.jit
@@ -1338,31 +1368,25 @@ def triangle_forward(
 def triangle_backward(
     grad_out: Tensor, x: Tensor, present: Tensor | None, in_weight: Tensor, in_bias: Tensor,
     out_weight: Tensor, out_bias: Tensor, weight: Tensor, bias: Tensor, ab: Tensor, product: Tensor,
-    in_statistics: Tensor, out_statistics: Tensor, incoming: bool, norms: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the gradient of x, and what those of the parameters are made of.
+    in_statistics: Tensor, out_statistics: Tensor, incoming: bool, parameters: bool,
+) -> list[Tensor]:  # fmt: skip
+    """Compute the gradient of x and, if `parameters` asks for them, those of the parameters.
 
-    That is, for the projections before the product the gradient of their results [M, 5 C] and their
-    input with ones beside it [M, C + ONES], and for that after it likewise. Then the gradients of
-    the norms' parameters, [2, C] each if `norms` asks for them.
+    These are of the norm before the product and of that after it [2, C], weight and bias, then of
+    the packed weight and bias [6 C (C + 1)] in one piece.
     """
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
-    normed = weight.new_empty(positions, dim + ONES.value)
-    out_normed = torch.empty_like(normed)
-    grad_z = weight.new_empty(positions, dim)
-    grad_linear = weight.new_empty(positions, 5 * dim)
-    transposed = weight.dtype == torch.float32
-    weight_t = weight.t().contiguous() if transposed else weight
-    gradients = weight_t, normed, grad_linear, grad_out
+    normed = weight.new_empty(2, positions, dim)
+    grad_gz = torch.empty_like(normed)
+    weight_t = weight.t().contiguous() if weight.dtype == torch.float32 else None
 
     programs, options = triangle_options("triangle_output_backward", x, weight)
-    options["TRANSPOSED"] = transposed
     sums_out = x.new_empty(programs, 2, dim, dtype=torch.float32)
     grad_product = torch.empty_like(product)
     launch = wrap_triton(triangle_output_backward_kernel)[(programs,)]
     inputs = x, in_weight, in_bias, out_weight, out_bias, weight, bias
-    inputs = *inputs, in_statistics, out_statistics, *gradients
-    launch(*inputs, sums_out, product, grad_product, out_normed, grad_z, **options)
+    inputs = *inputs, in_statistics, out_statistics, weight_t, normed, grad_gz, grad_out
+    launch(*inputs, sums_out, product, grad_product, **options)
 
     grad_ab = torch.empty_like(ab)
     matrices = (dim * len(x), *x.shape[1:3])
@@ -1376,16 +1400,18 @@ def triangle_backward(
         torch.bmm(grad_product.mT, a, out=grad_b)
 
     programs, options = triangle_options("triangle_project_backward", x, weight)
-    options["TRANSPOSED"] = transposed
     sums_in = x.new_empty(programs, 2, dim, dtype=torch.float32)
     grad_x = torch.empty_like(x)
+    # Then triangle_weight_gradients makes them once more; elsewhere the library is faster.
+    again = dim <= 128 and (INTERPRETED or weight.dtype != torch.float32)
+    grad_linear = None if again else weight.new_empty(positions, 4 * dim)
     launch = wrap_triton(triangle_project_backward_kernel)[(programs,)]
-    inputs = x, in_weight, weight, bias, in_statistics, *gradients, present
-    launch(*inputs, grad_ab, grad_x, sums_in, **options)
-    if norms:
-        sums_in = sum_parts(sums_in)
-        sums_out = sum_parts(sums_out)
-    return grad_x, grad_linear, normed, grad_z, out_normed, sums_in, sums_out
+    inputs = x, in_weight, weight, bias, in_statistics, weight_t, normed[0], grad_gz[0], grad_out
+    launch(*inputs, present, grad_ab, grad_linear, grad_x, sums_in, **options)
+    if not parameters:
+        return [grad_x]
+    made_of = normed, grad_gz, grad_ab, grad_linear, present, weight, bias
+    return [grad_x, sum_parts(sums_in), sum_parts(sums_out), triangle_weight_gradients(*made_of)]
 
 
 def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> tuple[int, dict[str, int | str]]:
@@ -1397,34 +1423,28 @@ def triangle_options(kernel: str, x: Tensor, weight: Tensor) -> tuple[int, dict[
     return triton.cdiv(options["M"], options["BLOCK_M"]), options
 
 
-@operator
 def triangle_weight_gradients(
-    grad_linear: Tensor, normed: Tensor, grad_z: Tensor, out_normed: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of the packed weight [6 C, C] and bias [6 C].
+    normed: Tensor, grad_gz: Tensor, grad_ab: Tensor, grad_linear: Tensor | None,
+    present: Tensor | None, weight: Tensor, bias: Tensor,
+) -> Tensor:  # fmt: skip
+    """Compute the gradients of the packed weight [6 C, C] and bias [6 C], in one piece.
 
-    grad_linear [M, 5 C] is the gradient of the projections of normed [M, C + ONES], grad_z [M, C]
-    that of the projection of out_normed [M, C + ONES].
+    A kernel makes them. If triangle_backward wrote grad_linear [M, 4 C], the library does.
     """
-    first = 0
-    dim = grad_z.shape[1]
-    grad_weight = grad_z.new_empty(6 * dim, dim, dtype=torch.float32)
-    grad_bias = grad_z.new_empty(6 * dim, dtype=torch.float32)
-    for grad, rows in ((grad_linear, normed), (grad_z, out_normed)):
-        positions, width = grad.shape
-        # One GEMM over all positions has too few tiles to occupy the device; parts of them are
-        # added up. In 16 bits few parts are as fast where there is much to read, and less is to
-        # add up.
-        wide = width > dim and grad.element_size() == 2 and positions >= 2**15
-        parts = 8 if wide else 32
-        while parts > 1 and (positions % parts or positions < 512 * parts):
-            parts //= 2
-        products = torch.bmm(grad.view(parts, -1, width).mT, rows.view(parts, -1, rows.shape[1]))
-        launch = wrap_triton(triangle_weights_kernel)[(width,)]
-        sizes = {"K": width, "FIRST": first, "C": dim, "PARTS": parts}
-        launch(products, grad_weight, grad_bias, **sizes, **blocks("triangle_weights"))
-        first += width
-    return grad_weight, grad_bias
+    dim = normed.shape[-1]
+    if grad_linear is None:
+        tiles, options = triangle_options("triangle_weight_gradients", normed[0], weight)
+        # more parts would take longer to add up
+        programs = min(triton.cdiv(tiles, 8), options.pop("PROGRAMS"))
+        parts = normed.new_empty(programs, 6 * dim * (dim + 1), dtype=torch.float32)
+        grid = programs, 4 * dim // options["BLOCK_C"]
+        launch = wrap_triton(triangle_weight_gradients_kernel)[grid]
+        launch(normed, grad_gz, grad_ab, present, weight, bias, parts, **options)
+        return sum_parts(parts)
+    pairs = (grad_linear, normed[0]), (grad_gz[0], normed[0]), (grad_gz[1], normed[1])
+    weights = [(grad.t() @ rows).flatten() for grad, rows in pairs]
+    biases = [column_sums(grad, torch.float32) for grad, _ in pairs]
+    return torch.cat(weights + biases)
 
 
 class TriangleMultiplicationFunction(torch.autograd.Function):
@@ -1450,13 +1470,14 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        norms = any(ctx.needs_input_grad[4:8])
-        linears = any(ctx.needs_input_grad[8:])
         inputs = grad_out.contiguous(), *ctx.saved_tensors, ctx.incoming
-        grad_x, *read, norm_in, norm_out = triangle_backward(*inputs, norms)
-        grads = [*norm_in.unbind(), *norm_out.unbind()] if norms else 4 * [None]
-        grads += triangle_weight_gradients(*read) if linears else 2 * [None]
-        return grad_x, None, None, None, *grads
+        grad_x, *grads = triangle_backward(*inputs, any(ctx.needs_input_grad[4:]))
+        if not grads:
+            return grad_x, *9 * [None]
+        norm_in, norm_out, linears = grads
+        dim = norm_in.shape[1]
+        weight, bias = linears.tensor_split([6 * dim * dim])
+        return grad_x, None, None, None, *norm_in, *norm_out, weight.view(-1, dim), bias
 
 
 class TriangleMultiplication(nn.Module):

@@ -6,7 +6,7 @@ update) and sums of gradients are passes of their own over memory. Here a neighb
 them on its way. In 16 bits this kernel is often a GEMM (matrix product).
 
 triton-attention      V3's kernels; GEMMs around them do norm and residual (in 16 bits, small sizes)
-triton-triangle       V3's kernels; one for products of small matrices, one for weights' gradients
+triton-triangle       V3's kernels, and one for products of small matrices
 triton-outer-product  norm and residual as above; a new kernel for the gradients of its factors
 transition-fusion     for narrow rows, one forward kernel never stores the hidden layer; for wide
                       rows, the first GEMM adds bias and ReLU
@@ -1510,15 +1510,16 @@ def triangle_weight_gradients_kernel(
             at_ab = index(row, WIDE)[:, None] * M + position[None, :]
             grad_p = load_tile(GRAD_AB, at_ab, (position < M)[None, :]) * gate
             if PRESENT is not None:
-                present = tl.load(PRESENT + position, mask=position < M, other=0).to(tl.float32)
-                grad_p *= tl.where(first < B_P * C, present[None, :], 1.0)
+                of_a = position < tl.where(first < B_P * C, M, 0)
+                grad_p *= tl.load(PRESENT + position, mask=of_a, other=1).to(tl.float32)[None, :]
             grad_s = grad_p * (1 - gate) * value
             grad_bias_p += tl.sum(grad_p, 1)
             grad_bias += tl.sum(grad_s, 1)
             # dW_ap += dp^T y and dW_ag += ds^T y
             grad_weight_p = tl.dot(grad_p.to(dtype), y, grad_weight_p, input_precision=PRECISION)
             grad_weight = tl.dot(grad_s.to(dtype), y, grad_weight, input_precision=PRECISION)
-        store_weight_gradients(PARTS, grad_weight_p, grad_bias_p, row, C)
+        tl.store(PARTS + row[:, None] * C + channel[None, :], grad_weight_p)
+        tl.store(PARTS + 6 * C * C + row, grad_bias_p)
     else:  # of g, then z
         second = tl.where(first < 3 * C, 0, index(M, WIDE) * C)
         for start in tl.range(tl.program_id(0) * BLOCK_M, M, tl.num_programs(0) * BLOCK_M):
@@ -1528,13 +1529,8 @@ def triangle_weight_gradients_kernel(
             grad = tl.load(GRAD_GZ + second + at_grad, mask=(position < M)[None, :], other=0.0)
             grad_bias += tl.sum(grad.to(tl.float32), 1)
             grad_weight = tl.dot(grad, y, grad_weight, input_precision=PRECISION)
-    store_weight_gradients(PARTS, grad_weight, grad_bias, row + A_G * C, C)
-
-
-@triton.jit
-def store_weight_gradients(PARTS, grad_weight, grad_bias, row, C: tl.constexpr):
-    """Store rows of this program's gradients, the weight's [6 C, C] and behind it the bias's."""
-    tl.store(PARTS + row[:, None] * C + tl.arange(0, C)[None, :], grad_weight)
+    row += A_G * C  # of the gates of a or b, of g or of z
+    tl.store(PARTS + row[:, None] * C + channel[None, :], grad_weight)
     tl.store(PARTS + 6 * C * C + row, grad_bias)
 
 

@@ -222,14 +222,11 @@ CHANGED = {  # of V3's kernels in V4
         *("attention_backward_queries_kernel", "attention_backward_keys_kernel"),
         *("cross_entropy_forward_kernel", "cross_entropy_backward_kernel"),
     },
-    "openfold": {"triangle_output_backward_kernel", "triangle_project_backward_kernel"},
+    "openfold": set(),
 }
 REPLACED = {
     "llama": (),
-    "openfold": (
-        *("layer_norm", "bias_relu", "outer_product_backward"),
-        *("triangle_weights", "store_with_ones", "load_transposed"),
-    ),
+    "openfold": ("layer_norm", "bias_relu", "outer_product_backward"),
 }
 
 

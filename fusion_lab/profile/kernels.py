@@ -72,9 +72,8 @@ KERNELS = (
     ("copies", r"multi_tensor_apply.*copyfunctor"),  # a cast of many tensors
     # only optimizers work on lists of tensors
     ("optimizer", r"adam|multi_tensor_apply|amp_(update|foreach|non_finite)"),
-    # V3's kernels that add up what programs or a product left in parts; triangle_weights does it
-    # for weights.
-    ("reductions", r"(sum|add)_(two_)?parts|(^|_)sums?(_kernel|$)|triangle_weights|_finish_kernel"),
+    # V3's kernels that add up what programs or a product left in parts
+    ("reductions", r"(sum|add)_(two_)?parts|(^|_)sums?(_kernel|$)|_finish_kernel"),
     # V3's, and V4's: they multiply matrices, whatever else they do beside it.
     ("GEMM", r"triangle_|outer_product|transformer_block|transition_|project_"),
     # Cijk: rocBLAS and hipBLASLt name kernels by their index equation. nvjet, xmma, cutlass,

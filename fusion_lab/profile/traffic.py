@@ -22,7 +22,7 @@ OVERWRITING = ("copy_", "fill_", "zero_")  # these do not read the tensor that t
 ONLY_WRITTEN = ("out", "casts")  # arguments of our own operators
 UPDATED = ("WEIGHTS", "AVERAGES", "SQUARES", "TOTAL")  # tensors that a kernel reads and writes
 # Kernels that touch a part of a tensor only. Of q, k and v with H query and K key heads; of the
-# packed q, k, v and gate; of the five projections before a triangle multiplication.
+# packed q, k, v and gate.
 PARTS = {
     ("attention_backward_queries_kernel", "GRAD_QKV"): lambda H, K, **rest: H / (H + 2 * K),
     ("attention_backward_keys_kernel", "GRAD_QKV"): lambda H, K, **rest: 2 * K / (H + 2 * K),
@@ -30,7 +30,6 @@ PARTS = {
     ("attention_backward_key_kernel", "GRAD_QKVG"): lambda **rest: 1 / 2,
     ("attention_backward_key_kernel", "QKVG"): lambda **rest: 3 / 4,
     ("attention_backward_bias_kernel", "QKVG"): lambda **rest: 3 / 4,
-    ("triangle_output_backward_kernel", "GRAD_LINEAR"): lambda **rest: 1 / 5,
 }
 # these read only some of their first tensor
 LOOKUPS = ("embedding", "index", "index_select", "gather")
