@@ -1228,7 +1228,7 @@ def triangle_project_backward_kernel(
 
 
 @block_sizes(
-    {"BLOCK_M": 64, "BLOCK_C": 64, "PROGRAMS": 64, "num_stages": 3},
+    {"BLOCK_M": 64, "BLOCK_C": 64, "PROGRAMS": 32, "num_stages": 3},
     hip={"BLOCK_M": 32, "BLOCK_C": 32, "num_stages": 1},
 )
 @triton.jit
@@ -1240,59 +1240,54 @@ def triangle_weight_gradients_kernel(
 
     dp and ds are made again from y and GRAD_AB [2 C, M], so they are never in memory. NORMED and
     GRAD_GZ [2, M, C] are y and LayerNorm(X), dg and dz. PARTS [programs, 6 C (C + 1)] are sums over
-    the program's positions. A program owns BLOCK_C channels of g or z, then as many of a or b, and
-    of all tiles of BLOCK_M positions one in num_programs(0).
+    the program's positions. A program owns BLOCK_C channels of a and b, of g or of z, and of all
+    tiles of BLOCK_M positions one in num_programs(0).
     """
     first = tl.program_id(1) * BLOCK_C
     row = first + tl.arange(0, BLOCK_C)
     channel = tl.arange(0, C)
     dtype = WEIGHT.dtype.element_ty
     PARTS += tl.program_id(0) * 6 * C * (C + 1)
-    second = tl.where(first < C, 0, index(M, WIDE) * C)  # of g, then z
     grad_weight = tl.zeros([BLOCK_C, C], tl.float32)
     grad_bias = tl.zeros([BLOCK_C], tl.float32)
-    for start in tl.range(tl.program_id(0) * BLOCK_M, M, tl.num_programs(0) * BLOCK_M):
-        position, at, inside = tile_of_rows(start, M, C, C, BLOCK_M, WIDE)
-        y = tl.load(NORMED + second + at, mask=inside, other=0.0)
-        at_grad = position[None, :] * C + (row % C)[:, None]
-        grad = tl.load(GRAD_GZ + second + at_grad, mask=(position < M)[None, :], other=0.0)
-        grad_bias += tl.sum(grad.to(tl.float32), 1)
-        grad_weight = tl.dot(grad, y, grad_weight, input_precision=PRECISION)
-    store_weight_gradients(PARTS, row + G * C, grad_weight, grad_bias, C)
-    weight = WEIGHT + row[:, None] * C + channel[None, :]  # of a, then b
-    weight_p = tl.load(weight)
-    weight_s = tl.load(weight + A_G * C * C)
-    bias_p = tl.load(BIAS + row)[:, None]
-    bias_s = tl.load(BIAS + A_G * C + row)[:, None]
-    grad_weight_p = tl.zeros([BLOCK_C, C], tl.float32)
-    grad_weight_s = tl.zeros([BLOCK_C, C], tl.float32)
-    grad_bias_p = tl.zeros([BLOCK_C], tl.float32)
-    grad_bias_s = tl.zeros([BLOCK_C], tl.float32)
-    for start in tl.range(tl.program_id(0) * BLOCK_M, M, tl.num_programs(0) * BLOCK_M):
-        position, at, inside = tile_of_rows(start, M, C, C, BLOCK_M, WIDE)
-        y = tl.load(NORMED + at, mask=inside, other=0.0)
-        y_t = tl.trans(y)
-        gate = sigmoid(tl.dot(weight_s, y_t, input_precision=PRECISION) + bias_s)
-        value = tl.dot(weight_p, y_t, input_precision=PRECISION) + bias_p
-        at_ab = index(row, WIDE)[:, None] * M + position[None, :]
-        grad_p = load_tile(GRAD_AB, at_ab, (position < M)[None, :]) * gate
-        if PRESENT is not None:
-            of_a = position < tl.where(first < B_P * C, M, 0)
-            grad_p *= tl.load(PRESENT + position, mask=of_a, other=1).to(tl.float32)[None, :]
-        grad_s = grad_p * (1 - gate) * value
-        grad_bias_p += tl.sum(grad_p, 1)
-        grad_bias_s += tl.sum(grad_s, 1)
-        # dW_ap += dp^T y and dW_ag += ds^T y
-        grad_weight_p = tl.dot(grad_p.to(dtype), y, grad_weight_p, input_precision=PRECISION)
-        grad_weight_s = tl.dot(grad_s.to(dtype), y, grad_weight_s, input_precision=PRECISION)
-    store_weight_gradients(PARTS, row, grad_weight_p, grad_bias_p, C)
-    store_weight_gradients(PARTS, row + A_G * C, grad_weight_s, grad_bias_s, C)
-
-
-@triton.jit
-def store_weight_gradients(PARTS, row, grad_weight, grad_bias, C: tl.constexpr):
-    """Store rows of the gradients of the packed weight, and of its bias, which lies behind it."""
-    tl.store(PARTS + row[:, None] * C + tl.arange(0, C)[None, :], grad_weight)
+    if first < A_G * C:  # of a, then b
+        weight = WEIGHT + row[:, None] * C + channel[None, :]
+        weight_p = tl.load(weight)
+        weight_s = tl.load(weight + A_G * C * C)
+        bias_p = tl.load(BIAS + row)[:, None]
+        bias_s = tl.load(BIAS + A_G * C + row)[:, None]
+        grad_weight_p = tl.zeros([BLOCK_C, C], tl.float32)
+        grad_bias_p = tl.zeros([BLOCK_C], tl.float32)
+        for start in tl.range(tl.program_id(0) * BLOCK_M, M, tl.num_programs(0) * BLOCK_M):
+            position, at, inside = tile_of_rows(start, M, C, C, BLOCK_M, WIDE)
+            y = tl.load(NORMED + at, mask=inside, other=0.0)
+            y_t = tl.trans(y)
+            gate = sigmoid(tl.dot(weight_s, y_t, input_precision=PRECISION) + bias_s)
+            value = tl.dot(weight_p, y_t, input_precision=PRECISION) + bias_p
+            at_ab = index(row, WIDE)[:, None] * M + position[None, :]
+            grad_p = load_tile(GRAD_AB, at_ab, (position < M)[None, :]) * gate
+            if PRESENT is not None:
+                of_a = position < tl.where(first < B_P * C, M, 0)
+                grad_p *= tl.load(PRESENT + position, mask=of_a, other=1).to(tl.float32)[None, :]
+            grad_s = grad_p * (1 - gate) * value
+            grad_bias_p += tl.sum(grad_p, 1)
+            grad_bias += tl.sum(grad_s, 1)
+            # dW_ap += dp^T y and dW_ag += ds^T y
+            grad_weight_p = tl.dot(grad_p.to(dtype), y, grad_weight_p, input_precision=PRECISION)
+            grad_weight = tl.dot(grad_s.to(dtype), y, grad_weight, input_precision=PRECISION)
+        tl.store(PARTS + row[:, None] * C + channel[None, :], grad_weight_p)
+        tl.store(PARTS + 6 * C * C + row, grad_bias_p)
+    else:  # of g, then z
+        second = tl.where(first < 3 * C, 0, index(M, WIDE) * C)
+        for start in tl.range(tl.program_id(0) * BLOCK_M, M, tl.num_programs(0) * BLOCK_M):
+            position, at, inside = tile_of_rows(start, M, C, C, BLOCK_M, WIDE)
+            y = tl.load(NORMED + second + at, mask=inside, other=0.0)
+            at_grad = position[None, :] * C + (row % C)[:, None]
+            grad = tl.load(GRAD_GZ + second + at_grad, mask=(position < M)[None, :], other=0.0)
+            grad_bias += tl.sum(grad.to(tl.float32), 1)
+            grad_weight = tl.dot(grad, y, grad_weight, input_precision=PRECISION)
+    row += A_G * C  # of the gates of a or b, of g or of z
+    tl.store(PARTS + row[:, None] * C + channel[None, :], grad_weight)
     tl.store(PARTS + 6 * C * C + row, grad_bias)
 
 
@@ -1448,7 +1443,7 @@ def triangle_weight_gradients(
         # more parts would take longer to add up
         programs = min(triton.cdiv(tiles, 8), options.pop("PROGRAMS"))
         parts = normed.new_empty(programs, 6 * dim * (dim + 1), dtype=torch.float32)
-        grid = programs, 2 * dim // options["BLOCK_C"]
+        grid = programs, 4 * dim // options["BLOCK_C"]
         launch = wrap_triton(triangle_weight_gradients_kernel)[grid]
         launch(normed, grad_gz, grad_ab, present, weight, bias, parts, **options)
         return sum_parts(parts)
