@@ -235,7 +235,8 @@ def projection_options(
     if width:  # whole rows are in registers
         options["num_warps"] = max(options["num_warps"], rows * dim // 2048)
     else:  # many small programs keep the memory busy
-        options |= {"BLOCK_M": 16, "num_warps": max(2, dim // 128)}
+        warps = dim // (128 if "backward" in kernel else 64)
+        options |= {"BLOCK_M": 16, "num_warps": max(2, warps)}
     return options
 
 
@@ -1389,15 +1390,13 @@ def triangle_output_backward_kernel(
     grad_normed = tl.zeros([BLOCK_M, C], tl.float32)
     for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
         row = first + tl.arange(0, BLOCK_C)
-        at_row = m * C + row[None, :]
-        # loaded before the products, so that they do not wait for it
-        grad_z = tl.load(GRAD_OUT + at_row, mask=inside, other=0.0)
         weight = WEIGHT + (row + G * C)[None, :] * C + channel[:, None]
         gate = project(y, tl.load(weight), BIAS + G * C, row, PRECISION)  # y W_g
         gate = sigmoid(gate)
         weight_z = tl.load(weight + C * C)
         z = project(normed, weight_z, BIAS + Z * C, row, PRECISION)  # LayerNorm(X) W_z
-        grad_z = grad_z.to(tl.float32) * gate
+        at_row = m * C + row[None, :]
+        grad_z = load_tile(GRAD_OUT, at_row, inside) * gate
         grad_g = grad_z * (1 - gate) * z
         tl.store(GRAD_GZ + at_row, grad_g, mask=inside)
         tl.store(GRAD_GZ + second + at_row, grad_z, mask=inside)
@@ -1443,15 +1442,13 @@ def triangle_project_backward_kernel(
         present = tl.load(PRESENT + m, mask=inside, other=0).to(tl.float32)
     for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
         row = first + tl.arange(0, BLOCK_C)
-        # loaded before the products, so that they do not wait for it
-        grad_p = tl.load(GRAD_AB + index(row, WIDE)[None, :] * M + m, mask=inside, other=0.0)
         weight = WEIGHT + row[None, :] * C + channel[:, None]
         weight_p = tl.load(weight)
         weight_s = tl.load(weight + A_G * C * C)
         gate = project(y, weight_s, BIAS + A_G * C, row, PRECISION)  # y W_ag
         value = project(y, weight_p, BIAS, row, PRECISION)  # y W_ap
         gate = sigmoid(gate)
-        grad_p = grad_p.to(tl.float32) * gate
+        grad_p = load_tile(GRAD_AB, index(row, WIDE)[None, :] * M + m, inside) * gate
         if PRESENT is not None:
             grad_p *= tl.where(first < B_P * C, present, 1.0)
         grad_s = (grad_p * (1 - gate) * value).to(dtype)
@@ -2622,6 +2619,8 @@ def sum_parts(
     out = torch.empty_like(parts[0], dtype=dtype) if out is None else out
     rows = min(chosen.pop("ROWS"), triton.next_power_of_2(len(parts)))
     block = max(8, chosen.pop("TILE") // rows)
+    if block >= rows:  # more warps would share a column, and exchange its sums
+        chosen["num_warps"] //= 2
     launch = wrap_triton(sum_parts_kernel)[(triton.cdiv(out.numel(), block),)]
     launch(parts, out, parts=len(parts), width=out.numel(), ROWS=rows, BLOCK=block, **chosen)
     return out
