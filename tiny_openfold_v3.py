@@ -1104,11 +1104,11 @@ def triangle_output_kernel(
 
 
 @block_sizes(
-    {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
-    float32={"BLOCK_M": 32},
-    tf32={"BLOCK_C": 32},
-    hip={"num_warps": 8},
-    hip_float32={"BLOCK_C": 32},
+    {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 2},
+    float32={"BLOCK_M": 32, "num_stages": 1},
+    tf32={"BLOCK_C": 32, "num_stages": 1},
+    hip={"num_warps": 8, "num_stages": 1},
+    hip_float32={"BLOCK_C": 32, "num_stages": 1},
 )
 @triton.jit
 def triangle_output_backward_kernel(
@@ -1140,13 +1140,15 @@ def triangle_output_backward_kernel(
     grad_normed = tl.zeros([BLOCK_M, C], tl.float32)
     for first in tl.range(0, C, BLOCK_C, loop_unroll_factor=1):
         row = first + tl.arange(0, BLOCK_C)
+        at_row = m * C + row[None, :]
+        # loaded before the products, so that they do not wait for it
+        grad_z = tl.load(GRAD_OUT + at_row, mask=inside, other=0.0)
         weight = WEIGHT + (row + G * C)[None, :] * C + channel[:, None]
         gate = project(y, tl.load(weight), BIAS + G * C, row, PRECISION)  # y W_g
         gate = sigmoid(gate)
         weight_z = tl.load(weight + C * C)
         z = project(normed, weight_z, BIAS + Z * C, row, PRECISION)  # LayerNorm(X) W_z
-        at_row = m * C + row[None, :]
-        grad_z = load_tile(GRAD_OUT, at_row, inside) * gate
+        grad_z = grad_z.to(tl.float32) * gate
         grad_g = grad_z * (1 - gate) * z
         tl.store(GRAD_GZ + at_row, grad_g, mask=inside)
         tl.store(GRAD_GZ + second + at_row, grad_z, mask=inside)
@@ -1163,10 +1165,10 @@ def triangle_output_backward_kernel(
 
 
 @block_sizes(
-    {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
-    float32={"BLOCK_M": 128, "BLOCK_C": 32, "num_warps": 8},
-    tf32={"BLOCK_M": 128, "num_warps": 8},
-    hip={"BLOCK_C": 16, "num_warps": 8},
+    {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 2},
+    float32={"BLOCK_M": 128, "BLOCK_C": 32, "num_warps": 8, "num_stages": 1},
+    tf32={"BLOCK_M": 128, "num_warps": 8, "num_stages": 1},
+    hip={"BLOCK_C": 16, "num_warps": 8, "num_stages": 1},
 )
 @triton.jit
 def triangle_project_backward_kernel(
@@ -1187,21 +1189,20 @@ def triangle_project_backward_kernel(
     m = position[:, None]
     dtype = WEIGHT.dtype.element_ty
     y = tl.load(NORMED + at, mask=inside, other=0.0)
-    grad_g = tl.load(GRAD_G + at, mask=inside, other=0.0)
-    weight_g = tl.load(WEIGHT + (channel + G * C)[None, :] * C + channel[:, None])
-    weight_g = transpose(weight_g, WEIGHT_T, channel + G * C, C)
-    grad_y = tl.dot(grad_g, weight_g, input_precision=PRECISION)  # dy = dg W_g^T
+    grad_y = tl.zeros([BLOCK_M, C], tl.float32)
     if PRESENT is not None:
         present = tl.load(PRESENT + m, mask=inside, other=0).to(tl.float32)
     for first in tl.range(A_P * C, A_G * C, BLOCK_C, loop_unroll_factor=1):  # a_p, then b_p
         row = first + tl.arange(0, BLOCK_C)
+        # loaded before the products, so that they do not wait for it
+        grad_p = tl.load(GRAD_AB + index(row, WIDE)[None, :] * M + m, mask=inside, other=0.0)
         weight = WEIGHT + row[None, :] * C + channel[:, None]
         weight_p = tl.load(weight)
         weight_s = tl.load(weight + A_G * C * C)
         gate = project(y, weight_s, BIAS + A_G * C, row, PRECISION)  # y W_ag
         value = project(y, weight_p, BIAS, row, PRECISION)  # y W_ap
         gate = sigmoid(gate)
-        grad_p = load_tile(GRAD_AB, index(row, WIDE)[None, :] * M + m, inside) * gate
+        grad_p = grad_p.to(tl.float32) * gate
         if PRESENT is not None:
             grad_p *= tl.where(first < B_P * C, present, 1.0)
         grad_s = (grad_p * (1 - gate) * value).to(dtype)
@@ -1214,6 +1215,11 @@ def triangle_project_backward_kernel(
         grad_y = tl.dot(grad_p, weight_p, grad_y, input_precision=PRECISION)  # dy += dp W_ap^T
         weight_s = transpose(weight_s, WEIGHT_T, row + A_G * C, C)
         grad_y = tl.dot(grad_s, weight_s, grad_y, input_precision=PRECISION)  # dy += ds W_ag^T
+    # After the loop, as the loop needs the shared memory.
+    grad_g = tl.load(GRAD_G + at, mask=inside, other=0.0)
+    weight_g = tl.load(WEIGHT + (channel + G * C)[None, :] * C + channel[:, None])
+    weight_g = transpose(weight_g, WEIGHT_T, channel + G * C, C)
+    grad_y = tl.dot(grad_g, weight_g, grad_y, input_precision=PRECISION)  # dy += dg W_g^T
     x, rstd = normalise_again(load_tile(X, at, inside), position, STATISTICS, M)
     store_norm_gradients(GRAD_NORM, grad_y, x, C)
     grad_x = norm_backward(grad_y * tl.load(NORM_WEIGHT + channel)[None, :], x, rstd, C)
@@ -1222,7 +1228,7 @@ def triangle_project_backward_kernel(
 
 
 @block_sizes(
-    {"BLOCK_M": 64, "BLOCK_C": 64, "PROGRAMS": 32, "num_stages": 3},
+    {"BLOCK_M": 64, "BLOCK_C": 64, "PROGRAMS": 64, "num_stages": 3},
     hip={"BLOCK_M": 32, "BLOCK_C": 32, "num_stages": 1},
 )
 @triton.jit
@@ -1234,54 +1240,59 @@ def triangle_weight_gradients_kernel(
 
     dp and ds are made again from y and GRAD_AB [2 C, M], so they are never in memory. NORMED and
     GRAD_GZ [2, M, C] are y and LayerNorm(X), dg and dz. PARTS [programs, 6 C (C + 1)] are sums over
-    the program's positions. A program owns BLOCK_C channels of a and b, of g or of z, and of all
-    tiles of BLOCK_M positions one in num_programs(0).
+    the program's positions. A program owns BLOCK_C channels of g or z, then as many of a or b, and
+    of all tiles of BLOCK_M positions one in num_programs(0).
     """
     first = tl.program_id(1) * BLOCK_C
     row = first + tl.arange(0, BLOCK_C)
     channel = tl.arange(0, C)
     dtype = WEIGHT.dtype.element_ty
     PARTS += tl.program_id(0) * 6 * C * (C + 1)
+    second = tl.where(first < C, 0, index(M, WIDE) * C)  # of g, then z
     grad_weight = tl.zeros([BLOCK_C, C], tl.float32)
     grad_bias = tl.zeros([BLOCK_C], tl.float32)
-    if first < A_G * C:  # of a, then b
-        weight = WEIGHT + row[:, None] * C + channel[None, :]
-        weight_p = tl.load(weight)
-        weight_s = tl.load(weight + A_G * C * C)
-        bias_p = tl.load(BIAS + row)[:, None]
-        bias_s = tl.load(BIAS + A_G * C + row)[:, None]
-        grad_weight_p = tl.zeros([BLOCK_C, C], tl.float32)
-        grad_bias_p = tl.zeros([BLOCK_C], tl.float32)
-        for start in tl.range(tl.program_id(0) * BLOCK_M, M, tl.num_programs(0) * BLOCK_M):
-            position, at, inside = tile_of_rows(start, M, C, C, BLOCK_M, WIDE)
-            y = tl.load(NORMED + at, mask=inside, other=0.0)
-            y_t = tl.trans(y)
-            gate = sigmoid(tl.dot(weight_s, y_t, input_precision=PRECISION) + bias_s)
-            value = tl.dot(weight_p, y_t, input_precision=PRECISION) + bias_p
-            at_ab = index(row, WIDE)[:, None] * M + position[None, :]
-            grad_p = load_tile(GRAD_AB, at_ab, (position < M)[None, :]) * gate
-            if PRESENT is not None:
-                of_a = position < tl.where(first < B_P * C, M, 0)
-                grad_p *= tl.load(PRESENT + position, mask=of_a, other=1).to(tl.float32)[None, :]
-            grad_s = grad_p * (1 - gate) * value
-            grad_bias_p += tl.sum(grad_p, 1)
-            grad_bias += tl.sum(grad_s, 1)
-            # dW_ap += dp^T y and dW_ag += ds^T y
-            grad_weight_p = tl.dot(grad_p.to(dtype), y, grad_weight_p, input_precision=PRECISION)
-            grad_weight = tl.dot(grad_s.to(dtype), y, grad_weight, input_precision=PRECISION)
-        tl.store(PARTS + row[:, None] * C + channel[None, :], grad_weight_p)
-        tl.store(PARTS + 6 * C * C + row, grad_bias_p)
-    else:  # of g, then z
-        second = tl.where(first < 3 * C, 0, index(M, WIDE) * C)
-        for start in tl.range(tl.program_id(0) * BLOCK_M, M, tl.num_programs(0) * BLOCK_M):
-            position, at, inside = tile_of_rows(start, M, C, C, BLOCK_M, WIDE)
-            y = tl.load(NORMED + second + at, mask=inside, other=0.0)
-            at_grad = position[None, :] * C + (row % C)[:, None]
-            grad = tl.load(GRAD_GZ + second + at_grad, mask=(position < M)[None, :], other=0.0)
-            grad_bias += tl.sum(grad.to(tl.float32), 1)
-            grad_weight = tl.dot(grad, y, grad_weight, input_precision=PRECISION)
-    row += A_G * C  # of the gates of a or b, of g or of z
-    tl.store(PARTS + row[:, None] * C + channel[None, :], grad_weight)
+    for start in tl.range(tl.program_id(0) * BLOCK_M, M, tl.num_programs(0) * BLOCK_M):
+        position, at, inside = tile_of_rows(start, M, C, C, BLOCK_M, WIDE)
+        y = tl.load(NORMED + second + at, mask=inside, other=0.0)
+        at_grad = position[None, :] * C + (row % C)[:, None]
+        grad = tl.load(GRAD_GZ + second + at_grad, mask=(position < M)[None, :], other=0.0)
+        grad_bias += tl.sum(grad.to(tl.float32), 1)
+        grad_weight = tl.dot(grad, y, grad_weight, input_precision=PRECISION)
+    store_weight_gradients(PARTS, row + G * C, grad_weight, grad_bias, C)
+    weight = WEIGHT + row[:, None] * C + channel[None, :]  # of a, then b
+    weight_p = tl.load(weight)
+    weight_s = tl.load(weight + A_G * C * C)
+    bias_p = tl.load(BIAS + row)[:, None]
+    bias_s = tl.load(BIAS + A_G * C + row)[:, None]
+    grad_weight_p = tl.zeros([BLOCK_C, C], tl.float32)
+    grad_weight_s = tl.zeros([BLOCK_C, C], tl.float32)
+    grad_bias_p = tl.zeros([BLOCK_C], tl.float32)
+    grad_bias_s = tl.zeros([BLOCK_C], tl.float32)
+    for start in tl.range(tl.program_id(0) * BLOCK_M, M, tl.num_programs(0) * BLOCK_M):
+        position, at, inside = tile_of_rows(start, M, C, C, BLOCK_M, WIDE)
+        y = tl.load(NORMED + at, mask=inside, other=0.0)
+        y_t = tl.trans(y)
+        gate = sigmoid(tl.dot(weight_s, y_t, input_precision=PRECISION) + bias_s)
+        value = tl.dot(weight_p, y_t, input_precision=PRECISION) + bias_p
+        at_ab = index(row, WIDE)[:, None] * M + position[None, :]
+        grad_p = load_tile(GRAD_AB, at_ab, (position < M)[None, :]) * gate
+        if PRESENT is not None:
+            of_a = position < tl.where(first < B_P * C, M, 0)
+            grad_p *= tl.load(PRESENT + position, mask=of_a, other=1).to(tl.float32)[None, :]
+        grad_s = grad_p * (1 - gate) * value
+        grad_bias_p += tl.sum(grad_p, 1)
+        grad_bias_s += tl.sum(grad_s, 1)
+        # dW_ap += dp^T y and dW_ag += ds^T y
+        grad_weight_p = tl.dot(grad_p.to(dtype), y, grad_weight_p, input_precision=PRECISION)
+        grad_weight_s = tl.dot(grad_s.to(dtype), y, grad_weight_s, input_precision=PRECISION)
+    store_weight_gradients(PARTS, row, grad_weight_p, grad_bias_p, C)
+    store_weight_gradients(PARTS, row + A_G * C, grad_weight_s, grad_bias_s, C)
+
+
+@triton.jit
+def store_weight_gradients(PARTS, row, grad_weight, grad_bias, C: tl.constexpr):
+    """Store rows of the gradients of the packed weight, and of its bias, which lies behind it."""
+    tl.store(PARTS + row[:, None] * C + tl.arange(0, C)[None, :], grad_weight)
     tl.store(PARTS + 6 * C * C + row, grad_bias)
 
 
@@ -1437,7 +1448,7 @@ def triangle_weight_gradients(
         # more parts would take longer to add up
         programs = min(triton.cdiv(tiles, 8), options.pop("PROGRAMS"))
         parts = normed.new_empty(programs, 6 * dim * (dim + 1), dtype=torch.float32)
-        grid = programs, 4 * dim // options["BLOCK_C"]
+        grid = programs, 2 * dim // options["BLOCK_C"]
         launch = wrap_triton(triangle_weight_gradients_kernel)[grid]
         launch(normed, grad_gz, grad_ab, present, weight, bias, parts, **options)
         return sum_parts(parts)
