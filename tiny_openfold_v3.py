@@ -1404,7 +1404,7 @@ def triangle_backward(
     programs, options = triangle_options("triangle_project_backward", x, weight)
     sums_in = x.new_empty(programs, 2, dim, dtype=torch.float32)
     grad_x = torch.empty_like(x)
-    # Then triangle_weight_gradients makes them once more; elsewhere the library is faster.
+    # dp and ds: triangle_weight_gradients makes them again, or the library reads them
     again = dim <= 128 and (INTERPRETED or weight.dtype != torch.float32)
     grad_linear = None if again else weight.new_empty(positions, 4 * dim)
     launch = wrap_triton(triangle_project_backward_kernel)[(programs,)]

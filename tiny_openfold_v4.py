@@ -1729,7 +1729,8 @@ def triangle_backward(
     programs, options = triangle_options("triangle_project_backward", x, weight)
     sums_in = x.new_empty(programs, 2, dim, dtype=torch.float32)
     grad_x = torch.empty_like(x)
-    again = multiplies(weight.dtype, dim)  # then triangle_weight_gradients makes them once more
+    # dp and ds: triangle_weight_gradients makes them again, or the library reads them
+    again = multiplies(weight.dtype, dim)
     grad_linear = None if again else weight.new_empty(positions, 4 * dim)
     launch = wrap_triton(triangle_project_backward_kernel)[(programs,)]
     inputs = x, in_weight, weight, bias, in_statistics, weight_t, normed[0], grad_gz[0], grad_out
