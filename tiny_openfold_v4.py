@@ -1354,11 +1354,11 @@ def triangle_output_kernel(
 
 
 @block_sizes(
-    {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 2},
-    float32={"BLOCK_M": 32, "num_stages": 1},
-    tf32={"BLOCK_C": 32, "num_stages": 1},
-    hip={"num_warps": 8, "num_stages": 1},
-    hip_float32={"BLOCK_C": 32, "num_stages": 1},
+    {"BLOCK_M": 64, "BLOCK_C": 64, "num_stages": 1},
+    float32={"BLOCK_M": 32},
+    tf32={"BLOCK_C": 32},
+    hip={"num_warps": 8},
+    hip_float32={"BLOCK_C": 32},
 )
 @triton.jit
 def triangle_output_backward_kernel(
