@@ -272,6 +272,46 @@ def test_a_row_whose_scores_exp_cannot_hold(score: float, module: ModuleType, mo
         assert wrong.any(-1).sum() == wrong[:, :, 7].all(-1).sum() == 2
 
 
+@pytest.mark.parametrize(
+    ("length", "dtype", "sizes", "limited"),
+    [
+        (64, torch.bfloat16, {}, True),
+        (64, torch.bfloat16, {"BLOCK_N": 32}, False),
+        (63, torch.bfloat16, {}, False),
+        (64, torch.float32, {}, False),
+    ],
+)
+def test_a_limit_on_registers_is_for_the_sizes_that_it_was_measured_with(
+    length: int, dtype: torch.dtype, sizes: dict[str, int], limited: bool, monkeypatch
+):
+    """Other lengths, types and block sizes spill with it, or would be measured with a spill."""
+    monkeypatch.setattr(v4, "BACKEND", "cuda")
+    if sizes:
+        monkeypatch.setitem(v4.OVERRIDES, "attention_forward", sizes)
+    qkvg = torch.empty(1, 1, length, 1, 4, 32, dtype=dtype)
+    options = v4.attention_options("attention_forward", qkvg, False)
+    assert ("maxnreg" in options) == limited
+    assert v4.REGISTERS.keys() <= v4.BLOCKS.keys()
+
+
+@pytest.mark.gpu
+def test_attention_in_a_graph_gives_the_same_bits(monkeypatch):
+    """There the bias's gradient runs beside other kernels, and only there."""
+    forks = []
+    join = v4.join
+    monkeypatch.setattr(v4, "join", lambda side: (forks.append(side is not None), join(side)))
+    shapes = [(2, 70, 72, 4, 4, 32), (128,), (2, 4, 72, 72)]
+    inputs = [randn(*shape).bfloat16().requires_grad_() for shape in shapes]
+    alone = results(v4.GatedAttentionFunction.apply, inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = results(v4.GatedAttentionFunction.apply, inputs)
+    for _ in range(20):
+        graph.replay()
+        assert all(map(torch.equal, captured, alone))
+    assert forks == [False, False, True, True]
+
+
 # Transitions and losses of V4
 
 NAMES = ("layer_norm.weight", "layer_norm.bias", "linear_1.weight", "linear_1.bias")
