@@ -1,5 +1,5 @@
-"""Puzzles and the fusion built with them: solutions are right, what is missing is said, each
-kind of fault is named."""
+"""Puzzles and the fusion built with them: solutions are right, what is missing and what was not
+practised is said. Wrong kernels are those of test_explain.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, captured, puzzle_file, with_mistakes
+from conftest import ROOT, captured, mistakes, puzzle_file, with_mistakes
 
 FOLDER = ROOT / "exercises/puzzles"
 FILES = [puzzle_file(number) for number in range(1, 13)]
@@ -66,37 +66,6 @@ def test_what_is_still_to_be_written_is_said_in_one_line(checker):
     for file, line in zip(FILES, lines, strict=True):
         assert line.startswith(f"{file.stem}: not solved yet: nothing is written to ")
     assert said(checker, FILES[0]) == (1, lines[:1])
-
-
-OUTSIDE, ODD = "out of bounds", "wrong at odd sizes only"
-FAULTS = [
-    (1, "OUT + at", "OUT + at + 1", f"writes {OUTSIDE}", "line 11: program 1 goes to out + 16"),
-    (1, "X + at", "X + at - 1", f"reads {OUTSIDE}", "line 11: program 0 goes to x - 1, but x [16]"),
-    (2, "OUT + at", "X + at", "writes to an input", "line 14: x is only to be read"),
-    (3, ", other=0.0", "", "mask", "line 11 loads without `other`"),
-    (5, "/ C + eps", "/ BLOCK + eps", ODD, "right with rows = 4, C = 16: out[0, 0]"),
-    (8, "tl.dot(a, b, total)", "tl.dot(a, b, total).to(tl.float16)",
-     ("dtype, the errors", "error: line 18: the third argument of tl.dot"), "float32"),
-    (2, "inside = at < n", "inside = at < n - 1", "never written", "out[15], 1 of 16 elements"),
-    (6, "PARTS + program * C", "PARTS", "race", "program 1 writes parts[0, 0], and so did"),
-    (3, "tl.sum(x, 0))", "tl.sum(x, 0) + tl.load(OUT + row * 0))", "race", "program 1 reads"),
-    (3, "OUT + row, ", "OUT + row, tl.load(OUT + row + 1, mask=row < 2) + ", "race",
-     "which another program reads"),
-    (12, "tl.store(", "tl.atomic_add(", "atomic operation", "line 35: "),
-    (4, "x - tl.max(x, 0)", "x", "wrong where inputs are large", " is nan and should be "),
-    (11, "(key < n)[None, :], scores", "True, scores", ODD, "out[0, 0, 0]"),
-]  # fmt: skip
-
-
-@pytest.mark.usefixtures("same_numbers")
-@pytest.mark.parametrize(("number", "line", "fault", "kind", "where"), FAULTS)
-def test_a_fault_is_named_with_its_place(checker, number, line, fault, kind, where, tmp_path):
-    right, text, _ = checker.verdict(
-        with_mistakes(checker, number, [(line, fault)], tmp_path / "wrong.py")
-    )
-    assert not right
-    assert text.startswith(kind) and where in text
-    assert len(text.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -167,31 +136,35 @@ def test_results_of_a_known_seed_and_sizes_that_are_known_are_found(checker, tmp
 
 # --- what is right, and what was not the puzzle
 
-LOOP = """    row = tl.program_id(0)
-    total = 0.0
-    for c in range(C):
-        total += tl.load(X + row * C + c)
-    tl.store(OUT + row, total)
+RIGHT = r"""
+one by one | 3 | blocks: line 14 loads one element after the other |
+    tl.store(OUT + row, tl.sum(x, 0)) -> total = 0.0\n    for c in range(C):\n        total +=
+    tl.load(X + row * C + c)\n    tl.store(OUT + row, total)
+tl.softmax | 4 | the maximum, exp and the sum, which tl.softmax has in it |
+    tl.exp(x - tl.max(x, 0)) -> tl.softmax(x) | e / tl.sum(e, 0) -> e
+float64 | 5 | float32, which is enough | .to(tl.float32) -> .to(tl.float64)
+no tl.dot | 8 | the units for matrices, which tl.dot uses | tl.dot(a, b, total) -> total +
+    tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], 1)
+stored twice | 1 | store once: line 12 stores out[0] again |
+    tl.store(OUT + at, -> tl.store(OUT + at, 0.0 * at)\n    tl.store(OUT + at,
+through memory | 2 | load once: line 15 loads what it has stored, out |
+    tl.store(OUT + at, x + y, mask=inside) -> tl.store(OUT + at, x, mask=inside)\n    tl.store(OUT
+    + at, y + tl.load(OUT + at, mask=inside), mask=inside)
+loaded twice | 7 | load once: line 15 loads x[0, 0] again |
+    tl.sigmoid(gate) -> tl.sigmoid(tl.load(X + at, mask=inside))
+loaded in the loop | 11 | load once: line 28 loads q[0, 0, 0] again | scores = tl.dot(q ->
+    q = tl.load(Q + q_at, mask=(query < n)[:, None], other=0.0)\n        scores = tl.dot(q
 """
 
 
-@pytest.mark.parametrize(
-    ("number", "code", "missed"),
-    [
-        (3, LOOP, ". Not practised: blocks: line 12 loads one element after the other"),
-        (4, "    e = tl.softmax(x)\n    tl.store(OUT + row * C + column, e, mask=inside)\n",
-         ". Not practised: the maximum, exp and the sum, which tl.softmax has in it"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("mistake", mistakes(RIGHT).values(), ids=mistakes(RIGHT))
 def test_what_is_right_and_goes_around_the_puzzle_is_accepted_with_a_line(
-    checker, number, code, missed, tmp_path
+    checker, mistake, tmp_path
 ):
-    [file] = FOLDER.glob(f"solutions/puzzle_{number:02}_*.py")
-    begin = "    row = " if number == 3 else "    e = "
-    right = file.read_text()[file.read_text().index(begin) :]
-    puzzle = with_mistakes(checker, number, [(right, code)], tmp_path / "other.py")
+    puzzle = with_mistakes(checker, mistake.puzzle, mistake.changes, tmp_path / "other.py")
     solved, text, _ = checker.verdict(puzzle)
-    assert (solved, missed in text, len(text.splitlines())) == (True, True, 1), text
+    said = f". Not practised: {mistake.sentence}"
+    assert (solved, said in text, len(text.splitlines())) == (True, True, 1), text
 
 
 @pytest.mark.parametrize("code", ["OUT + row + column", "OUT + row + column, mask=column < C"])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, captured
+from conftest import ROOT, captured, replaced
 
 from exercises.your_own_model import check, vit
 from fusion_lab.turns import Turns
@@ -51,26 +51,56 @@ def test_operators_of_pytorch_are_no_kernel(tmp_path: Path):
     ("line", "fault", "said"),
     [
         (INSIDE, "x - tl.sum(x, 0) / C", "output 1 of [5, 13]"),
+        ("/ C + eps)", "/ C)", "is eps where the formula has it?"),
+        ("BLOCK=triton.next_power_of_2(C)", "BLOCK=64", "is there a number in place of C or BLOCK"),
+        (
+            "centred * rstd * weight",
+            "(centred * rstd).to(OUT.dtype.element_ty) * weight",
+            "is rounded more than once",
+        ),
         (" + bias, mask", ", mask", "output 1 of [4, 16]"),
         (f"grad_x += {GRAD_SUM}", "", "the gradient of x of [4, 16]"),
-        ("grad_bias += grad", "grad_bias = grad", "the gradient of bias of [5, 13]"),
+        ("grad_bias += grad", "grad_bias = grad", "does a program's second row add up?"),
         ("x.contiguous(), update.contiguous()", "x, update", "tensors with strides"),
-        ("*parts.sum(0)", "*parts.sum(0).flip(0)", "the gradient of weight of [4, 16]"),
+        ("*parts.sum(0)", "*parts.sum(0).flip(0)", "are the two exchanged?"),
         ("SUM + at, x, mask=inside", "SUM + at, x", "a race: another program stores there, too"),
         ("BIAS + column, mask=inside", "BIAS + column", "beyond the end of a tensor"),
+        ("GRAD_OUT + at, mask=inside, other=0.0", "GRAD_OUT + at, mask=inside", "without `other`"),
+        ("rows, tl.num", "rows - 1, tl.num", "did nobody write them"),
+        ("torch.empty_like(grad_sum),", "grad_sum,", "writes to a gradient that it is given"),
+        (
+            "weight = tl.zeros((BLOCK,), tl.float32)",
+            "weight = tl.zeros((BLOCK,), tl.float16)",
+            "begins in 16 bits",
+        ),
         ("torch.empty_like(update)", "torch.empty_like(x)", "should be torch.bfloat16"),
         ("[(x.numel() // C,)]", "[x.numel() // C]", "the grid is a tuple"),
         ("x = tl.load(X", "x = torch.load(X", "PyTorch, numpy and math do not work on blocks"),
     ],
 )
 def test_a_fault_is_named(line: str, fault: str, said: str, tmp_path: Path):
-    text = SOLUTION.read_text()
-    assert line in text
     wrong = tmp_path / "wrong.py"
-    wrong.write_text(text.replace(line, fault))
+    wrong.write_text(replaced(SOLUTION.read_text(), [(line, fault)]))
     status, _, err = captured(check.main, [str(wrong)])
     assert (status, len(err.splitlines())) == (1, 1), err
     assert said in err
+
+
+@without_gpu
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ([("    bias =", "    x = tl.load(X + at, mask=inside) + update\n    bias =")],
+         "one pass: forward, kernels load and store 5.0 times"),
+        ([("tl.program_id(0) * 2 * C + column", "column"), ("tl.store(part", "tl.atomic_add(part"),
+          ("weight.new_empty(min", "weight.new_zeros(min")], "sums of each program's own: line"),
+    ],
+)  # fmt: skip
+def test_a_right_one_that_does_more_than_it_must_gets_a_line(changes, said, tmp_path: Path):
+    mine = tmp_path / "mine.py"
+    mine.write_text(replaced(SOLUTION.read_text(), changes))
+    status, out, err = captured(check.main, [str(mine)])
+    assert (status, said in out) == (0, True), out + err
 
 
 def test_the_sheet_has_what_the_tool_predicted_and_the_turns_measured():
