@@ -1,8 +1,6 @@
 """Kernels of the sheet, compiled for an MI300X and executed as they are and with a fault in their
 assembly. A program of its own, as Triton compiles in it; prints JSON for test_amd_kernels.py."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 """Helpers of all tests: the scripts as modules, sizes that are quick on a CPU, and a way to run a
 command X"""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import csv

@@ -1,8 +1,6 @@
 """accuracy.py: check_gradients names each fault with its place; --verify-accuracy passes what
 rounding explains, and no wrong gradient, however small a part of all it is."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -5,8 +5,6 @@ Here for an MI300X at the default sizes; for others and with wide layers by
 python dev/amd_results.py registers.
 """
 
-from __future__ import annotations
-
 import csv
 import os
 import re

@@ -1,8 +1,6 @@
 """What Triton compiles for AMD's GPUs, executed on a CPU: three kernels as they are and with faults
 in their assembly, a training step, and what the programs around them print."""
 
-from __future__ import annotations
-
 import csv
 import functools
 import json

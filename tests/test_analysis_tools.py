@@ -1,8 +1,6 @@
 """The analysis tools: their numbers are those of the result files, and what cannot be compared is
 said. What any of them does with damaged files and odd arguments is in test_promises.py."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The scripts share one core, byte for byte and within its budget, and one file is enough."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

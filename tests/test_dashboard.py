@@ -1,8 +1,6 @@
 """performance_dashboard.py: what is on the page is what the files have, and it is for the right
 machine."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

@@ -5,8 +5,6 @@ Sheets run with small models and with stand-ins for ROCm's tools. The programs o
 (run_sheet.py, tables.py) are tested with made-up sheets.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

@@ -5,8 +5,6 @@ replaced; puzzle 0 is build_a_fusion's. Triton's interpreter runs them all; thos
 refuses are compiled as well, for a GPU that need not be there.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

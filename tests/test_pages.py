@@ -1,8 +1,6 @@
 """Pages for readers: START.md shows what its programs measure, sentences have the numbers of the
 results, the tables of claims and of names name what exists. And the results themselves."""
 
-from __future__ import annotations
-
 import json
 import re
 

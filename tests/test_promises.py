@@ -5,8 +5,6 @@ damaged files are read or named, and odd arguments refused.
 each tool and file.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

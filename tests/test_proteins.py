@@ -1,8 +1,6 @@
 """Alignments and structures as their producers write them: what is read, and what is refused and
 why."""
 
-from __future__ import annotations
-
 import gzip
 import re
 import subprocess

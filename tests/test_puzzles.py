@@ -1,8 +1,6 @@
 """Puzzles and the fusion built with them: solutions are right, what is missing and what was not
 practised is said. Wrong kernels are those of test_explain.py."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import subprocess

@@ -1,8 +1,6 @@
 """find_fusions.py on training files as people write them: their packages, command line, devices,
 loaders and optimizers."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

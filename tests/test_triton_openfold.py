@@ -5,8 +5,6 @@ A whole step is compared with float64 in test_triton_steps.py, each flag in test
 optimizer is tested in test_triton_llama_v4.py.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

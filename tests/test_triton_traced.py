@@ -5,8 +5,6 @@ executed. The process is one of its own, because kernels are either interpreted 
 of a process.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

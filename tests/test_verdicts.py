@@ -1,8 +1,6 @@
 """Tools that compare results and say pass or fail: accuracy across versions, regressions, all
 versions of a model."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

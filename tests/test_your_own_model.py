@@ -1,8 +1,6 @@
 """The exercise with a model of one's own: its solution is right, what is missing and each fault a
 line."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from pathlib import Path
