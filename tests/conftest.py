@@ -478,9 +478,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu = torch.cuda.is_available()
     for item in items:
         script = item.callspec.params.get("script") if hasattr(item, "callspec") else None
-        on_cpu = not item.path.name.startswith(
-            ("test_gpu", "test_triton", "test_compile", "test_core")
-        )
+        on_cpu = not item.path.name.startswith(("test_gpu", "test_triton", "test_core"))
         if item.get_closest_marker("gpu") and not gpu:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         elif gpu and on_cpu and script in TRITON:

@@ -1,21 +1,31 @@
 """What Triton compiles for AMD's GPUs, executed on a CPU: three kernels as they are and with faults
-in their assembly, a training step, and what the programs around them print."""
+in their assembly, a training step, and what the programs around them print.
 
-import csv
+And all kernels compile, without spills and within their LDS: here for an MI300X at the default
+sizes; for others and with wide layers by python dev/amd_results.py registers.
+"""
+
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import triton
-from conftest import ROOT
+from conftest import ROOT, TRITON, read_rows, table_of, triton_before
 
-pytestmark = pytest.mark.skipif(not hasattr(triton, "knobs"), reason="needs a newer Triton")
+from fusion_lab.amd.compile import Needs, problem
+
+pytestmark = pytest.mark.skipif(
+    triton_before("3.5"), reason="Triton has no linker for AMD of its own before 3.5"
+)
 KERNELS = ROOT / "tests/amd_kernels.py"
 RUN = ("-m", "fusion_lab.amd", "run")
+SCRIPTS = [ROOT / f"{script}.py" for script in TRITON]
+WIDE = "--msa-dim 256 --num-heads-msa 8 --num-seqs 128 --seq-len 256 --batch-size 1"
+LDS = 65536  # bytes that a workgroup can have there
 SMALL = """tiny_llama_v4.py --use-amp --num-layers 1 --hidden-dim 64 --num-heads 4 --seq-len 32
     --batch-size 2 --vocab-size 100"""
 
@@ -39,7 +49,6 @@ def results() -> dict[str, dict]:
     ("fault", "words"),
     [
         ("a barrier dropped", "race: reads what another wave has written since the last barrier"),
-        ("a barrier dropped in a product", "race"),
         ("a store to LDS dropped", "reads LDS that nobody has written"),
         ("a wrong mask", "reads 4 bytes from byte 4000 of X, which has 4000"),
         ("no mask", "workgroup (3, 0, 0), wave 3, lane 40; buffer_load"),
@@ -52,10 +61,8 @@ def test_a_fault_in_the_assembly_is_found_with_kernel_and_line(fault: str, words
     assert "kernels.py:" in stopped  # the kernel's own line, not the library's
 
 
-@pytest.mark.parametrize("fault", ["factors swapped", "a lane's neighbour wrong",
-                                   "an operand swapped"])  # fmt: skip
-def test_a_fault_that_computes_something_else_shows_in_the_result(fault: str):
-    assert results()[fault]["error"] > 0.1
+def test_a_fault_that_computes_something_else_shows_in_the_result():
+    assert results()["a lane's neighbour wrong"]["error"] > 0.1
 
 
 def test_weights_that_are_updated_in_place_are_held_to_their_change():
@@ -104,15 +111,14 @@ def test_a_training_step_agrees_with_the_interpreter_and_leaves_counters(tmp_pat
     last = done.stdout.splitlines()[-1]
     launches = int(last.partition(" launches: ")[0])
     assert last.startswith(f"{launches} launches: {launches} agree, 0 disagree, 0 not executed (")
-    with (tmp_path / "workloads/executed/gfx942/pmc_perf.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_rows(tmp_path / "workloads/executed/gfx942/pmc_perf.csv")
     assert len(rows) == launches
     assert {row["Agent_Id"] for row in rows} == {"executed, not measured"}
     assert any(int(row["SQ_INSTS_VALU_MFMA_BF16"]) for row in rows)
     assert not any(int(row["SQ_INSTS_VALU_MFMA_F32"]) for row in rows)
     assert "SQ_INSTS_VALU_MFMA_MOPS_F64" in rows[0]  # a roofline wants all types
-    with (tmp_path / "executed_counter_collection.csv").open(newline="") as file:
-        waves = [row for row in csv.DictReader(file) if row["Counter_Name"] == "SQ_WAVES"]
+    counted = read_rows(tmp_path / "executed_counter_collection.csv")
+    waves = [row for row in counted if row["Counter_Name"] == "SQ_WAVES"]
     assert [row["Counter_Value"] for row in waves] == [row["SQ_WAVES"] for row in rows]
 
 
@@ -168,8 +174,7 @@ def test_agree_not_executed_and_failed_are_three_things(tmp_path: Path):
 
 def test_the_result_file_has_rows_in_which_all_launches_agree():
     done = run(ROOT / "dev/amd_results.py", "executed", "--summary")
-    header, _, *lines = ([c.strip() for c in line.split("|")] for line in done.stdout.splitlines())
-    rows = [dict(zip(header, line, strict=True)) for line in lines]
+    rows = table_of(done.stdout)
     assert {f"tiny_{model}_v{n}.py" for model in ("llama", "openfold") for n in (3, 4)} < {
         row["program"] for row in rows
     }
@@ -188,3 +193,51 @@ def test_a_wave_is_stepped():
     shown = [line.split() for line in done.stdout.splitlines() if line.startswith("            ->")]
     assert all(len(words) == 3 or set("".join(words[1:])) <= set("#.") for words in shown
                if len(words) > 2)  # fmt: skip
+
+
+# --- what all kernels need
+
+
+def kernels(file: Path) -> set[str]:
+    """The names of kernels in a script, as in the tables."""
+    return set(re.findall(r"^@triton\.jit.*\ndef (\w+)_kernel\(", file.read_text(), re.MULTILINE))
+
+
+def test_what_spills_or_does_not_fit_is_a_problem():
+    needs = ((0, 0, 1024), (2, 0, 1024), (0, 3, 1024), (0, 0, 65537))
+    found = [problem("gfx942", Needs(9, 0, 9, lds, v, s, 8)) for v, s, lds in needs]
+    assert found == ["", "spills 2 VGPRs", "spills 3 SGPRs", "needs 65537 bytes of LDS"]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [SCRIPTS[0], *(pytest.param(script, marks=pytest.mark.slow) for script in SCRIPTS[1:])],
+    ids=lambda path: path.stem,
+)
+def test_every_kernel_compiles_without_spills_and_fits(script: Path):
+    # V4 of TinyOpenFold has kernels for wide rows
+    sizes = ["", WIDE] if script.stem == "tiny_openfold_v4" else [""]
+    found = []
+    for size in sizes:
+        done = run("-m", "fusion_lab.amd", "compile", script, "--use-amp", *size.split())
+        assert done.returncode == 0, done.stderr
+        found += table_of(done.stdout)
+    assert {row["kernel"] for row in found} == kernels(script) != set()
+    for row in found:
+        assert (row["spills"], row["SGPR spills"]) == ("0", "0"), row
+        assert int(row["LDS"]) <= LDS, row
+
+
+def test_a_script_without_kernels_is_one_line():
+    done = run("-m", "fusion_lab.amd", "compile", ROOT / "tiny_llama_v2.py")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.strip().splitlines()[-1].endswith("tiny_llama_v2.py launches no kernel")
+
+
+def test_the_result_file_has_every_kernel_on_every_target():
+    rows = read_rows(ROOT / "results/amd/registers.csv")
+    for script in SCRIPTS:
+        for target in ("gfx90a", "gfx942", "gfx950"):
+            of_script = (r for r in rows if (r["script"], r["target"]) == (script.stem, target))
+            assert {row["kernel"] for row in of_script} == kernels(script)
+    assert {(row["spills"], row["sgpr_spills"]) for row in rows} == {("0", "0")}
