@@ -8,16 +8,13 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, assert_refused, call
-from pptx import Presentation
 
 from dev.tables import printed_by
 from exercises import progress_board
 
 KEY = (ROOT / "docs/INSTRUCTOR_KEY.md").read_text()
 PLAN = (ROOT / "docs/INSTRUCTOR.md").read_text()
-WORDS_A_MINUTE = 130
-QUESTION = 0.5  # minutes
-START = 10
+START = 10  # minutes
 
 
 # --- the key
@@ -134,24 +131,10 @@ def test_each_line_of_an_agenda_has_the_minutes_that_it_needs(agenda: str):
         assert end - begin >= needed(what), what
 
 
-def minutes(deck: str, first: int, last: int) -> float:
-    """How long slides take that are read out with their notes, a question on each."""
-    slides = [*Presentation(ROOT / f"slides/{deck}.pptx").slides][first - 1 : last]
-    words = 0
-    for slide in slides:
-        spoken = re.sub(r"(?m)^Figures:.*$", "", slide.notes_slide.notes_text_frame.text)
-        words += len(spoken.split())
-        for shape in slide.shapes:
-            words += len(shape.text_frame.text.split()) if shape.has_text_frame else 0
-    return words / WORDS_A_MINUTE + QUESTION * len(slides)
-
-
 @pytest.mark.parametrize("session", SESSIONS)
-def test_slides_and_sheets_of_a_session_fit_their_slots(session: str):
+def test_sheets_of_a_session_fit_their_slots(session: str):
     for line in SESSIONS[session]:
         slot = int(line.split()[0])
-        if found := re.search(r"slides: (\w+)(?:, (\d+) to (\d+))?", line):
-            assert minutes(found[1], int(found[2] or 1), int(found[3] or 99)) <= slot, line
         if found := re.search(r"\(\.\./(exercises/[^)]+)\)", line):
             assert core(ROOT / found[1]) <= slot, line
 

@@ -3,7 +3,6 @@ the back row."""
 
 import io
 import re
-import shlex
 import zipfile
 from functools import cache
 from pathlib import Path
@@ -70,15 +69,6 @@ def test_a_slide_is_read_from_the_back_row(path):
         notes = slide.notes_slide.notes_text_frame.text
         assert not [kind for kind in ("Say: ", "Ask: ", "Expect: ") if kind not in notes], title
     assert figures >= len(slides) / 2
-
-
-def test_programs_of_commands_on_slides_are_there(path):
-    """Their programs are there."""
-    shown = re.findall(r"```sh\n(.*?)```", path.read_text(), re.DOTALL)
-    for line in "\n".join(shown).replace("\\\n", " ").splitlines():
-        words = shlex.split(line)
-        program = words[words[0] in ("python", "bash")]
-        assert words[0] == "source" or (ROOT / program).is_file()
 
 
 @pytest.mark.parametrize(
