@@ -1,12 +1,10 @@
 """accuracy.py: check_gradients names each fault with its place; --verify-accuracy passes what
 rounding explains, and no wrong gradient, however small a part of all it is."""
 
-from itertools import product
-
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import MODELS, SCRIPT, TRITON, build, faults_that_pass, load, parse, words
+from conftest import MODELS, SCRIPT, build, faults_that_pass, load, parse, words
 from torch import Tensor
 
 from fusion_lab import accuracy
@@ -121,15 +119,12 @@ OF_V2 = [f"tiny_{model}_v2" for model in MODELS]
 both_precisions = pytest.mark.parametrize("argv", [[], ["--use-amp"]], ids=["float32", "bfloat16"])
 
 
-@pytest.mark.parametrize(
-    ("script", "argv"), [*product(OF_V2, ([], ["--use-amp"])), *product(TRITON, [["--use-amp"]])]
-)
+@both_precisions
+@pytest.mark.parametrize("script", OF_V2)
 def test_no_wrong_gradient_passes(script: str, argv: list[str]):
-    """Of every parameter, set to zero, negated, or larger by 0.3: on a GPU test_gpu.py asks the
-    same of real sizes. test_triton_steps.py has the gradients of Triton's kernels in float32."""
-    short = ["--seq-len", "6"] if script in TRITON else []
-    factors = (0.0, -1.0) if short else (0.0, -1.0, 1.3)
-    passed, judged = faults_that_pass(load(script), parse(script, *argv, *short), factors)
+    """Of every parameter, set to zero, negated, or larger by 0.3; test_gpu.py asks the same of all
+    versions, at real sizes."""
+    passed, judged = faults_that_pass(load(script), parse(script, *argv))
     assert passed == []
     # softmax takes layer_norm_z.bias out: in theory its gradient is zero
     assert judged == len(build(script).state_dict()) - ("openfold" in script)

@@ -92,6 +92,12 @@ global | 1c | `WIDTH` is a global | import triton\n -> import triton\nWIDTH = 8\
 helper | 4 | stable is a function of Python: @triton.jit above its `def` | tl.exp(x -> stable(x |
     @triton.jit -> def stable(x):\n    return tl.exp(x)\n\n\n@triton.jit
 return | 3 | a kernel returns nothing | tl.store(OUT + row, tl.sum(x, 0)) -> return tl.sum(x, 0)
+import | 1 | a kernel has no `import torch` | tl.store( -> import torch\n    tl.store(
+list | 1 | a kernel has no `[0 for y in range(1)]` |
+    tl.store( -> [0 for y in range(1)]\n    tl.store(
+column | 3 | its address is OUT + row, without a column | OUT + row -> OUT + row + column
+column and mask | 3 | its address is OUT + row, without a column |
+    OUT + row, tl.sum(x, 0) -> OUT + row + column, tl.sum(x, 0), mask=column < C
 print | 3c | PRINT | tl.store( -> print(x)\n    tl.store(
 float() | 4c | float() and int() take one | tl.load(X -> float(tl.load(X | "inf")) -> "inf")))
 .float() | 5c | .float() is PyTorch's | .to(tl.float32) -> .float()

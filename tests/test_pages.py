@@ -87,16 +87,6 @@ def test_every_result_file_behind_a_claim_is_there():
     assert not [name for name in files if not [*(ROOT / "results/h100").glob(name)]]
 
 
-def test_what_an_older_name_became_is_there():
-    section = (ROOT / "docs/CLAIMS.md").read_text().partition("## Names of other editions")[2]
-    rows = re.findall(r"^\| (.*) \| (.*) \|$", section, re.MULTILINE)
-    named = {word for _, here in rows for word in re.findall(r"[\w/.-]+\.(?:py|sh|md|txt)", here)}
-    assert len(named) > 15
-    assert not [
-        name for name in named if not (ROOT / name).exists() and not (ROOT / "docs" / name).exists()
-    ]
-
-
 # The committed result files: complete runs that name their device and learn
 
 RUNS = sorted((ROOT / "results").glob("*/tiny_*.json"))
