@@ -411,18 +411,17 @@ class Mistake(NamedTuple):
         return zip(self.code[::2], self.code[1::2], strict=True)
 
 
-def mistakes(table: str, **sentences: str) -> dict[str, Mistake]:
+def mistakes(table: str) -> dict[str, Mistake]:
     """Its rows by name.
 
     A row is `name | puzzle | sentence | right -> wrong | ...`, the puzzle with c if the compiler
-    says the same. What begins with blanks goes on with the line before; `sentences` have names.
+    says the same. What begins with blanks goes on with the line before.
     """
     found = {}
     for line in re.sub(r"\n {4}", " ", table.strip()).splitlines():
         name, puzzle, sentence, *changes = line.split(" | ")
         code = [part.strip() for change in changes for part in change.split("->")]
         code = tuple(part.replace("\\n", "\n") for part in code)
-        sentence = sentences.get(sentence, sentence)
         number = int(puzzle.rstrip("c"))
         found[f"{number} {name}"] = Mistake(number, code, sentence, puzzle.endswith("c"))
     return found

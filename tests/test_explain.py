@@ -18,21 +18,11 @@ from exercises.explain import explaining
 
 pytestmark = pytest.mark.usefixtures("same_numbers")
 
-ADDRESS = "X is an address, not a tensor: tl.load(X + at) reads numbers"
-SIZE = "a block's size must be known when the kernel is compiled: write BLOCK: tl.constexpr"
-CONDITION = "a condition must be one truth value, and this is a block of them: use a mask"
-FOREIGN = "PyTorch, numpy and math do not work on blocks: take the function from tl"
-SIZES = "an address knows neither shape nor strides: pass the sizes to the kernel as arguments"
-BUILTIN = "Python's own sum, max and min do not work on blocks: tl.sum(x, 0)"
-BROADCAST = "blocks of different sizes do not go together: give each an axis of its own"
-PRINT = 'print in a kernel takes a fixed text and then the blocks: print("x", x)'
-
-
 # name | puzzle, with c if the compiler says the same | sentence | right -> wrong | ...
-# A sentence in capitals stands above, and ... is anything; what begins with blanks goes on with the
-# line before. At the end stands what kernels compute otherwise.
+# Of a sentence ... is anything; what begins with blanks goes on with the line before. At the end
+# stands what kernels compute otherwise.
 TABLE = r"""
-index | 1c | ADDRESS |
+index | 1c | X is an address, not a tensor: tl.load(X + at) reads numbers |
     tl.store(OUT + at, tl.load(X + at) + tl.load(Y + at)) -> OUT[at] = X[at] + Y[at]
 add addresses | 1c | X and Y are addresses: tl.load(X + at) |
     tl.load(X + at) + tl.load(Y + at) -> X + Y
@@ -44,7 +34,7 @@ store turned | 3c | first the addresses | OUT + row, tl.sum(x, 0) -> tl.sum(x, 0
 store without value | 3c | needs addresses and values | OUT + row, tl.sum(x, 0) -> OUT + row
 comma for plus | 3c | addresses are one sum, tl.load(X + at): what follows a comma is the mask |
     tl.load(X + row * C + column, mask=column < C, other=0.0) -> tl.load(X, column)
-shape | 3c | SIZES | row * C -> row * X.shape[1]
+shape | 3c | pass the sizes to the kernel as arguments | row * C -> row * X.shape[1]
 no program | 1 |
     never written: ... both wrote out[0]: a program begins at tl.program_id(axis) * BLOCK |
     tl.program_id(0) * BLOCK +  ->
@@ -52,11 +42,14 @@ axis 3 | 1c | axes 0, 1 and 2 | program_id(0) -> program_id(3)
 half | 1 | never written: ... is the block whole, is the grid large | (0, BLOCK) -> (0, BLOCK // 2)
 one end | 1c | needs both ends: tl.arange(0, BLOCK) | (0, BLOCK) -> (BLOCK)
 no power | 1c | block is a power of two | (0, BLOCK) -> (0, BLOCK - 1)
-arange n | 2c | SIZE | (0, BLOCK) -> (0, n)
-no constexpr | 1c | SIZE | BLOCK: tl.constexpr -> BLOCK
+arange n | 2c | must be known when the kernel is compiled: write BLOCK: tl.constexpr |
+    (0, BLOCK) -> (0, n)
+no constexpr | 1c | must be known when the kernel is compiled: write BLOCK: tl.constexpr |
+    BLOCK: tl.constexpr -> BLOCK
 range | 1c | range is for loops: tl.arange(0, BLOCK) | tl.arange -> range
 no jit | 1 | @triton.jit is missing in the line above | @triton.jit\n ->
-if | 2c | CONDITION | tl.store( -> if at < n:\n        tl.store(
+if | 2c | a condition must be one truth value, and this is a block of them |
+    tl.store( -> if at < n:\n        tl.store(
 precedence | 7 | & is applied before <: write (a < b) & (c < d) |
     (row < rows)[:, None] & (column < C)[None, :] -> row[:, None] < rows & column < C
 no mask, load | 2 | reads out of bounds: ... the load has no mask; give it |
@@ -76,12 +69,14 @@ exchanged | 7 | are exchanged | * C + column[None, :], swiglu -> + column[None, 
 no such axis | 3c | the block has no such axis | tl.sum(x, 0) -> tl.sum(x, 1)
 dim | 4c | is called axis, not dim | tl.max(x, 0) -> tl.max(x, dim=0)
 block to one address | 3c | a block of values needs a block of addresses | tl.sum(x, 0) -> x
-one axis for two | 7 | BROADCAST |
+one axis for two | 7 | do not go together: give each an axis of its own |
     (row < rows)[:, None] & (column < C)[None, :] -> (row < rows) & (column < C)
 element | 3c | no element of a | tl.store( -> x[0] = 0.0\n    tl.store(
-torch | 4c | FOREIGN | import triton\n -> import torch\nimport triton\n | tl.exp -> torch.exp
-torch unknown | 4c | FOREIGN | tl.exp -> torch.exp
-sum | 3c | BUILTIN | tl.sum(x, 0) -> sum(x)
+torch | 4c | take the function from tl | import triton\n -> import torch\nimport triton\n |
+    tl.exp -> torch.exp
+torch unknown | 4c | take the function from tl | tl.exp -> torch.exp
+sum | 3c | Python's own sum, max and min do not work on blocks: tl.sum(x, 0) |
+    tl.sum(x, 0) -> sum(x)
 mean | 3c | Triton has no mean: tl.sum(x, 0) / C | tl.sum(x, 0) -> x.mean()
 spelling | 3c | there is no tl.sun: did you mean tl.sum? | tl.sum -> tl.sun
 unknown | 3c | `columns` is not known here | column < C -> columns < C
@@ -98,7 +93,8 @@ list | 1 | a kernel has no `[0 for y in range(1)]` |
 column | 3 | its address is OUT + row, without a column | OUT + row -> OUT + row + column
 column and mask | 3 | its address is OUT + row, without a column |
     OUT + row, tl.sum(x, 0) -> OUT + row + column, tl.sum(x, 0), mask=column < C
-print | 3c | PRINT | tl.store( -> print(x)\n    tl.store(
+print | 3c | takes a fixed text and then the blocks: print("x", x) |
+    tl.store( -> print(x)\n    tl.store(
 float() | 4c | float() and int() take one | tl.load(X -> float(tl.load(X | "inf")) -> "inf")))
 .float() | 5c | .float() is PyTorch's | .to(tl.float32) -> .float()
 torch.float32 | 5c | tl.float32, not | import triton\n -> import torch\nimport triton\n |
@@ -189,13 +185,7 @@ rounded s | 0 | as large as those of 16 bits |
     s = tl.sigmoid(gate) -> s = tl.sigmoid(gate).to(tl.float16)
 exp | 0 | wrong where inputs are large | tl.sigmoid(gate) -> tl.exp(gate) / (1 + tl.exp(gate))
 """
-
-
-SENTENCES = {
-    "ADDRESS": ADDRESS, "SIZE": SIZE, "CONDITION": CONDITION, "FOREIGN": FOREIGN, "SIZES": SIZES,
-    "BUILTIN": BUILTIN, "BROADCAST": BROADCAST, "PRINT": PRINT,
-}  # fmt: skip
-MISTAKES = mistakes(TABLE, **SENTENCES)
+MISTAKES = mistakes(TABLE)
 
 
 def write(checker, mistake: Mistake, file: Path):
