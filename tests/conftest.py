@@ -13,6 +13,7 @@ import os
 import random
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -272,6 +273,15 @@ def captured(main: Callable[[list[str]], int], argv: list[str]) -> tuple[int, st
         except SystemExit as end:
             status = end.code
     return status, stdout.getvalue(), stderr.getvalue()
+
+
+def finished(
+    *command: object, cwd: Path | None = None, stdin: str | None = None, **environment: str
+) -> subprocess.CompletedProcess:
+    """A Python program in a process of its own, to its end; `environment` is beside this one's."""
+    options = {"capture_output": True, "text": True, "timeout": 900, "cwd": cwd, "input": stdin}
+    command = [sys.executable, *map(str, command)]
+    return subprocess.run(command, env=os.environ | environment, **options)
 
 
 def call(tool: ModuleType, *argv: object) -> tuple[int, str, str]:

@@ -7,16 +7,12 @@ sizes; for others and with wide layers by python dev/amd_results.py registers.
 
 import functools
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TRITON, read_rows, table_of, triton_before
-
-from fusion_lab.amd.compile import Needs, problem
+from conftest import ROOT, TRITON, finished, read_rows, table_of, triton_before
 
 pytestmark = pytest.mark.skipif(
     triton_before("3.5"), reason="Triton has no linker for AMD of its own before 3.5"
@@ -32,10 +28,7 @@ SMALL = """tiny_llama_v4.py --use-amp --num-layers 1 --hidden-dim 64 --num-heads
 
 def run(*command: object) -> subprocess.CompletedProcess:
     """In a process that does not interpret, as those of the other tests do."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(ROOT)
-    command = [sys.executable, *map(str, command)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+    return finished(*command, TRITON_INTERPRET="0", PYTHONPATH=str(ROOT))
 
 
 @functools.cache
@@ -203,10 +196,16 @@ def kernels(file: Path) -> set[str]:
     return set(re.findall(r"^@triton\.jit.*\ndef (\w+)_kernel\(", file.read_text(), re.MULTILINE))
 
 
+CALLS = """
+from fusion_lab.amd.compile import Needs, problem
+for spills, sgpr_spills, lds in ((0, 0, 1024), (2, 0, 1024), (0, 3, 1024), (0, 0, 65537)):
+    print(problem("gfx942", Needs(9, 0, 9, lds, spills, sgpr_spills, 8)))
+"""
+
+
 def test_what_spills_or_does_not_fit_is_a_problem():
-    needs = ((0, 0, 1024), (2, 0, 1024), (0, 3, 1024), (0, 0, 65537))
-    found = [problem("gfx942", Needs(9, 0, 9, lds, v, s, 8)) for v, s, lds in needs]
-    assert found == ["", "spills 2 VGPRs", "spills 3 SGPRs", "needs 65537 bytes of LDS"]
+    problems = ["", "spills 2 VGPRs", "spills 3 SGPRs", "needs 65537 bytes of LDS"]
+    assert run("-c", CALLS).stdout.splitlines() == problems
 
 
 @pytest.mark.parametrize(

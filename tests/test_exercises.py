@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, assert_refused, call
+from conftest import ROOT, assert_refused, call, finished
 
 from dev import tables
 from exercises import ask, pick, run_sheet
@@ -344,9 +344,8 @@ def test_ask_compares_predictions_with_the_output_opens_the_fold_and_goes_on(tmp
     sheet.write_text(sheet_of("NEXT=7", ASKED))
 
     def typed(text: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, ROOT / "exercises/run_sheet.py", sheet, "--ask"]
-        command += ["--directory", tmp_path]
-        return subprocess.run(command, input=text, capture_output=True, text=True)
+        program = ROOT / "exercises/run_sheet.py"
+        return finished(program, sheet, "--ask", "--directory", tmp_path, stdin=text)
 
     first = typed("\n4\n|two\n\nmy reason\n")
     assert first.returncode == 130

@@ -6,13 +6,10 @@ refuses are compiled as well, for a GPU that need not be there.
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Mistake, call, mistakes, triton_before, with_mistakes
+from conftest import ROOT, Mistake, call, finished, mistakes, triton_before, with_mistakes
 
 from exercises.explain import explaining
 
@@ -240,9 +237,7 @@ def test_the_compiler_gets_the_same_sentences(checker, tmp_path):
             files[name] = str(tmp_path / f"wrong_{number}.py")
             write(checker, mistake, Path(files[name]))
     settings = {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1", "PYTHONPATH": str(ROOT)}
-    options = {"env": os.environ | settings, "capture_output": True, "text": True}
-    command = [sys.executable, "-c", COMPILE]
-    done = subprocess.run(command, input=json.dumps(files), **options)
+    done = finished("-c", COMPILE, stdin=json.dumps(files), **settings)
     said = dict(map(json.loads, done.stdout.splitlines()))
     assert said.keys() == files.keys(), done.stderr
     assert {name: text for name, text in said.items() if MISTAKES[name].sentence not in text} == {}

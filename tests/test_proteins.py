@@ -3,15 +3,13 @@ why."""
 
 import gzip
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import gemmi
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, assert_one_error, batches, run_main, words
+from conftest import ROOT, assert_one_error, batches, finished, run_main, words
 
 from fusion_lab.script import import_file
 
@@ -331,8 +329,7 @@ UNRESOLVED = without(CIF, OF_THE_FOURTH, r"\g<1> ? ? ?")
 def test_a_prepared_protein_is_that_of_its_files(tmp_path: Path):
     """Also where its coordinates are NaN: what is not observed must not leak into the loss."""
     argv, npz = files(tmp_path, UNRESOLVED), tmp_path / "x.npz"
-    program = [sys.executable, ROOT / "examples" / "proteins.py", argv[1], argv[3], npz]
-    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    done = finished(ROOT / "examples/proteins.py", argv[1], argv[3], npz)
     assert done.stdout == f"{npz}: 2 sequences, 22 residues, 21 observed\n"
     sizes = words("--num-seqs 2 --seq-len 22")
     expected = batches(OPENFOLD, *sizes, *argv).next_batch()

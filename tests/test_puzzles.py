@@ -3,12 +3,11 @@ practised is said. Wrong kernels are those of test_explain.py."""
 
 import importlib
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, captured, mistakes, puzzle_file, with_mistakes
+from conftest import ROOT, captured, finished, mistakes, puzzle_file, with_mistakes
 
 FOLDER = ROOT / "exercises/puzzles"
 FILES = [puzzle_file(number) for number in range(1, 13)]
@@ -133,8 +132,7 @@ def test_what_is_right_and_goes_around_the_puzzle_is_accepted_with_a_line(
 
 @pytest.mark.gpu
 def test_all_solutions_are_right_on_the_gpu_and_timed(tmp_path):
-    argv = [sys.executable, FOLDER / "all_puzzles.py", *FILES, "--solution", "--scoreboard"]
-    done = subprocess.run(argv, capture_output=True, text=True)
+    done = finished(FOLDER / "all_puzzles.py", *FILES, "--solution", "--scoreboard")
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(f"| {file.stem} " in done.stdout for file in FILES)
 
