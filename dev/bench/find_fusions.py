@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Hold what find-fusions predicts against steps that torch.compile has made.
+"""How far off find-fusions is from steps that torch.compile has made: tables of a study.
 
 Each row is a step: its time now and with its chains fused as predicted, and as measured, both as
 graphs in alternating turns. Half of the models, chosen by a checksum of their names before anything
@@ -7,12 +7,13 @@ was measured, tell the one constant that is fitted, how long a kernel among othe
 and end. Errors are reported for the other half, for each model with the constant that all others
 tell, and, where a file has them, for problems of KernelBench, which nobody here chose.
 
-Rows are kept as they are measured, and the same command goes on after an interruption. A step that
-is compiled to another program, with another attention, or not at all, tells no error of a speed-up.
+A step that is compiled to another program, with another attention, or not at all, tells no error of
+a speed-up. Commit 464eadd6 has the program that measured the rows; `find-fusions --check` measures
+one step.
 
 Examples:
-  python dev/bench/find_fusions.py results/DIR/find_fusions.json
-  python dev/bench/find_fusions.py results/DIR/find_fusions.json --table errors
+  python dev/bench/find_fusions.py results/h100/find_fusions.json
+  python dev/bench/find_fusions.py results/h100/find_fusions.json --table errors
 """
 
 from __future__ import annotations
@@ -21,25 +22,15 @@ import argparse
 import math
 import statistics
 import sys
-import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from typing_extensions import NotRequired
 
-from dev.bench.models_for_find_fusions import MODELS
-from dev.bench.sizes import SHAPES
 from fusion_lab.cli import Parser, ToolError, documented_parser, program
-from fusion_lab.fusions import step as steps
-from fusion_lab.fusions.groups import Finding
-from fusion_lab.fusions.rates import AMONG_OTHERS, Rates, measure_rates
-from fusion_lab.host import free_memory
+from fusion_lab.fusions.rates import AMONG_OTHERS
 from fusion_lab.records import Number, Row, Turns, read_rows
 from fusion_lab.show import Column, render
-from fusion_lab.study import measure_study
 
 VALUES = [1 + n / 4 for n in range(9)]  # of the constant
 PARTS = ("fitted", "held out", "KernelBench")
@@ -54,75 +45,6 @@ class Predicted(Row):
     remarks: NotRequired[list[str]]
     traced: NotRequired[str]  # why it cannot be a graph: its sides are kernels in traces
     other: NotRequired[list[str]]  # kernels that tell that another program was compiled, or none
-
-
-# --- what is measured
-
-
-def subjects() -> dict[str, Callable[[], steps.Step]]:
-    """By name what makes a step."""
-    scripts = {
-        name: partial(steps.from_script, f"{shape.model}_v1.py", [*shape.argv, "--use-amp"])
-        for name, shape in SHAPES.items()
-    }
-    return scripts | {name: partial(training, name) for name in MODELS}
-
-
-def training(name: str) -> steps.Step:
-    """Forward, backward and AdamW of a model in the table."""
-    torch.manual_seed(42)
-    torch.set_float32_matmul_precision("highest")
-    return steps.from_model(name, *MODELS[name](), True)
-
-
-def row(name: str, build: Callable[[], steps.Step], rates: Rates) -> dict:
-    """Predictions and measurements of a step."""
-    step = build()
-    recorded = steps.measure(step)
-    check = steps.compared(step, recorded.launched)
-    free_memory()
-    rates = rates.in_trace() if "traced" in check else rates
-    finding = Finding(recorded, rates)
-    compiled_ms = {}
-    for value in VALUES:
-        slower = replace(rates, least_us=rates.least_us * value / AMONG_OTHERS)
-        compiled_ms[f"{value:g}"] = Finding(recorded, slower).compiled_us() / 1e3
-    result = {
-        "part": "held out" if zlib.crc32(name.encode()) % 2 else "fitted",
-        "predicted_ms": {level: sums["us"] / 1e3 for level, sums in finding.levels.items()},
-        "compiled_ms": compiled_ms,
-        "remarks": [remark.partition(" (")[0] for remark in finding.remarks()],  # no lines
-        "rates": asdict(rates),
-    }
-    if "traced" in check:
-        result["traced"] = check["traced"]
-    if "error" in check:  # a step that cannot be compiled is a row, too
-        return result | {"status": "failed", "error": check["error"]}
-    unchanged = ["nothing is compiled"] * check["unchanged"]
-    return result | {
-        "sides_ms": check["turns_ms"],
-        "other": [*check["other"]["compiled"], *unchanged],
-    }
-
-
-def measure(args: argparse.Namespace) -> int:
-    """Measure what is missing, and print a table."""
-    if not args.table:
-        if not torch.cuda.is_available():
-            raise ToolError("it measures on a GPU, and PyTorch finds none", status=4)
-        rates = measure_rates()
-        parts = [
-            ({"shape": name, "precision": "bf16"}, partial(row, name, build, rates))
-            for name, build in subjects().items()
-            if name in (args.only or (name,))
-        ]
-        measure_study(args.output, parts)
-    rows = [judged(row) for row in read_rows(args.output, ("shape", "precision"), kind=Predicted)]
-    print(errors(rows) if args.table == "errors" else table(rows))
-    return 0
-
-
-# --- what it shows
 
 
 def judged(row: dict) -> dict:
@@ -228,17 +150,25 @@ def table(rows: Sequence[dict]) -> str:
     return "\n".join([render(columns, rows), "", *says, *(f"- {each}" for each in reasons)])
 
 
+def show(args: argparse.Namespace) -> int:
+    """Print a table of the study."""
+    rows = [judged(row) for row in read_rows(args.study, ("shape", "precision"), kind=Predicted)]
+    if not rows:
+        raise ToolError(f"{args.study}: no such study")
+    print(errors(rows) if args.table == "errors" else table(rows))
+    return 0
+
+
 def build_parser() -> Parser:
     """The command line."""
     parser = documented_parser(__file__, __doc__)
-    parser.add_argument("output", type=Path, metavar="FILE.json")
-    parser.add_argument("--only", nargs="+", metavar="MODEL", help="of these names alone")
-    tables = {"choices": ("models", "errors"), "help": "measure nothing, print this table"}
-    parser.add_argument("--table", **tables)
+    parser.add_argument("study", type=Path, metavar="FILE.json")
+    help = "of each step, or of how far off they are (default: models)"
+    parser.add_argument("--table", choices=("models", "errors"), default="models", help=help)
     return parser
 
 
-main = program(build_parser, measure)
+main = program(build_parser, show)
 
 if __name__ == "__main__":
     sys.exit(main())
