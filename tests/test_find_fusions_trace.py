@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from dev.bench import others_traces
 from fusion_lab.cli import ToolError
 from fusion_lab.fusions import command as find_fusions
 from fusion_lab.fusions import rates as rates_of
@@ -138,48 +137,6 @@ def test_in_a_backward_pass_the_tensors_of_the_forward_pass_are_read(tmp_path: P
     assert last.phase == before.phase == "backward"
     assert gradient.writes[0] in last.reads and second.writes[0] in last.reads
     assert last.writes[0] in before.reads and first.writes[0] in before.reads
-
-
-def multiply(writer: Writer, m: int, n: int, k: int, slower: float = 1.0) -> None:
-    """A product begins as other kernels, and its blocks of 256 x 256 take 2 us each time that they
-    fill the 304 units of this GPU; it computes 500 TFLOP/s beside its bytes."""
-    waves = -(-(-(-m // 256) * -(-n // 256)) // 304)
-    size = 2 * (m * k + k * n + m * n)
-    took = us(size) + 2 * waves + 2 * m * n * k / 500e6
-    halves = {"Input type": ["c10::BFloat16"] * 2}
-    writer.call("aten::mm", slower * took, [m, k], [k, n], **halves)
-
-
-@pytest.fixture
-def others(tmp_path: Path) -> list[str]:
-    """Traces of three models, in the last of which a product is thrice as slow."""
-    paths = []
-    for name, slower in (("one", 1.0), ("two", 1.0), ("three", 3.0)):
-        writer = Writer()
-        for rows in ROWS:
-            chain(writer, [rows, 2048])
-        for m, n, k in ((64, 64, 64), (4096, 4096, 512), (8192, 8192, 64), (512, 512, 8192)):
-            multiply(writer, m, n, k)
-        multiply(writer, 2048, 2048, 2048, slower)
-        paths.append(str(written(tmp_path / f"{name}__1.json.gz", writer)))
-    return paths
-
-
-def test_each_model_is_predicted_from_the_others(others: list[str], tmp_path: Path, capsys):
-    result = tmp_path / "find_fusions.json"
-    assert others_traces.main([str(result), *others]) == 0
-    printed = capsys.readouterr().out
-    content = json.loads(result.read_text())
-    one, two, three = content["rows"]
-    assert abs(one["off_percent"]) < 3
-    assert abs(two["off_percent"]) < 3
-    assert three["off_percent"] < -10
-    assert [*three["missed"]] == ["mm 2048x2048 2048x2048"]
-    least, per_gb, per_tflop, per_wave = content["rates"]["laws"]["product"]
-    assert (least, per_gb) == (pytest.approx(3, rel=0.1), pytest.approx(500, rel=0.2))
-    assert (per_tflop, per_wave) == (pytest.approx(2000, rel=0.1), pytest.approx(2, rel=0.2))
-    assert others_traces.main([str(result), "--table"]) == 0
-    assert capsys.readouterr().out == printed
 
 
 LAWS = {kind: [3.0, 500.0, 0.0, 0.0] for kind in rates_of.KINDS} | {

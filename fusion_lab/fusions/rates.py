@@ -2,7 +2,7 @@
 fitted to the kernels of traces that others recorded.
 
 Each kind of kernel in such traces has a law: microseconds that it takes at least, and more for each
-GB, for each TFLOP, and for what else its kind waits for. dev/bench/others_traces.py fits them.
+GB, for each TFLOP, and for what else its kind waits for; they stand in results/mi300x.
 """
 
 from __future__ import annotations
