@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import TINY, call, load, relative_difference, words
 
-from dev.bench import gradients, whole_steps
+from dev.bench import whole_steps
 from dev.bench import operations as kernels
 from dev.bench import versions as benchmark
 from dev.bench.sizes import Shape
@@ -217,26 +217,3 @@ def test_the_whole_step_has_its_parts_and_its_reference(tmp_path, monkeypatch):
     assert re.search(rf"\| tiny_llama, tiny, bf16 +\| +{row['batch_ms']:.2f} \|", steps)
     assert all(f"| {name}" in categories for name in ("GEMM", "attention", "normalisation"))
     assert row["kernels"][0]["name"] in longest.splitlines()[2]
-
-
-# dev/bench/gradients.py
-
-BROKEN = """\
-import torch
-
-first, last = torch.nn.Linear(3, 4, bias=False), torch.nn.Linear(4, 2, bias=False)
-optimizer = torch.optim.AdamW([*first.parameters(), *last.parameters()])
-hidden = torch.empty(1, 4).copy_(first(torch.ones(1, 3)).detach())  # as a kernel without backward
-last(hidden).sum().backward()
-optimizer.step()
-"""
-
-
-def test_what_a_script_of_others_trains_is_counted(tmp_path):
-    script, kept = tmp_path / "theirs.py", tmp_path / "kept.json"
-    script.write_text(BROKEN)
-    status, out, _ = call(gradients, "--output", kept, script)
-    assert (status, "1 of 2 tensors, 40.0 % of 20 parameters" in out) == (0, True)
-    assert read_json(kept)["rows"][0]["tensors_with_gradient"] == 1
-    script.write_text("print('no step')")
-    assert call(gradients, script)[0] == 1
