@@ -10,9 +10,9 @@ import pytest
 import torch
 from conftest import TINY, call, load, relative_difference, words
 
-from dev.bench import whole_steps
 from dev.bench import operations as kernels
 from dev.bench import versions as benchmark
+from dev.bench import whole_steps
 from dev.bench.sizes import Shape
 from fusion_lab import turns
 from fusion_lab.files import read_json
