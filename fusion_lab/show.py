@@ -135,12 +135,6 @@ def rate(value: float | None) -> str:
     return cell(value, ".1f" if (value or 0) >= 10 else ".2f")
 
 
-def range_of_speeds(row: Mapping) -> str | None:
-    """The lowest and the highest samples per second in the turns of a row, None without turns."""
-    speeds = [1e3 * row["batch_size"] / ms for ms in row.get("turns_ms") or ()]
-    return f"{min(speeds):.1f} to {max(speeds):.1f}" if speeds else None
-
-
 def drawing() -> ModuleType:
     """matplotlib.pyplot, which writes files and opens no window; ToolError without matplotlib."""
     try:
