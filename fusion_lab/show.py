@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -106,6 +107,12 @@ def render(columns: Sequence[Column], rows: Sequence, style: str = "markdown") -
     rule = ("-" * (width - 1) + end for width, end in zip(widths, ends, strict=True))
     padded.insert(1, between.join(rule))
     return "\n".join(f"| {line} |" for line in padded)
+
+
+def cells_of(line: str) -> list[str]:
+    """The cells of a line of a Markdown table."""
+    cells = re.split(r"(?<!\\)\|", line.strip())[1:-1]
+    return [cell.strip().replace("\\|", "|") for cell in cells]
 
 
 def harmless(value: object) -> object:
