@@ -1541,8 +1541,8 @@ class TriangleMultiplicationIncoming(TriangleMultiplication):
 
 # --- outer product mean: update_ij = linear_out(sum_s a_si (x) b_sj) / number of sequences
 # Outer product mean: out_ij = factor * sum_s a_si (x) b_sj. Of matrices [S, N x H] the products of
-# all channels are one GEMM, but its result [N, H, N, H] is not what the projection takes: these
-# kernels write and read it as [N, N, H, H]. The backward pass makes it again. FACTORS [samples] are
+# all channels are one GEMM, but its result [N, H, N, H] is not what the projection takes: a
+# kernel writes it as [N, N, H, H]. The backward pass makes it again. FACTORS [samples] are
 # 1 / (number of sequences + 1e-3).
 @block_sizes(
     {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_S": 32},
@@ -1658,7 +1658,7 @@ def outer_product_backward(
 
 
 class OuterProductMeanFunction(torch.autograd.Function):
-    """Compute factor * (sum over S of a (x) b, as [B, N, N, H x H], times weight^T, plus bias).
+    """Compute factor * (sum over S of a (x) b, as [B, N, N, H x H], times W^T, plus bias).
 
     a and b are [B, S, N, H], the result is [B, N, N, C]. sequences [B, S] are False for padding,
     whose a and b become 0; factor is 1 / (number of others + 1e-3).
@@ -2092,17 +2092,15 @@ class EvoformerBlock(nn.Module):
         self.pair_transition = PairTransition(config.pair_dim, config.transition_factor, fusions)
         self.cast_fusion = fusions.cast_fusion
 
-    def cast_weights(self) -> dict[str, Tensor]:
-        """Cast the weights and biases that GEMMs take as they are: {name: tensor}.
+    def with_cast_weights(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Do as `forward`, after one cast of the weights and biases that GEMMs take as they are.
 
-        The result is empty where their own type will do. Autocast does the same at every use of
-        each, and so for its gradient. torch.compile fuses its casts.
+        Autocast does the same at every use of each, and so for its gradient. torch.compile fuses
+        its casts.
         """
-        if not self.cast_fusion or torch.compiler.is_compiling():
-            return {}
         dtype = gemm_dtype(self.msa_transition.linear_1.weight)
-        if dtype == torch.float32:
-            return {}
+        if not self.cast_fusion or torch.compiler.is_compiling() or dtype == torch.float32:
+            return self(*inputs)
         weights = {}
         for name, module in self.named_modules():
             if isinstance(module, (Linear, QKVGLinear)):
@@ -2110,12 +2108,8 @@ class EvoformerBlock(nn.Module):
             # The bias of QKVGLinear is the gate's, which the attention adds.
             if isinstance(module, Linear):
                 weights[f"{name}.bias"] = module.bias
-        return dict(zip(weights, CastFunction.apply(dtype, *weights.values()), strict=True))
-
-    def with_cast_weights(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Do as `forward`, all weights cast before it."""
-        weights = self.cast_weights()
-        return functional_call(self, weights, inputs) if weights else self(*inputs)
+        casts = CastFunction.apply(dtype, *weights.values())
+        return functional_call(self, dict(zip(weights, casts, strict=True)), inputs)
 
     def forward(
         self,

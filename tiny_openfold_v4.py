@@ -1856,10 +1856,10 @@ class TriangleMultiplicationIncoming(TriangleMultiplication):
 
 # --- outer product mean: update_ij = linear_out(sum_s a_si (x) b_sj) / number of sequences
 # Outer product mean: out_ij = factor * sum_s a_si (x) b_sj. Of matrices [S, N x H] the products of
-# all channels are one GEMM, but its result [N, H, N, H] is not what the projection takes: this
-# kernel writes it as [N, N, H, H]. The backward pass makes it again. The gradient of the product is
-# written as the GEMM's result would be, so that those of a and b are two GEMMs of the library.
-# FACTORS [samples] are 1 / (number of sequences + 1e-3).
+# all channels are one GEMM, but its result [N, H, N, H] is not what the projection takes: a
+# kernel writes it as [N, N, H, H]. The backward pass makes it again. FACTORS [samples] are
+# 1 / (number of sequences + 1e-3).
+# The product's gradient is written as [N, H, N, H]: so those of a and b are two GEMMs.
 @block_sizes(
     {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_S": 32},
     float32={"num_warps": 8, "num_stages": 2},
@@ -1947,7 +1947,7 @@ def outer_product_forward(a: Tensor, b: Tensor, factors: Tensor) -> Tensor:
     return out
 
 
-class OuterProductWithResidual(torch.autograd.Function):
+class OuterProductMeanFunction(torch.autograd.Function):
     """Compute pair + factor * (sum over S of a (x) b, as [B, N, N, H x H], times W^T, plus bias).
 
     ab is [2, B, S, N, H], pair [B, N, N, C]. sequences [B, S] are False for padding, whose a and b
@@ -2021,7 +2021,7 @@ class OuterProductMean(nn.Module):
         if self.fused:
             msa, ab, _ = normed_projection(self.layer_norm, msa, *self.linears.parameters())
             inputs = ab.unflatten(-1, (2, -1)).movedim(-2, 0), pair, sequences
-            return msa, OuterProductWithResidual.apply(*inputs, *self.linear_out.parameters())
+            return msa, OuterProductMeanFunction.apply(*inputs, *self.linear_out.parameters())
         depth = msa.shape[1]
         normed = self.layer_norm(msa)
         a, b = self.linear_1(normed), self.linear_2(normed)
