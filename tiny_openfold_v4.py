@@ -2444,6 +2444,7 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
+        refuse_second_derivative()
         grad_logits = torch.empty_like(ctx.saved_tensors[0])
         launch = wrap_triton(head_loss_backward_kernel)[ctx.grid]
         launch(*ctx.saved_tensors, grad, grad_logits, **ctx.options)
@@ -2654,6 +2655,15 @@ def with_casts(parameters: Sequence[Tensor | None], dtype: torch.dtype) -> list[
     return [p if p is None else cast_of(p, dtype if p.ndim == 2 else p.dtype) for p in parameters]
 
 
+def refuse_second_derivative() -> None:
+    """Fail in a backward pass that would have to be differentiated itself.
+
+    PyTorch's once_differentiable lets constant gradients pass.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError("create_graph: V4's kernels have no second derivatives; V1 has")
+
+
 def parameter_gradients(
     ctx, groups: Sequence[Sequence[Tensor]], compute: Callable[..., None], *inputs: Tensor
 ) -> tuple[Tensor | None, ...]:
@@ -2663,8 +2673,7 @@ def parameter_gradients(
     pass itself launches only what the gradient of its input needs. What one launch writes side by
     side is a group.
     """
-    if torch.is_grad_enabled():  # PyTorch's once_differentiable lets constant gradients pass
-        raise RuntimeError("create_graph: V4's kernels have no second derivatives; V1 has")
+    refuse_second_derivative()
     grads = {}
     parameters = [parameter for group in groups for parameter in group]
     if any(parameter.requires_grad for parameter in parameters):
