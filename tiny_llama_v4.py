@@ -612,6 +612,50 @@ def attention_backward_keys_kernel(
     tl.store(GRAD_QKV + key_at + VALUE, grad_v, mask=inside)
 
 
+def attention_sizes(qkv: Tensor, num_heads: int) -> dict:
+    """Return sizes and scale, and what the three kernels are compiled for besides their blocks."""
+    seq, packed, dim = qkv.shape[1:]
+    return {
+        "seq": seq,
+        "scale": dim**-0.5,
+        "H": num_heads,
+        "K": (packed - num_heads) // 2,
+        "D": dim,
+        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
+        "PRECISION": dot_precision(qkv.dtype),
+    }
+
+
+def attention_forward(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+    """Return attention [B, S, H, D], and the base-2 logarithm of the softmax's sums [B, H, S]."""
+    batch, seq, _, dim = qkv.shape
+    chosen = blocks("attention_forward", qkv.dtype)
+    out = qkv.new_empty(batch, seq, num_heads, dim)
+    log_sum_exp = qkv.new_empty(batch, num_heads, seq, dtype=torch.float32)
+    grid = (batch * num_heads, triton.cdiv(seq, chosen["BLOCK_M"]))
+    sizes = attention_sizes(qkv, num_heads)
+    wrap_triton(attention_forward_kernel)[grid](qkv, out, log_sum_exp, **sizes, **chosen)
+    return out, log_sum_exp
+
+
+def attention_backward(
+    qkv: Tensor, out: Tensor, log_sum_exp: Tensor, cos: Tensor, sin: Tensor, grad: Tensor
+) -> Tensor:
+    """Compute the gradient of qkv, packed as it is."""
+    batch, seq, num_heads, _ = out.shape
+    sizes = attention_sizes(qkv, num_heads)
+    delta = torch.empty_like(log_sum_exp)
+    grad_qkv = torch.empty_like(qkv)
+    tensors = log_sum_exp, grad, cos, sin, delta, grad_qkv
+    chosen = blocks("attention_backward_queries", qkv.dtype)
+    grid = batch * num_heads, triton.cdiv(seq, chosen["BLOCK_M"])
+    wrap_triton(attention_backward_queries_kernel)[grid](qkv, out, *tensors, **sizes, **chosen)
+    chosen = blocks("attention_backward_keys", qkv.dtype)
+    grid = batch * sizes["K"], triton.cdiv(seq, chosen["BLOCK_N"])
+    wrap_triton(attention_backward_keys_kernel)[grid](qkv, *tensors, **sizes, **chosen)
+    return grad_qkv
+
+
 class CausalAttention(torch.autograd.Function):
     """Compute causal attention [B, S, H, D] of packed heads [B, S, H + 2 K, D].
 
@@ -622,34 +666,14 @@ class CausalAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, qkv: Tensor, num_heads: int, cos: Tensor, sin: Tensor):
-        batch, seq, packed, dim = qkv.shape
-        ctx.sizes = {"seq": seq, "H": num_heads, "K": (packed - num_heads) // 2, "D": dim}
-        precision = dot_precision(qkv.dtype)
-        ctx.sizes |= {"BLOCK_D": dim, "PRECISION": precision, "scale": dim**-0.5}
-        qkv = rotary(qkv.contiguous(), cos, sin, ctx.sizes["K"], 1)
-        out = qkv.new_empty(batch, seq, num_heads, dim)
-        log_sum_exp = qkv.new_empty(batch, num_heads, seq, dtype=torch.float32)
-        chosen = blocks("attention_forward", qkv.dtype)
-        grid = batch * num_heads, triton.cdiv(seq, chosen["BLOCK_M"])
-        wrap_triton(attention_forward_kernel)[grid](qkv, out, log_sum_exp, **ctx.sizes, **chosen)
+        qkv = rotary(qkv.contiguous(), cos, sin, (qkv.shape[2] - num_heads) // 2, 1)
+        out, log_sum_exp = attention_forward(qkv, num_heads)
         ctx.save_for_backward(qkv, out, log_sum_exp, cos, sin)
         return out
 
     @without_second_derivative
     def backward(ctx, grad: Tensor):
-        qkv, out, log_sum_exp, cos, sin = ctx.saved_tensors
-        batch, seq, num_heads, _ = out.shape
-        sizes = ctx.sizes
-        delta = torch.empty_like(log_sum_exp)
-        grad_qkv = torch.empty_like(qkv)
-        tensors = log_sum_exp, grad.contiguous(), cos, sin, delta, grad_qkv
-        chosen = blocks("attention_backward_queries", qkv.dtype)
-        grid = batch * num_heads, triton.cdiv(seq, chosen["BLOCK_M"])
-        wrap_triton(attention_backward_queries_kernel)[grid](qkv, out, *tensors, **sizes, **chosen)
-        chosen = blocks("attention_backward_keys", qkv.dtype)
-        grid = batch * sizes["K"], triton.cdiv(seq, chosen["BLOCK_N"])
-        wrap_triton(attention_backward_keys_kernel)[grid](qkv, *tensors, **sizes, **chosen)
-        return grad_qkv, None, None, None
+        return attention_backward(*ctx.saved_tensors, grad.contiguous()), None, None, None
 
 
 class Attention(nn.Module):
@@ -736,6 +760,25 @@ def swiglu_backward_kernel(
     tl.store(GRAD_GATE_UP + gate_at + UP, grad * gate * sigmoid, mask=inside)
 
 
+def swiglu_forward(gate_up: Tensor) -> Tensor:
+    """Compute silu(gate) * up [..., I] of gate_up [..., 2 I]."""
+    out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+    rows, programs, options = row_launch("swiglu_forward", out, whole=False)
+    grid = (programs, triton.cdiv(out.shape[-1], options["BLOCK_C"]))
+    wrap_triton(swiglu_forward_kernel)[grid](gate_up, out, rows=rows, **options)
+    return out
+
+
+def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """Compute the gradient of gate_up, packed as it is."""
+    rows, programs, options = row_launch("swiglu_backward", grad, whole=False)
+    grad_gate_up = torch.empty_like(gate_up)
+    grid = (programs, triton.cdiv(grad.shape[-1], options["BLOCK_C"]))
+    tensors = grad, gate_up, grad_gate_up
+    wrap_triton(swiglu_backward_kernel)[grid](*tensors, rows=rows, **options)
+    return grad_gate_up
+
+
 class SwiGLUActivation(torch.autograd.Function):
     """Compute silu(gate) * up [..., I] of gate_up [..., 2 I], gates first."""
 
@@ -743,22 +786,11 @@ class SwiGLUActivation(torch.autograd.Function):
     def forward(ctx, gate_up: Tensor):
         gate_up = gate_up.contiguous()
         ctx.save_for_backward(gate_up)
-        out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-        rows, programs, options = row_launch("swiglu_forward", out, whole=False)
-        grid = programs, triton.cdiv(out.shape[-1], options["BLOCK_C"])
-        wrap_triton(swiglu_forward_kernel)[grid](gate_up, out, rows=rows, **options)
-        return out
+        return swiglu_forward(gate_up)
 
     @without_second_derivative
     def backward(ctx, grad: Tensor):
-        (gate_up,) = ctx.saved_tensors
-        grad = grad.contiguous()
-        grad_gate_up = torch.empty_like(gate_up)
-        rows, programs, options = row_launch("swiglu_backward", grad, whole=False)
-        grid = programs, triton.cdiv(grad.shape[-1], options["BLOCK_C"])
-        tensors = grad, gate_up, grad_gate_up
-        wrap_triton(swiglu_backward_kernel)[grid](*tensors, rows=rows, **options)
-        return grad_gate_up
+        return swiglu_backward(grad.contiguous(), *ctx.saved_tensors)
 
 
 class SwiGLU(nn.Module):

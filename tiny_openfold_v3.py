@@ -356,11 +356,12 @@ def column_sums_kernel(
 
 @operator
 def column_sums(x: Tensor, dtype: torch.dtype, factors: Tensor | None = None) -> Tensor:
-    """Add up all rows: x [..., C] -> [C], in `dtype`, times factors [samples]."""
+    """Return the sums of the columns of x [..., C] in `dtype` [C], each row times its factor."""
     rows, programs, options = row_launch("column_sums", x)
-    options |= {"rows": rows, "rows_of_factor": rows if factors is None else rows // len(factors)}
+    rows_of_factor = rows if factors is None else rows // len(factors)
     sums = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
-    wrap_triton(column_sums_kernel)[(programs,)](x, factors, sums, **options)
+    launch = wrap_triton(column_sums_kernel)[(programs,)]
+    launch(x, factors, sums, rows, rows_of_factor, **options)
     return sum_parts(sums, dtype)
 
 
@@ -848,6 +849,8 @@ def attention_backward(
         inputs = grad_out, qkvg, gate_bias, bias, out
         launch = wrap_triton(attention_backward_short_kernel)[(parts * heads_of_all,)]
         launch(*inputs, grad_qkvg, grad_gate_bias, grad_bias, B=samples, group=group, **short)
+        if needs_bias:
+            grad_bias = sum_parts(grad_bias, dtype=bias.dtype)
     else:
         grad, delta = torch.empty_like(out), torch.empty_like(log_sum_exp)
         options = attention_options("attention_backward_query", qkvg, columns)
@@ -867,11 +870,12 @@ def attention_backward(
             tiles = math.prod(triton.cdiv(length, options[size]) for size in ("BLOCK_M", "BLOCK_N"))
             group = rows_per_program(options.pop("PROGRAMS"), tiles * heads_of_all, rows)
             parts = triton.cdiv(rows, group)
-            grad_bias = new_sums(parts, *bias.shape)
             options |= {"B": samples, "group": group}
             launch = wrap_triton(attention_backward_bias_kernel)[(tiles * parts * heads_of_all,)]
+            grad_bias = new_sums(parts, *bias.shape)
             launch(qkvg, bias, log_sum_exp, grad, delta, grad_bias, **options)
-    grad_bias = sum_parts(grad_bias, dtype=bias.dtype) if needs_bias else qkvg.new_empty(0)
+            grad_bias = sum_parts(grad_bias, dtype=bias.dtype)
+    grad_bias = qkvg.new_empty(0) if grad_bias is None else grad_bias
     grad_gate_bias = sum_parts(grad_gate_bias) if needs_gate_bias else qkvg.new_empty(0)
     return grad_qkvg, grad_gate_bias, grad_bias
 
@@ -890,6 +894,7 @@ class GatedAttentionFunction(torch.autograd.Function):
     ) -> Tensor:
         ctx.columns = columns
         qkvg = qkvg.contiguous()
+        gate_bias = gate_bias.contiguous()
         bias = None if bias is None else bias.contiguous()
         out, log_sum_exp = attention_forward(qkvg, gate_bias, bias, columns)
         ctx.save_for_backward(qkvg, gate_bias, bias, out, log_sum_exp)
@@ -995,6 +1000,8 @@ class MSAColumnAttention(GatedAttention):
 class TriangleAttentionStartingNode(GatedAttention):
     """Let edges ij and ik attend to each other, biased by edge jk (AF2 SI, algorithm 13)."""
 
+    ending = False
+
     def __init__(self, config: ModelConfig, fusions: Fusions):
         super().__init__(config.pair_dim, config.num_heads_pair, fusions)
         self.layer_norm = LayerNorm(config.pair_dim, fusions)
@@ -1002,17 +1009,14 @@ class TriangleAttentionStartingNode(GatedAttention):
 
     def forward(self, pair: Tensor, residues: Tensor | None = None) -> Tensor:
         """Compute the update of pair [B, N, N, c_z]; residues [B, N] are False for padding."""
-        pair, bias = self.layer_norm(pair, self.linear)
-        return self.attend(pair, bias, residues)
+        normed, bias = self.layer_norm(pair, self.linear, self.ending)
+        return self.attend(normed, bias, residues, self.ending)
 
 
 class TriangleAttentionEndingNode(TriangleAttentionStartingNode):
     """Let edges ij and kj attend to each other, biased by edge ki (AF2 SI, algorithm 14)."""
 
-    def forward(self, pair: Tensor, residues: Tensor | None = None) -> Tensor:
-        """Compute the update of pair [B, N, N, c_z]; residues [B, N] are False for padding."""
-        pair, bias = self.layer_norm(pair, self.linear, ending=True)
-        return self.attend(pair, bias, residues, columns=True)
+    ending = True
 
 
 # --- triangle multiplication: update = sigmoid(g) * linear_z(norm(sum_k a_ik * b_jk))
@@ -1431,7 +1435,9 @@ def triangle_weight_gradients(
 ) -> Tensor:  # fmt: skip
     """Compute the gradients of the packed weight [6 C, C] and bias [6 C], in one piece.
 
-    A kernel makes them. If triangle_backward wrote grad_linear [M, 4 C], the library does.
+    `normed` are y and the normed product [2, M, C], grad_gz the gradients of g and z [2, M, C],
+    grad_ab those of a and b [2 C, M], grad_linear those of their projections [M, 4 C]. Where that
+    is None a kernel makes it again, else the library multiplies.
     """
     dim = normed.shape[-1]
     if grad_linear is None:
@@ -1535,8 +1541,8 @@ class TriangleMultiplicationIncoming(TriangleMultiplication):
 
 # --- outer product mean: update_ij = linear_out(sum_s a_si (x) b_sj) / number of sequences
 # Outer product mean: out_ij = factor * sum_s a_si (x) b_sj. Of matrices [S, N x H] the products of
-# all channels are one GEMM, but its result [N, H, N, H] is not what the projection takes: these
-# kernels write and read it as [N, N, H, H]. The backward pass makes it again. FACTORS [samples] are
+# all channels are one GEMM, but its result [N, H, N, H] is not what the projection takes: a
+# kernel writes it as [N, N, H, H]. The backward pass makes it again. FACTORS [samples] are
 # 1 / (number of sequences + 1e-3).
 @block_sizes(
     {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_S": 32},
@@ -1652,7 +1658,7 @@ def outer_product_backward(
 
 
 class OuterProductMeanFunction(torch.autograd.Function):
-    """Compute factor * (sum over S of a (x) b, as [B, N, N, H x H], times weight^T, plus bias).
+    """Compute factor * (sum over S of a (x) b, as [B, N, N, H x H], times W^T, plus bias).
 
     a and b are [B, S, N, H], the result is [B, N, N, C]. sequences [B, S] are False for padding,
     whose a and b become 0; factor is 1 / (number of others + 1e-3).
@@ -2056,10 +2062,8 @@ def row_options(
 
 
 def wrap_triton(kernel: Callable) -> Callable:
-    """Return what launches a kernel by `[grid](TENSOR, ..., NAME=value, ...)`.
-
-    On a GPU it is PyTorch's function, by which a compiler sees what is launched.
-    """
+    """Return what launches a kernel by `[grid](TENSOR, ..., NAME=value, ...)`."""
+    # By PyTorch's function a compiler sees what is launched.
     return Interpreted(kernel) if INTERPRETED else torch.library.wrap_triton(kernel)
 
 
@@ -2088,17 +2092,15 @@ class EvoformerBlock(nn.Module):
         self.pair_transition = PairTransition(config.pair_dim, config.transition_factor, fusions)
         self.cast_fusion = fusions.cast_fusion
 
-    def cast_weights(self) -> dict[str, Tensor]:
-        """Cast the weights and biases that GEMMs take as they are: {name: tensor}.
+    def with_cast_weights(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Do as `forward`, after one cast of the weights and biases that GEMMs take as they are.
 
-        The result is empty where their own type will do. Autocast does the same at every use of
-        each, and so for its gradient. torch.compile fuses its casts.
+        Autocast does the same at every use of each, and so for its gradient. torch.compile fuses
+        its casts.
         """
-        if not self.cast_fusion or torch.compiler.is_compiling():
-            return {}
         dtype = gemm_dtype(self.msa_transition.linear_1.weight)
-        if dtype == torch.float32:
-            return {}
+        if not self.cast_fusion or torch.compiler.is_compiling() or dtype == torch.float32:
+            return self(*inputs)
         weights = {}
         for name, module in self.named_modules():
             if isinstance(module, (Linear, QKVGLinear)):
@@ -2106,12 +2108,8 @@ class EvoformerBlock(nn.Module):
             # The bias of QKVGLinear is the gate's, which the attention adds.
             if isinstance(module, Linear):
                 weights[f"{name}.bias"] = module.bias
-        return dict(zip(weights, CastFunction.apply(dtype, *weights.values()), strict=True))
-
-    def with_cast_weights(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Do as `forward`, all weights cast before it."""
-        weights = self.cast_weights()
-        return functional_call(self, weights, inputs) if weights else self(*inputs)
+        casts = CastFunction.apply(dtype, *weights.values())
+        return functional_call(self, dict(zip(weights, casts, strict=True)), inputs)
 
     def forward(
         self,
@@ -2131,7 +2129,8 @@ class EvoformerBlock(nn.Module):
         check_shape("pair", pair, samples, length, length, pair_dim)
         check_shape("sequences", sequences, samples, depth)
         check_shape("residues", residues, samples, length)
-        sequences, residues = (m if m is None else m.bool() for m in (sequences, residues))
+        masks = (m if m is None else m.bool().contiguous() for m in (sequences, residues))
+        sequences, residues = masks
         msa = msa + self.msa_att_row(msa, pair, residues)
         msa = msa + self.msa_att_col(msa, sequences)
         msa = msa + self.msa_transition(msa)

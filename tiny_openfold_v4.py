@@ -269,21 +269,10 @@ def column_sums(x: Tensor, out: Tensor, factors: Tensor | None = None) -> None:
     """Write the sums of the columns of x [rows, C] into `out` [C], each row times its factor."""
     rows, programs, options = row_launch("column_sums", x)
     rows_of_factor = rows if factors is None else rows // len(factors)
-    sums = x.new_empty(programs, x.shape[1], dtype=torch.float32)
+    sums = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
     launch = wrap_triton(column_sums_kernel)[(programs,)]
     launch(x, factors, sums, rows, rows_of_factor, **options)
     sum_parts(sums, out)
-
-
-def without_second_derivative(backward: Callable) -> staticmethod:
-    """Make a Function's backward pass fail where it would have to be differentiated itself."""
-
-    def checked(ctx, *grads: Tensor | None):
-        if torch.is_grad_enabled():  # PyTorch's once_differentiable lets constant gradients pass
-            raise RuntimeError("create_graph: V4's kernels have no second derivatives; V1 has")
-        return backward(ctx, *grads)
-
-    return staticmethod(checked)
 
 
 class Projection(torch.autograd.Function):
@@ -299,7 +288,7 @@ class Projection(torch.autograd.Function):
             return F.linear(x, cast, cast_of(bias, cast.dtype))
         return project_residual(x, cast, cast_of(bias, bias.dtype), residual.contiguous())
 
-    @without_second_derivative
+    @staticmethod
     def backward(ctx, grad: Tensor):
         x, cast = ctx.saved_tensors
         residual = grad if ctx.needs_input_grad[1] else None
@@ -518,7 +507,7 @@ class NormProjection(torch.autograd.Function):
         ctx.save_for_backward(rows, normed, out if relu else None, *norm[:5])
         return x.view_as(x), out, pair_bias
 
-    @without_second_derivative
+    @staticmethod
     def backward(ctx, residual: Tensor | None, grad: Tensor | None, grad_pair_bias: Tensor | None):
         x, normed, activated, *saved = ctx.saved_tensors  # with checkpoints they are read once
         norm = Norm(*saved, *ctx.settings)
@@ -1120,7 +1109,7 @@ class GatedAttentionFunction(torch.autograd.Function):
         ctx.save_for_backward(qkvg, gate_bias, bias, out, log_sum_exp)
         return out
 
-    @without_second_derivative
+    @staticmethod
     def backward(ctx, grad_out: Tensor):
         inputs = grad_out.contiguous(), *ctx.saved_tensors, ctx.columns, ctx.needs_input_grad[2]
         side = getattr(ctx.parameters[0], "side", None)  # of a training step
@@ -1692,12 +1681,9 @@ def triangle_backward(
     out_weight: Tensor, out_bias: Tensor, weight: Tensor, bias: Tensor, ab: Tensor, product: Tensor,
     in_statistics: Tensor, out_statistics: Tensor, incoming: bool,
 ) -> tuple[Tensor, tuple[Tensor | None, ...], Tensor, Tensor]:  # fmt: skip
-    """Compute the gradient of x, and what those of the parameters are made of.
+    """Compute the gradient of x, and what triangle_weight_gradients takes.
 
-    That is what triangle_weight_gradients takes: y and the normed product [2, M, C], the gradients
-    of g and z [2, M, C], those of a and b [2 C, M], maybe those of their projections [M, 4 C], and
-    `present`, weight and bias. Then the gradients of the norms' parameters in parts
-    [programs, 2, C], to be added up.
+    Then the gradients of weight and bias of both norms in parts [programs, 2, C], to be added up.
     """
     positions, dim = x.numel() // x.shape[-1], x.shape[-1]
     normed = weight.new_empty(2, positions, dim)
@@ -1755,14 +1741,16 @@ def triangle_weight_gradients(
 ) -> None:  # fmt: skip
     """Write the gradients of the packed weight [6 C, C] and bias [6 C] into `out`.
 
-    A kernel makes them. If triangle_backward wrote grad_linear [M, 4 C], the library does.
+    `normed` are y and the normed product [2, M, C], grad_gz the gradients of g and z [2, M, C],
+    grad_ab those of a and b [2 C, M], grad_linear those of their projections [M, 4 C]. Where that
+    is None a kernel makes it again, else the library multiplies.
     """
     dim = normed.shape[-1]
     if grad_linear is None:
         tiles, options = triangle_options("triangle_weight_gradients", normed[0], weight)
         # more parts would take longer to add up
         programs = min(triton.cdiv(tiles, 8), options.pop("PROGRAMS"))
-        parts = normed.new_empty(programs, len(out), dtype=torch.float32)
+        parts = normed.new_empty(programs, 6 * dim * (dim + 1), dtype=torch.float32)
         grid = programs, 4 * dim // options["BLOCK_C"]
         launch = wrap_triton(triangle_weight_gradients_kernel)[grid]
         launch(normed, grad_gz, grad_ab, present, weight, bias, parts, **options)
@@ -1799,7 +1787,7 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
         ctx.parameters = parameters
         return out
 
-    @without_second_derivative
+    @staticmethod
     def backward(ctx, grad_out: Tensor):
         inputs = grad_out.contiguous(), *ctx.saved_tensors, ctx.incoming
         grad_x, linears, norm_in, norm_out = triangle_backward(*inputs)
@@ -1868,10 +1856,10 @@ class TriangleMultiplicationIncoming(TriangleMultiplication):
 
 # --- outer product mean: update_ij = linear_out(sum_s a_si (x) b_sj) / number of sequences
 # Outer product mean: out_ij = factor * sum_s a_si (x) b_sj. Of matrices [S, N x H] the products of
-# all channels are one GEMM, but its result [N, H, N, H] is not what the projection takes: this
-# kernel writes it as [N, N, H, H]. The backward pass makes it again. The gradient of the product is
-# written as the GEMM's result would be, so that those of a and b are two GEMMs of the library.
-# FACTORS [samples] are 1 / (number of sequences + 1e-3).
+# all channels are one GEMM, but its result [N, H, N, H] is not what the projection takes: a
+# kernel writes it as [N, N, H, H]. The backward pass makes it again. FACTORS [samples] are
+# 1 / (number of sequences + 1e-3).
+# The product's gradient is written as [N, H, N, H]: so those of a and b are two GEMMs.
 @block_sizes(
     {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_S": 32},
     float32={"num_warps": 8, "num_stages": 2},
@@ -1940,20 +1928,26 @@ def outer_product_gradient_kernel(
         tl.store(at, wide.to(GRAD_WIDE.dtype.element_ty), mask=inside)
 
 
+def outer_product_options(kernel: str, a: Tensor) -> dict[str, int | str]:
+    """Return what a kernel of the outer product is told."""
+    _, depth, length, dim = a.shape
+    chosen = blocks(kernel, a.dtype)
+    chosen["BLOCK_S"] = min(chosen["BLOCK_S"], max(16, triton.next_power_of_2(depth)))
+    return {**chosen, "S": depth, "N": length, "H": dim, "PRECISION": dot_precision(a.dtype)}
+
+
 def outer_product_forward(a: Tensor, b: Tensor, factors: Tensor) -> Tensor:
     """Multiply a and b [B, S, N, H] -> factor * sum over S of outer products [B, N, N, H x H]."""
-    samples, depth, length, dim = a.shape
+    samples, _, length, dim = a.shape
+    options = outer_product_options("outer_product_forward", a)
     out = a.new_empty(samples, length, length, dim * dim)
-    chosen = blocks("outer_product_forward", a.dtype)
-    chosen["BLOCK_S"] = min(chosen["BLOCK_S"], max(16, triton.next_power_of_2(depth)))
-    left, right = (triton.cdiv(length * dim, chosen[size]) for size in ("BLOCK_M", "BLOCK_N"))
+    left, right = (triton.cdiv(length * dim, options[size]) for size in ("BLOCK_M", "BLOCK_N"))
     launch = wrap_triton(outer_product_forward_kernel)[(left, right, samples)]
-    precision = dot_precision(a.dtype)
-    launch(a, b, factors, out, depth, length, dim, PRECISION=precision, **chosen)
+    launch(a, b, factors, out, **options)
     return out
 
 
-class OuterProductWithResidual(torch.autograd.Function):
+class OuterProductMeanFunction(torch.autograd.Function):
     """Compute pair + factor * (sum over S of a (x) b, as [B, N, N, H x H], times W^T, plus bias).
 
     ab is [2, B, S, N, H], pair [B, N, N, C]. sequences [B, S] are False for padding, whose a and b
@@ -1975,7 +1969,7 @@ class OuterProductWithResidual(torch.autograd.Function):
         ctx.save_for_backward(ab, cast, factors)
         return project_residual(outer_product_forward(*ab, factors), cast, bias, pair, factors)
 
-    @without_second_derivative
+    @staticmethod
     def backward(ctx, grad: Tensor):
         ab, cast, factors = ctx.saved_tensors
         residual = grad
@@ -2027,7 +2021,7 @@ class OuterProductMean(nn.Module):
         if self.fused:
             msa, ab, _ = normed_projection(self.layer_norm, msa, *self.linears.parameters())
             inputs = ab.unflatten(-1, (2, -1)).movedim(-2, 0), pair, sequences
-            return msa, OuterProductWithResidual.apply(*inputs, *self.linear_out.parameters())
+            return msa, OuterProductMeanFunction.apply(*inputs, *self.linear_out.parameters())
         depth = msa.shape[1]
         normed = self.layer_norm(msa)
         a, b = self.linear_1(normed), self.linear_2(normed)
@@ -2190,7 +2184,7 @@ class TransitionFunction(torch.autograd.Function):
         launch(*inputs, last_bias, out, **ctx.sizes, **options)
         return out
 
-    @without_second_derivative
+    @staticmethod
     def backward(ctx, grad_out: Tensor):
         inputs = ctx.saved_tensors
         x, _, _, weight_1, *_ = inputs
@@ -2309,7 +2303,7 @@ class EmbeddingFunction(torch.autograd.Function):
         weight = torch.cat([*parameters[::2], bias], 1).to(ones.dtype)
         return F.linear(ones, F.pad(weight, (0, ones.shape[-1] - weight.shape[1])))
 
-    @without_second_derivative
+    @staticmethod
     def backward(ctx, grad: Tensor):
         (ones,) = ctx.saved_tensors
         grad = grad.flatten(0, -2)
@@ -2448,8 +2442,9 @@ class HeadLoss(torch.autograd.Function):
         ctx.grid, ctx.options = grid, options
         return sum_parts(losses)[0]
 
-    @without_second_derivative
+    @staticmethod
     def backward(ctx, grad: Tensor):
+        refuse_second_derivative()
         grad_logits = torch.empty_like(ctx.saved_tensors[0])
         launch = wrap_triton(head_loss_backward_kernel)[ctx.grid]
         launch(*ctx.saved_tensors, grad, grad_logits, **ctx.options)
@@ -2644,7 +2639,7 @@ def row_options(
 
 
 def wrap_triton(kernel: Callable) -> Callable:
-    """Return what launches a kernel by `[grid](TENSOR, ..., NAME=value, ...)`: on a GPU itself."""
+    """Return what launches a kernel by `[grid](TENSOR, ..., NAME=value, ...)`."""
     return Interpreted(kernel) if INTERPRETED else kernel
 
 
@@ -2660,6 +2655,15 @@ def with_casts(parameters: Sequence[Tensor | None], dtype: torch.dtype) -> list[
     return [p if p is None else cast_of(p, dtype if p.ndim == 2 else p.dtype) for p in parameters]
 
 
+def refuse_second_derivative() -> None:
+    """Fail in a backward pass that would have to be differentiated itself.
+
+    PyTorch's once_differentiable lets constant gradients pass.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError("create_graph: V4's kernels have no second derivatives; V1 has")
+
+
 def parameter_gradients(
     ctx, groups: Sequence[Sequence[Tensor]], compute: Callable[..., None], *inputs: Tensor
 ) -> tuple[Tensor | None, ...]:
@@ -2669,6 +2673,7 @@ def parameter_gradients(
     pass itself launches only what the gradient of its input needs. What one launch writes side by
     side is a group.
     """
+    refuse_second_derivative()
     grads = {}
     parameters = [parameter for group in groups for parameter in group]
     if any(parameter.requires_grad for parameter in parameters):

@@ -7,7 +7,7 @@ of their own are shown beside each other without ratios. Nothing is measured her
 
 A PATH is a file, or a folder, searched with all below it: studies of the tools here and of
 dev/bench/versions.py; results of the scripts (*_summary.json, also several in one file). Status 1
-if one of the runs failed; the page then has all others. --markdown prints the tables.
+if one of the runs failed; the page then has all others.
 
 Examples:
   python analysis_tools/performance_dashboard.py
@@ -33,7 +33,6 @@ def build_parser() -> Parser:
     parser.add_argument("paths", **paths, help=places)
     parser.add_path("--output", "FILE.html", default=Path("dashboard.html"))
     parser.add_path("--csv", "FILE.csv", "also write all runs there")
-    parser.add_flag("--markdown", "print the tables, and write no page")
     return parser
 
 
@@ -43,7 +42,7 @@ def build(args: argparse.Namespace) -> int:
     panels, runs = report.panels_of(args.paths)
     if not panels:
         raise ToolError(f"{', '.join(map(str, args.paths))}: no results in there")
-    report.write(panels, None if args.markdown else args.output, not args.markdown)
+    report.write(panels, args.output, as_page=True)
     if args.csv:
         rows = [beside(run, baseline_in_turns(run, runs) or run) for run in runs]
         write_csv(args.csv, csv_rows(rows, runs))

@@ -30,13 +30,12 @@ from pathlib import Path
 
 from fusion_lab.cli import Parser, ToolError, documented_parser, program, say
 from fusion_lab.files import ROOT, write_text
-from fusion_lab.show import Column, render
+from fusion_lab.show import Column, cells_of, render
 
 TABLE = re.compile(
     r"^(<!-- tables?: (.+?) -->\n)(.*?)^(<!-- end of tables? -->)$", re.MULTILINE | re.DOTALL
 )
 PART = re.compile(r', (only|columns|rows)((?: "[^"]+")+)')
-CELLS = re.compile(r"(?<!\\)\|")
 COMMENT = re.compile(r"<!-- (?:end of )?tables?\b")
 
 
@@ -76,10 +75,7 @@ def parts_of(printed: str, columns: list[str] | None, rows: list[str] | None) ->
     for table in printed.strip().split("\n\n"):
         if not table.startswith("|"):  # a line of text above a table
             continue
-        header, rule, *lines = (
-            [cell.strip().replace("\\|", "|") for cell in CELLS.split(line)[1:-1]]
-            for line in table.splitlines()
-        )
+        header, rule, *lines = map(cells_of, table.splitlines())
         named = header if columns is None else [header[0], *(c for c in columns if c in header)]
         kept = [line for line in lines if rows is None or line[0].startswith(tuple(rows))]
         unused -= {*named}

@@ -13,10 +13,7 @@ import argparse
 import sys
 
 from fusion_lab.cli import Parser, ToolError, documented_parser, program
-
-
-def cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+from fusion_lab.show import cells_of
 
 
 def tables(text: str) -> list[list[list[str]]]:
@@ -28,7 +25,7 @@ def tables(text: str) -> list[list[list[str]]]:
             if not inside:
                 found.append([])
             if not set(line) <= set("|- :"):
-                found[-1].append(cells(line))
+                found[-1].append(cells_of(line))
         inside = line.startswith("|")
     return found
 

@@ -138,9 +138,10 @@ def common_part(found: Tensor, right: Tensor) -> str:
     return ""
 
 
-def check_close(found: Tensor, right: Tensor, what: str, limit: float | None = None) -> float:
-    """Return the largest error over the largest right value; raise ToolError above the limit."""
-    return checked(difference(found, right, what, limit)).differences[0].error
+def check_close(found: Tensor, right: Tensor, what: str) -> float:
+    """Return the largest error over the largest right value; raise ToolError above its type's
+    limit."""
+    return checked(difference(found, right, what)).differences[0].error
 
 
 def compare(

@@ -8,7 +8,7 @@ from pathlib import Path
 from fusion_lab.cli import ToolError
 from fusion_lab.records import read_study
 from fusion_lab.runs import Run, of_study
-from fusion_lab.show import Column, cell, range_of_speeds
+from fusion_lab.show import Column, cell
 from fusion_lab.study import Part, heading, is_of
 from fusion_lab.sweep import Point, Side, measured, show_runs
 from fusion_lab.turns import speed
@@ -89,9 +89,8 @@ def report(args: argparse.Namespace, path: Path, memory_mb: float) -> int:
 
     content["rows"].sort(key=lambda row: (row.get("seq_len", 0), row["batch_size"]))
     runs = of_study(path, content)
-    speeds = Column("samples/sec in turns", lambda run: range_of_speeds(run.asked))
     title = heading(content, content["rows"][0]["script"])
-    status = show_runs(args, runs, title, more=[speeds, Column("of memory", part)])
+    status = show_runs(args, runs, title, more=[Column("of memory", part)])
     cells: dict[tuple, list[dict]] = {}
     for run in runs:
         place = tuple(run.asked.get(key) for key in ("side", "seq_len", "precision"))

@@ -274,9 +274,9 @@ def checked_study(
     return study
 
 
-def read_study(path: Path, *wanted: Iterable[str], kind: type = Row) -> dict:
+def read_study(path: Path, *wanted: Iterable[str]) -> dict:
     """A study, finished or not, as `checked_study` wants it, with at least one row."""
-    study = checked_study(read_json(path), path, *wanted, kind=kind)
+    study = checked_study(read_json(path), path, *wanted)
     if not study["rows"]:
         raise ToolError(f"{path}: a study without a row")
     return study

@@ -181,13 +181,13 @@ def collected(top: Path, files: str, step: str | None = None) -> Path | str:
     return folders[0] if folders else "nothing there"
 
 
-def load_run(path: Path, name: str | None = None) -> Run:
+def load_run(path: Path) -> Run:
     """The one run in a file or folder; ToolError if there are several."""
     found = find_runs(path)
     if len(found) != 1:
         several = ", ".join(run.name for run in found) or "none"
         raise ToolError(f"{path}: one run is wanted, there are {several}")
-    return replace(found[0], name=name or found[0].name)
+    return found[0]
 
 
 def of_summary(path: Path, result: dict, name: str) -> Run:

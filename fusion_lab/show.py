@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -108,6 +109,12 @@ def render(columns: Sequence[Column], rows: Sequence, style: str = "markdown") -
     return "\n".join(f"| {line} |" for line in padded)
 
 
+def cells_of(line: str) -> list[str]:
+    """The cells of a line of a Markdown table."""
+    cells = re.split(r"(?<!\\)\|", line.strip())[1:-1]
+    return [cell.strip().replace("\\|", "|") for cell in cells]
+
+
 def harmless(value: object) -> object:
     formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
     return f"'{value}" if formula else value
@@ -133,12 +140,6 @@ def ended(row: Mapping) -> str | None:
 def rate(value: float | None) -> str:
     """Samples per second, where small numbers need another digit."""
     return cell(value, ".1f" if (value or 0) >= 10 else ".2f")
-
-
-def range_of_speeds(row: Mapping) -> str | None:
-    """The lowest and the highest samples per second in the turns of a row, None without turns."""
-    speeds = [1e3 * row["batch_size"] / ms for ms in row.get("turns_ms") or ()]
-    return f"{min(speeds):.1f} to {max(speeds):.1f}" if speeds else None
 
 
 def drawing() -> ModuleType:

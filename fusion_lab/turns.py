@@ -15,7 +15,6 @@ import statistics
 import tempfile
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -167,15 +166,13 @@ class ScriptSide:
         module: ModuleType,
         args: argparse.Namespace,
         counted: bool,
-        building: AbstractContextManager,
         finishing: Callable[[object], dict],
     ):
         self.module = module
         self.args = args
         self.counted = counted
         self.finishing = finishing
-        with building:
-            self.trainer, self.steps, self.peak = begin(module, args)
+        self.trainer, self.steps, self.peak = begin(module, args)
 
     def take(self) -> float:
         return self.trainer.take(self.steps)
@@ -194,21 +191,20 @@ def in_turns(
     sides: dict[str, tuple[str, list[str]]],
     rounds: int,
     counted: bool = True,
-    building: Callable[[str], AbstractContextManager] = nullcontext,
     finishing: Callable[[object], dict] = lambda trainer: {},
 ) -> dict[str, dict]:
     """What steps of each side (script, arguments) take, in turns of about 0.3 s or two steps.
 
     Milliseconds per step are the median of the turns, peak memory is that of the side alone,
-    kernels are counted after the last turn unless `counted` is False. A side is built and warmed up
-    inside of what `building` makes of its name. What `finishing` makes of its Trainer is in its
-    row, too. One that runs out of memory, or fails, has a `status` and an `error` instead.
+    kernels are counted after the last turn unless `counted` is False. What `finishing` makes of a
+    side's Trainer is in its row, too. One that runs out of memory, or fails, has a `status` and an
+    `error` instead.
     """
     modules = {name: script_named(script) for name, (script, _) in sides.items()}
     parsed = {name: parse_quiet(modules[name], argv) for name, (_, argv) in sides.items()}
 
     def start(name: str) -> ScriptSide:
-        return ScriptSide(modules[name], parsed[name], counted, building(name), finishing)
+        return ScriptSide(modules[name], parsed[name], counted, finishing)
 
     found = scheduled({name: partial(start, name) for name in sides}, rounds)
     return {name: named(*sides[name], parsed[name]) | row for name, row in found.items()}

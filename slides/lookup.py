@@ -9,6 +9,7 @@ from functools import cache
 from dev.tables import printed_by
 from fusion_lab.cli import ToolError
 from fusion_lab.files import ROOT, read_json
+from fusion_lab.show import cells_of
 
 # source, row and column, or file, keys and format
 FIGURE = re.compile(r"\{([^{}:]+): ([^{}:]+): ([^{}:]+)\}")
@@ -33,7 +34,7 @@ def origin(source: str) -> str:
 def as_cells(table: str) -> list[list[str]]:
     """Header and rows of a Markdown table."""
     header, _, *rows = table.splitlines()
-    return [[cell.strip() for cell in line.strip()[1:-1].split("|")] for line in (header, *rows)]
+    return [cells_of(line) for line in (header, *rows)]
 
 
 def select(source: str, rows: Sequence[str], columns: Sequence[str]) -> list[list[str]]:

@@ -191,10 +191,6 @@ def gradients_of_attention():
         (lambda: TABLE.exp().sum(0), {"now": 2, "chains": 1}),
         (attention(4, 128, 16), {"products": 3, "attention": 1}),
         (gradients_of_attention(), {"attention": 2}),
-        # products of one matrix are one, unless one waits for the other; so are those added up
-        (lambda: (X @ W, X @ W.exp(), X @ W.cos()), {"attention": 4, "joined": 2}),
-        (lambda: X @ W @ W, {"joined": 2}),
-        (lambda: (X @ W + 2 * X @ W.exp()) * 2, {"attention": 2, "joined": 1}),
     ],
 )
 def test_kernels_of_a_level(take, kernels):

@@ -403,6 +403,16 @@ def build(script: str, *argv: str) -> tuple[nn.Module, torch.optim.Optimizer, di
     return model, optimizer, version.make_batches(args, DEVICE, 1).next_batch()
 
 
+def test_second_derivatives_are_refused_for_every_parameter_alone():
+    """Whichever kernel's backward pass would have to be differentiated."""
+    model, _, batch = build("tiny_openfold_v4")
+    loss = model(**batch)
+    for name, parameter in model.named_parameters():
+        with pytest.raises(RuntimeError, match="no second derivatives"):
+            torch.autograd.grad(loss, parameter, create_graph=True, retain_graph=True)
+            pytest.fail(name)
+
+
 @pytest.mark.parametrize("version", [1, 2, 3, 4])
 @torch.no_grad()
 def test_a_mask_of_any_type_gives_the_loss_of_a_boolean_one_in_v1(version: int):

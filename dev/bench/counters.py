@@ -48,31 +48,22 @@ MARK = "spin_kernel"  # before each side
 SUMS = ("dram_read_mb", "dram_written_mb", "l2_read_mb", "l2_written_mb", "us")
 
 
-def counted(sides: tuple[str, ...], empty_caches: bool, limit: int) -> list[dict]:
+def counted(sides: tuple[str, ...], empty_caches: bool) -> list[dict]:
     """Return a row for each side of a group: its kernels, sums of them, and what is predicted."""
     with tempfile.TemporaryDirectory() as folder:
         output, predicted = Path(folder) / "ncu.csv", Path(folder) / "predicted.json"
         application = [str(ROOT / "dev/bench/counted_sides.py"), str(predicted), *sides]
         command = ncu_command(output, [sys.executable, *application], empty_caches)
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+            done = subprocess.run(command, capture_output=True, text=True)
         except FileNotFoundError as error:
             raise ToolError("ncu is not on PATH (NVIDIA Nsight Compute)", status=4) from error
-        except subprocess.TimeoutExpired as error:
-            message = f"ncu had not ended after {limit} s: {last_line(output)}"
-            raise ToolError(message, status=1) from error
         if done.returncode:
             lines = (done.stderr or done.stdout).strip().splitlines()
             raise ToolError(f"ncu ended with status {done.returncode}: {lines[-1:]}", status=1)
         launches = split_at_marks(read_ncu(output))
         rows = json.loads(predicted.read_text())
     return [with_counters(row, group) for row, group in zip(rows, launches, strict=True)]
-
-
-def last_line(log: Path) -> str:
-    """Return the last line of what ncu wrote, which says at which kernel it stood."""
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return lines[-1] if lines else "it had written nothing"
 
 
 def split_at_marks(launches: list[dict]) -> list[list[dict]]:
@@ -99,13 +90,13 @@ def with_counters(row: dict, launches: list[dict]) -> dict:
     return row | {"launches": len(launches), **sums, "kernels": kernels}
 
 
-def parts(limit: int) -> Iterator[Part]:
+def parts() -> Iterator[Part]:
     """Yield the parts of the study."""
     for group, sides in GROUPS.items():
         for caches, emptied in CACHES.items():
             if emptied or group in ("small", "default"):
                 names = {"group": group, "caches": caches}
-                yield names, functools.partial(counted, sides, emptied, limit)
+                yield names, functools.partial(counted, sides, emptied)
 
 
 def off(row: dict) -> float:
@@ -193,7 +184,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.output is None:
         raise ToolError("name a FILE.json for the study, or --table one")
-    wanted = chosen(list(parts(args.limit)), args.only)
+    wanted = chosen(list(parts()), args.only)
     print(table_of_steps(measure_study(args.output, wanted)))
     return 0
 
@@ -203,7 +194,6 @@ def build_parser() -> Parser:
     parser.add_argument("output", type=Path, nargs="?", metavar="FILE.json", help="the study")
     only = "these groups, or caches"
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help=only)
-    parser.add_count("--limit", 240, "seconds of a group")
     parser.add_path("--table", "FILE.json", "measure nothing, print the tables of this study")
     return parser
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from dev.bench.version_tables import best_over, joined, read_lines
 from fusion_lab.cli import ToolError
@@ -16,15 +16,6 @@ from fusion_lab.turns import speedup
 
 OPERATIONS = ("attention", "triangle", "block", "causal", "optimizer")
 OURS = ("V4", "V3", "triton")  # sides with our kernels: the newest is held against others
-
-
-class Moved(Row):
-    """A kernel that moves bytes, or a copy of as many."""
-
-    operator: str
-    bytes: Count
-    gb_per_s: Positive
-    of_copy: NotRequired[Positive]  # of the rate of a copy
 
 
 class Traffic(Row):
@@ -90,17 +81,6 @@ def fastest_table(directory: Path) -> str:
         Column("other / ours", "ratio", ".2f", "x"),
     ]
     return render(columns, lines)
-
-
-def rows_table(directory: Path) -> str:
-    rows = read_rows(directory / "rows.json", ("side",), kind=Moved)
-    columns = [
-        Column("operator", "operator"),
-        Column("MB", lambda row: row["bytes"] / 1e6, ".0f"),
-        Column("GB/s", "gb_per_s", ".0f"),
-        Column("of a copy's rate", lambda row: 100 * row["of_copy"], ".0f", " %"),
-    ]
-    return render(columns, [row for row in rows if row["side"] == "kernel"])
 
 
 def step_tables(directory: Path) -> str:
@@ -172,7 +152,7 @@ def traffic_table(directory: Path) -> str:
 
 def table(directory: Path) -> str:
     tables = [sides_tables(directory, study) for study in OPERATIONS]
-    of_steps = fastest_table, rows_table, step_tables, llama_table, traffic_table
+    of_steps = fastest_table, step_tables, llama_table, traffic_table
     found = joined(*tables, *(tables_of(directory) for tables_of in of_steps))
     if not found:
         raise ToolError(f"{directory}: no result files of these studies")

@@ -60,10 +60,6 @@ ABLATED = {  # sizes of the ablation of V4, and of those before
 }
 DEFAULTS = {"tiny_openfold": sized("openfold"), "tiny_llama": sized("llama", "--seq-len 128")}
 LENGTHS = (160, 165, 168, 171, 173, 176, 179, 184, 187, 192)  # of the suite of this name
-LONG = {
-    f"trunk, 128 x {length}": sized("openfold", f"{TRUNK} --seq-len {length}")
-    for length in (255, 256)
-}
 GROUP = 8  # sets of fusions in memory together
 # Suites: parts of studies, which return rows
 
@@ -103,16 +99,13 @@ def fastest(model: str, args: argparse.Namespace) -> Iterator[Part]:
 
 def lengths(args: argparse.Namespace) -> Iterator[Part]:
     """TinyOpenFold's versions over lengths in bf16, V2 compiled at one that is odd and the next
-    multiple of 8, where also the other precisions are; and V4's trunk of 48 blocks."""
+    multiple of 8, where also the other precisions are."""
     shapes = {f"37 x {n}": sized("openfold", f"{ODD} --seq-len {n}") for n in LENGTHS}
     both = {name: shapes.pop(name) for name in ("37 x 173", "37 x 176")}
     sides = ["V4", "V3", "V2"]
     yield from grid(shapes, ["bf16"], sides, args.rounds)
     yield from grid(both, ["bf16"], [*sides, "V2 compiled"], args.rounds)
     yield from grid(both, ["fp32", "TF32"], sides, args.rounds)
-    for names, model, argv in in_sizes(shapes=LONG):
-        side = script_of(model, "V4"), [*argv, "--warmup-steps", "2"]
-        yield {**names, "side": "V4"}, partial(trunk_of, "V4", False, side, args.rounds)
 
 
 def trunk(args: argparse.Namespace) -> Iterator[Part]:

@@ -29,7 +29,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,11 +145,8 @@ class Launch:
         return " ".join(f"{name}={value}" for name, value in named.items())
 
 
-def launches_of_step(
-    module: ModuleType, argv: Sequence[str], backend: str, take: Callable = take_step
-) -> list[Launch]:
-    """What a training step of a version script would launch on this backend, each once. `take` is
-    called with module, arguments and a FakeTensorMode to take it."""
+def launches_of_step(module: ModuleType, argv: Sequence[str], backend: str) -> list[Launch]:
+    """What a training step of a version script would launch on this backend, each once."""
     launches: dict[tuple, Launch] = {}
 
     def seen(kernel: triton.JITFunction, grid: tuple, arguments: dict) -> None:
@@ -166,7 +163,7 @@ def launches_of_step(
     # a storage without contents has no address, and PyTorch warns of one
     storage = mock.patch("torch.UntypedStorage.data_ptr", lambda storage: 0)
     with storage, mock.patch("torch.Tensor.data_ptr", address):
-        take(module, step_arguments(module, argv, backend), FakeTensorMode())
+        take_step(module, step_arguments(module, argv, backend), FakeTensorMode())
     return list(launches.values())
 
 

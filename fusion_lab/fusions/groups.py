@@ -19,12 +19,10 @@ LEVELS = {
     "chains": "(a) chains of streaming operators, each as one kernel",
     "products": "(b) and those that a matrix product could take along",
     "attention": "(c) and attention as one kernel: product, softmax, product",
-    "joined": "(d) and products of one matrix, or that are added up, as one product",
 }
 WHAT = ("us", "moved", "kernels")
 SOFTMAX = {"_softmax", "_safe_softmax", "_softmax_backward_data"}
 SUMS = {"sum", "_to_copy", "clone"}  # of the gradient of what attention adds
-JOINED = ("mm", "addmm")
 # A block holds a row of so many elements in its registers: 1,024 threads, four each. Sums over
 # longer rows are complete when their kernel has ended.
 LONGEST_ROW = 4096
@@ -33,7 +31,6 @@ LONGEST_COLUMN = 64
 MOST_OPERATORS = 64  # that inductor makes one kernel: its max_fusion_size
 MOST_MOVES = 2  # times that an element goes elsewhere before it must lie in memory
 FLASH = 0.5  # of the rate of a large product, which FlashAttention reaches
-SUMMED = {"add", "add_", "_to_copy", "clone"}  # between products and their sum
 TURNS = re.compile("nchwToNhwc|nhwcToNchw|tensorTransform")  # cuDNN's kernels that turn a picture
 BIAS = re.compile("elementwise_kernel")  # PyTorch's that adds the bias
 FEW = 300  # operators to a convolution from which a compiler leaves layouts as they are
@@ -152,12 +149,6 @@ class Joiner:
         for i, place in zip(order, free, strict=False):
             self.place[i] = place
         return True
-
-    def apart(self, a: int, b: int) -> bool:
-        """Does none of these groups wait for the other one?"""
-        return (
-            b not in self.ahead[a] | self.behind[a] and self.between({a, b}, self.ahead) is not None
-        )
 
     def fits(self, a: int, b: int) -> bool:
         """Could these groups be one kernel, whatever stands between them?"""
@@ -438,64 +429,9 @@ class Finding:
             kept += sum(c for k, c in group.keeps.items() if self.needed_by(k) - inside)
         return sum(reads.values()) + kept
 
-    def joined(self) -> None:
-        """Products of one matrix, or whose results are added up, are one product. It takes as long
-        as the longest of them, or as their bytes or FLOPs together."""
-        alike: dict[tuple, dict[Group, int]] = defaultdict(dict)  # products, what is moved once
-        for group in self.groups:
-            for o in group.members if group.kernels else ():
-                for place, operand in enumerate(o.operands if o.name in JOINED else ()):
-                    shared = next(use.bytes for use in o.reads if use.key == operand[0])
-                    alike[o.dtype, group.segment, place, operand][group] = shared
-            for sum_, products in self.summands(group):
-                for product in products:
-                    o = product.members[0]
-                    alike[o.dtype, product.segment, sum_.call][product] = o.writes[0].bytes
-        done: set[Group] = set()
-        for (dtype, *_), products in sorted(alike.items(), key=lambda item: -len(item[1])):
-            left = sorted(products.keys() - done, key=lambda group: group.number)
-            runs: list[list[Group]] = []
-            for product in left:
-                if runs and self.merge((runs[-1][0], product), apart=True):
-                    runs[-1].append(product)
-                else:
-                    runs.append([product])
-            for own in runs:
-                if len(own) > 1:
-                    done |= {*own}
-                    moved = sum(g.moved for g in own) - (len(own) - 1) * max(products.values())
-                    us = self.rates.us(moved, sum(o.flop for g in own for o in g.members), dtype)
-                    self.replace(own, moved, max(us, *(group.us for group in own)))
-
-    def summands(self, group: Group) -> list[tuple[Operator, set[Group]]]:
-        """Products whose results a group adds up, and nobody else reads: by the last sum of
-        them."""
-        writer = {use.key: o for o in group.members for use in o.writes}
-        sums = []
-        seen = set()
-        for last in reversed(group.members):
-            todo = [last]
-            products = set()
-            while todo:
-                operator = todo.pop()
-                if operator.name not in SUMMED or id(operator) in seen:
-                    continue
-                seen.add(id(operator))
-                for use in operator.reads:
-                    maker = self.maker.get(use.key)
-                    if use.key in writer:
-                        todo.append(writer[use.key])
-                    elif maker and maker.kernels and self.users[use.key] == {group}:
-                        products |= {maker} if maker.members[0].name in JOINED else set()
-            if products:
-                sums.append((last, products))
-        return sums
-
-    def merge(self, block: Iterable[Group], apart: bool = False) -> bool:
-        """Make these one, unless something stands between them; with `apart` also unless one waits
-        for another."""
-        roots = {self.joiner.root[group.number] for group in block}
-        return (not apart or self.joiner.apart(*roots)) and self.joiner.merge(roots)
+    def merge(self, block: Iterable[Group]) -> bool:
+        """Make these one, unless something stands between them."""
+        return self.joiner.merge({self.joiner.root[group.number] for group in block})
 
     def replace(self, block: Iterable[Group], moved: int, us: float) -> None:
         """One kernel in place of these groups, which takes no longer than they do."""
@@ -674,7 +610,7 @@ def padding(operator: Operator) -> int:
     """Bytes of those operands of a product of matrices that a compiler copies into longer rows: to
     read and to write them. Whether padding pays it measures; where rows begin at two bytes it does,
     as asynchronous copies need four."""
-    if operator.name not in JOINED or operator.dtype not in ("bf16", "fp16"):
+    if operator.name not in ("mm", "addmm") or operator.dtype not in ("bf16", "fp16"):
         return 0
     odd = (shape for _, shape, strides in operator.operands if any(s % 2 for s in strides if s > 1))
     return sum(2 * 2 * math.prod(shape) for shape in odd)

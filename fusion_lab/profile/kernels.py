@@ -234,7 +234,6 @@ class Kernel:
     category: str
     is_copy: bool = False  # a memcpy or memset, which does not count as a kernel
     operator: Hashable = None  # "External id" of the operator that launched it
-    start_us: float | None = None  # when it began on the GPU
     stream: Hashable = None
 
 
@@ -376,8 +375,7 @@ def kernels_of(events: Sequence[dict]) -> list[Kernel]:
         name, arguments, is_copy = event["name"], event.get("args", {}), event["cat"] != "kernel"
         launch, duration = launches.get(arguments.get("correlation")), round(1e3 * event["dur"])
         kind, operator = "copies" if is_copy else category(name), arguments.get("External id")
-        ran = event["ts"], event["tid"]
-        kernels.append(Kernel(name, duration, launch, kind, is_copy, operator, *ran))
+        kernels.append(Kernel(name, duration, launch, kind, is_copy, operator, event["tid"]))
     return kernels
 
 

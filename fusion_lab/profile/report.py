@@ -29,6 +29,7 @@ from fusion_lab.runs import (
     to_compare,
 )
 from fusion_lab.script import model_and_version, precision_of
+from fusion_lab.show import cells_of
 
 TOP = 10  # kernels per table
 HEAD = """<!doctype html>
@@ -230,8 +231,7 @@ def as_html(text: str) -> str:
     for block in re.split(r"\n\s*\n", text.strip()):
         lines = block.split("\n")
         if lines[0].startswith("|"):
-            rows = [re.split(r"(?<!\\) \| ", line.strip("| ")) for line in lines]
-            cells = [[html.escape(cell.strip().replace("\\|", "|")) for cell in r] for r in rows]
+            cells = [[html.escape(cell) for cell in cells_of(line)] for line in lines]
             heads = "".join(f"<th>{cell}</th>" for cell in cells[0])
             body = ("".join(f"<td>{cell}</td>" for cell in row) for row in cells[2:])
             parts.append(f"<table><tr>{'</tr><tr>'.join([heads, *body])}</tr></table>")

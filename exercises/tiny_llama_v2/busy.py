@@ -2,7 +2,7 @@
 """Whether a GPU works or waits: how long no kernel ran, one, or several, in traces of a step.
 
 Examples:
-  python exercises/tiny_llama_v4/busy.py results/h100/traces/tiny_llama_v4_graph.json.gz
+  python exercises/tiny_llama_v2/busy.py results/h100/traces/tiny_llama_v4_graph.json.gz
 """
 
 from __future__ import annotations
