@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, captured, finished, mistakes, puzzle_file, with_mistakes
+from conftest import ROOT, captured, finished, mistakes, puzzle_file, replaced, with_mistakes
 
 FOLDER = ROOT / "exercises/puzzles"
 FILES = [puzzle_file(number) for number in range(1, 13)]
@@ -87,11 +87,8 @@ def test_guard_zones_show_a_fault_where_nobody_looks_at_loads_and_stores(
 
 def test_a_result_that_pytorch_computes_around_the_kernel_is_not_solved(checker, tmp_path):
     file = tmp_path / FILES[0].name
-    file.write_text(
-        FILES[0]
-        .read_text()
-        .replace("    add_kernel[grid]", "    out[:] = x + y\n    add_kernel[grid]")
-    )
+    around = [("    add_kernel[grid]", "    out[:] = x + y\n    add_kernel[grid]")]
+    file.write_text(replaced(FILES[0].read_text(), around))
     right, text, _ = checker.verdict(checker.load(file).PUZZLE)
     assert not right
     assert text.startswith("not solved yet: nothing is written to out")
@@ -115,6 +112,9 @@ through memory | 2 | load once: line 15 loads what it has stored, out |
     + at, y + tl.load(OUT + at, mask=inside), mask=inside)
 loaded twice | 7 | load once: line 15 loads x[0, 0] again |
     tl.sigmoid(gate) -> tl.sigmoid(tl.load(X + at, mask=inside))
+three loads | 10 | load once: line 22 loads x[0, 0] 3 times |
+    x = tl.load(X + row * C + column, mask=inside) -> x = tl.load(X + row * C + column,
+    mask=inside)\n        x = tl.load(X + row * C + column, mask=inside)
 loaded in the loop | 11 | load once: line 28 loads q[0, 0, 0] again | scores = tl.dot(q ->
     q = tl.load(Q + q_at, mask=(query < n)[:, None], other=0.0)\n        scores = tl.dot(q
 """
