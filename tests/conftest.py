@@ -1,8 +1,6 @@
 """Helpers of all tests: the scripts as modules, sizes that are quick on a CPU, and a way to run a
 command X"""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import csv
@@ -15,6 +13,7 @@ import os
 import random
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -276,6 +275,15 @@ def captured(main: Callable[[list[str]], int], argv: list[str]) -> tuple[int, st
     return status, stdout.getvalue(), stderr.getvalue()
 
 
+def finished(
+    *command: object, cwd: Path | None = None, stdin: str | None = None, **environment: str
+) -> subprocess.CompletedProcess:
+    """A Python program in a process of its own, to its end; `environment` is beside this one's."""
+    options = {"capture_output": True, "text": True, "timeout": 900, "cwd": cwd, "input": stdin}
+    command = [sys.executable, *map(str, command)]
+    return subprocess.run(command, env=os.environ | environment, **options)
+
+
 def call(tool: ModuleType, *argv: object) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of a program's command line."""
     return captured(tool.main, [str(argument) for argument in argv])
@@ -480,9 +488,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu = torch.cuda.is_available()
     for item in items:
         script = item.callspec.params.get("script") if hasattr(item, "callspec") else None
-        on_cpu = not item.path.name.startswith(
-            ("test_gpu", "test_triton", "test_compile", "test_core")
-        )
+        on_cpu = not item.path.name.startswith(("test_gpu", "test_triton", "test_core"))
         if item.get_closest_marker("gpu") and not gpu:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         elif gpu and on_cpu and script in TRITON:

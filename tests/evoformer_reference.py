@@ -11,8 +11,6 @@ Index letters: b batch; s sequences; i, j, k residues; r rows that attend each t
 d, e channels inside a head or of a hidden layer; c input channel; o output channel.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

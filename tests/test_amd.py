@@ -1,8 +1,6 @@
 """Instructions of fusion_lab/amd, one by one, against values worked out by hand from AMD's manual,
 and what a workgroup does wrong. What Triton compiles is in test_amd_kernels.py."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

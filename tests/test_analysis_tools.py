@@ -1,19 +1,15 @@
 """The analysis tools: their numbers are those of the result files, and what cannot be compared is
 said. What any of them does with damaged files and odd arguments is in test_promises.py."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, assert_refused, call, read_rows, strict_json, table_of
+from conftest import ROOT, assert_refused, call, finished, read_rows, strict_json, table_of
 from matplotlib import pyplot
 
 from analysis_tools import (
@@ -449,8 +445,7 @@ def test_the_report_has_what_the_files_have(folders, tmp_path):
         place.mkdir()
         write_statistics(place / "stats.csv", statistics_of({"Cijk_Ailk": [1000] * calls}))
     program = ROOT / "analysis_tools" / "generate_fusion_report.py"
-    command = [sys.executable, str(program), "--output-dir", "./deep/report"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = finished(program, "--output-dir", "./deep/report", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     text = (tmp_path / "deep/report/fusion_report.md").read_text()
     kernels = ["Kernels by the PyTorch profiler", "Kernels by rocprofv3"]

@@ -1,8 +1,6 @@
 """What cannot work ends with the right exit status and one line that names the argument or file,
 never a traceback."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import math

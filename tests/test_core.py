@@ -1,7 +1,5 @@
 """The scripts share one core, byte for byte and within its budget, and one file is enough."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re
@@ -22,7 +20,8 @@ from conftest import (
     SCRIPTS,
     TINY,
     TRITON,
-    command_line,
+    arguments,
+    finished,
     load,
     parse,
     summary_in,
@@ -43,9 +42,8 @@ MOST_LINES, MOST_IMPORTS = 734, 15
 def run_copy(copy: Path, *argv: str, script: str = SCRIPT) -> subprocess.CompletedProcess[str]:
     """Run a copy of a script beside which there is nothing else, with results below it."""
     shutil.copy(ROOT / f"{script}.py", copy)
-    python, dont_write, _, *arguments = command_line(script, copy.parent / "profiles", *argv)
-    command = [python, dont_write, copy.name, *arguments]
-    return subprocess.run(command, cwd=copy.parent, capture_output=True, text=True, timeout=300)
+    argv = arguments(script, copy.parent / "profiles", *argv)
+    return finished("-B", copy.name, *argv, cwd=copy.parent)
 
 
 def test_a_copied_file_compares_by_itself(tmp_path: Path):
@@ -62,17 +60,9 @@ def test_a_copied_file_compares_by_itself(tmp_path: Path):
 @pytest.mark.parametrize(
     ("script", "argv", "needed"),
     [
-        (
-            SCRIPT,
-            "--verify-accuracy",
-            "--verify-accuracy needs the folder fusion_lab of this repository",
-        ),
-        (
-            SCRIPT,
-            "--enable-memory-profiling",
-            "--enable-memory-profiling needs the folder fusion_lab of",
-        ),
-        ("tiny_openfold_v2", "--msa a --structure b", "--structure needs examples"),
+        (SCRIPT, "--verify-accuracy", "needs the folder fusion_lab of this repository"),
+        (SCRIPT, "--enable-memory-profiling", "needs the folder fusion_lab of this repository"),
+        ("tiny_openfold_v2", "--msa a --structure b", "needs examples"),
     ],
 )
 def test_a_copied_file_says_what_a_flag_needs(script: str, argv: str, needed: str, tmp_path: Path):
@@ -81,7 +71,8 @@ def test_a_copied_file_says_what_a_flag_needs(script: str, argv: str, needed: st
     done = run_copy(tmp_path / "mine.py", *words(argv), script=script)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("mine.py: ")]
     assert (done.returncode, "Traceback" in done.stderr) == (4, False), done.stderr
-    assert line.startswith(f"mine.py: error: {needed}")
+    flag = [word for word in words(argv) if word.startswith("--")][-1]
+    assert line.startswith(f"mine.py: error: {flag} {needed}")
 
 
 def test_a_copy_with_any_name_runs(tmp_path: Path):
@@ -106,16 +97,10 @@ def test_a_missing_package_is_one_line(script: str, package: str, monkeypatch, c
 # One core
 
 
-def sync(root: Path, *argv: str) -> subprocess.CompletedProcess:
-    """Run dev/sync_parts.py of a copy of the repository."""
-    command = [sys.executable, str(root / "dev" / "sync_parts.py"), *argv]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
 def test_the_core_is_the_same_in_every_script_and_within_its_budget():
     assert {path.stem for path in ALL_SCRIPTS} == set(SCRIPTS)
     assert all(path.read_text().count("\n# --- core\n") == 1 for path in ALL_SCRIPTS)
-    assert sync(ROOT, "--check").returncode == 0
+    assert finished(ROOT / "dev/sync_parts.py", "--check").returncode == 0
     assert len(CORE.splitlines()) <= MOST_LINES
     assert max(map(len, CORE.splitlines())) <= 100
 
@@ -143,10 +128,11 @@ def test_sync_tool_names_the_script_that_differs_and_repairs_it(tmp_path: Path):
         shutil.copy(path, tmp_path)
     path, original = tmp_path / "tiny_openfold_v2.py", (ROOT / "tiny_openfold_v2.py").read_text()
     path.write_text(changed := original.replace(END, "# one more line\n" + END))
-    done = sync(tmp_path, "--check")
+    sync = tmp_path / "dev/sync_parts.py"
+    done = finished(sync, "--check")
     assert (done.returncode, done.stderr.count("\n"), path.name in done.stderr) == (1, 1, True)
     assert path.read_text() == changed, "--check only looks"
-    assert (sync(tmp_path).returncode, path.read_text()) == (0, original)
+    assert (finished(sync).returncode, path.read_text()) == (0, original)
 
 
 # Results

@@ -1,8 +1,6 @@
 """performance_dashboard.py: what is on the page is what the files have, and it is for the right
 machine."""
 
-from __future__ import annotations
-
 import html
 import json
 import re
@@ -80,22 +78,16 @@ def test_a_study_has_a_table_for_each_size_and_group(tmp_path):
     assert third["title"].startswith("single runs")
 
 
-def test_what_took_turns_is_a_pair_with_its_ratio(tmp_path):
+def test_what_took_turns_is_a_pair_with_its_ratio_and_a_run_that_failed_fails(tmp_path):
     run = json.loads((RESULTS / "cpu/tiny_llama_v2_readme.json").read_text())
     for folder, turns in (("a", [10.0, 10.0]), ("a/baseline", [20.0, 30.0])):
         timing = {"batch_ms": 10.0, "turns_ms": turns}
         written(tmp_path / folder, "tiny_llama_v2_summary.json", {**run, "timing": timing})
-    assert call(dashboard, tmp_path, "--output", tmp_path / "page.html")[::2] == (0, "")
-    (panel,) = page_in(tmp_path / "page.html")
-    assert panel["title"].endswith("in turns, by --compare-fusion")
-    assert cells(panel)[2][0] == "as chosen" and "2.50x" in cells(panel)[2]
-
-
-def test_a_run_that_failed_fails(tmp_path):
-    run = json.loads((RESULTS / "cpu/tiny_llama_v2_readme.json").read_text())
-    for name, more in (("a", {}), ("b", {"status": "failed", "error": "the loss became nan"})):
-        written(tmp_path / name, "tiny_llama_v2_summary.json", run | more)
+    failed = {"status": "failed", "error": "the loss became nan"}
+    written(tmp_path / "b", "tiny_llama_v2_summary.json", run | failed)
     status, _, err = call(dashboard, tmp_path, "--output", tmp_path / "page.html")
     assert (status, "b failed: the loss became nan" in err) == (1, True)
-    (panel,) = page_in(tmp_path / "page.html")
-    assert "in turns" not in cells(panel)[0] and cells(panel)[2][1] == "failed"
+    pair, single = page_in(tmp_path / "page.html")
+    assert pair["title"].endswith("in turns, by --compare-fusion")
+    assert cells(pair)[2][0] == "as chosen" and "2.50x" in cells(pair)[2]
+    assert "in turns" not in cells(single)[0] and cells(single)[1][1] == "failed"

@@ -1,7 +1,5 @@
 """The proteins that TinyOpenFold learns from: synthetic ones, and real ones from files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gemmi

@@ -1,7 +1,5 @@
 """The figures: what they show of results is in the results, and their text is large."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from xml.etree import ElementTree

@@ -1,8 +1,6 @@
 """Which operators could be one kernel: bytes, lines and groups of planted chains, and what is not
 understood."""
 
-from __future__ import annotations
-
 import gc
 import json
 import linecache

@@ -1,8 +1,6 @@
 """A step predicted from a trace: the same operators and bytes as of the step itself, times of the
 trace, and what the trace does not tell said. Traces are small, in the form that Kineto writes."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Fusions change how a model is computed and nothing else; their flags mean what the help says."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import itertools

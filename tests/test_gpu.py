@@ -1,8 +1,6 @@
 """What only a GPU can show: its own kernels compute the same, and there are fewer of them with
 fusions."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 And its text can be learnt. Later versions are compared with V1 in test_fusions.py.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

@@ -25,6 +25,7 @@ from conftest import (
     assert_same_gradients,
     captured,
     command_line,
+    finished,
     gradients,
     load,
     parse,
@@ -110,18 +111,12 @@ def two_processes(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def finished(command: list[str], **more: str) -> subprocess.CompletedProcess:
-    """The command's end; `more` is for its environment."""
-    options = {"capture_output": True, "text": True, "timeout": 300, "env": os.environ | more}
-    return subprocess.run(command, **options)
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """What each of two processes found."""
     folder = tmp_path_factory.mktemp("two")
     torchrun = words("-m torch.distributed.run --standalone --nproc-per-node=2")
-    done = finished([sys.executable, *torchrun, __file__, str(folder)], TRITON_INTERPRET="1")
+    done = finished(*torchrun, __file__, folder, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
     return [torch.load(folder / f"rank{rank}") for rank in range(2)]
 
@@ -158,8 +153,9 @@ def test_two_processes_report_what_one_process_would(tmp_path: Path, run):
     """The first of them reports; its profile tells communication apart."""
     steps = words("--num-steps 4 --warmup-steps 2 --log-interval 1")
     one = run(SCRIPT, *BATCH, *steps)
-    python, _, script, *argv = command_line(SCRIPT, tmp_path, *BATCH, *steps, "--num-gpus", "2")
-    done = finished([python, str(ROOT / "run_pytorch_profiler.py"), "--script", script, *argv])
+    argv = arguments(SCRIPT, tmp_path, *BATCH, *steps, "--num-gpus", "2")
+    program = ROOT / "run_pytorch_profiler.py"
+    done = finished(program, "--script", ROOT / f"{SCRIPT}.py", *argv)
     assert done.returncode == 0, done.stderr
     result = summary_in(tmp_path)
     curve = result["loss"]["curve"]
@@ -302,7 +298,7 @@ def test_a_graph_of_two_gpus_trains_as_eager_steps_do(script: str, tmp_path: Pat
         "one": "--num-gpus 1 --enable-cuda-graph",
         "DDP": f"--num-gpus 2 {'--disable-fused-optimizer' * (script in V4)}",
     }.items():
-        done = finished(command_line(script, tmp_path / name, *argv, *words(more)))
+        done = finished(*command_line(script, tmp_path / name, *argv, *words(more))[1:])
         assert done.returncode == 0, done.stderr
         curves[name] = summary_in(tmp_path / name, script)["loss"]["curve"]
     assert curves["graph"] == curves["eager"]

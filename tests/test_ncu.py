@@ -1,7 +1,5 @@
 """NVIDIA's Nsight Compute: what it writes is read, and run_ncu.sh asks for it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """TinyOpenFold is AlphaFold 2's Evoformer: block, losses and names against the equations of its
 supplement. Later versions are compared with V1 in test_fusions.py."""
 
-from __future__ import annotations
-
 import math
 
 import evoformer_reference as reference

@@ -1,8 +1,6 @@
 """exercises/performance_debugging: each stage has its symptom and no other, each benchmark that
 lies is flagged by its probe, an honest one is not."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

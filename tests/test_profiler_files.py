@@ -8,8 +8,6 @@ facebookresearch/HolisticTraceAnalysis and AMD-AGI/TraceLens. They are read, but
 to 1e9 ns and what is no trace of kernels, which are refused.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -5,8 +5,6 @@ damaged files are read or named, and odd arguments refused.
 each tool and file.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -21,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from conftest import ROOT, assert_refused, call, read_rows
+from conftest import ROOT, assert_refused, call, finished, read_rows
 
 import run_deepspeed_flops
 import run_pytorch_profiler
@@ -178,11 +176,8 @@ dev/bench/versions.py overview .""".splitlines()
 def test_a_package_that_is_missing_is_one_line(line: str, tmp_path):
     error = "ModuleNotFoundError(\"No module named 'torch'\", name='torch')"
     (tmp_path / "torch.py").write_text(f"raise {error}\n")
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     program, *argv = line.split()
-    command = [sys.executable, ROOT / program, *argv]
-    given = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
-    done = subprocess.run(command, **given)
+    done = finished(ROOT / program, *argv, cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
     *notes, said = done.stderr.splitlines()
     assert (done.returncode, done.stdout) == (4, ""), done.stderr
     assert " error: " in said and "torch" in said

@@ -1,7 +1,5 @@
 """run_pytorch_profiler.py, run_deepspeed_flops.py, and bytes and FLOPs of modules."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -4,8 +4,6 @@ A case is --verify-accuracy of a version, in this process; it passes, or is refu
 a CPU a few narrow ones; on a GPU, `pytest -m slow tests/test_random_sizes.py`, many of all widths.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -5,8 +5,6 @@ There is no GPU here, so these tests put a recorder in the place of the interfac
 with one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 from types import SimpleNamespace

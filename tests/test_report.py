@@ -1,7 +1,5 @@
 """The report's lines, the result file, --compare-fusion and the files that profiling leaves."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

@@ -3,8 +3,6 @@
 FLOPs, bytes and times by group, rates, and what rocprof-compute's files give.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import sqlite3

@@ -5,8 +5,6 @@ The setup script runs in a copy of its folder, with a PATH of our own: a Python 
 for PyTorch and pip, or none, and whichever tools a test writes. Nothing is installed.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

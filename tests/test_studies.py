@@ -1,8 +1,6 @@
 """What is measured in turns and kept in studies, and the analysis tools that do it: ablation of
 fusions, benchmark suite, best batch size."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,18 +1,14 @@
 """find_fusions.py on training files as people write them: their packages, command line, devices,
 loaders and optimizers."""
 
-from __future__ import annotations
-
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, captured, strict_json
+from conftest import ROOT, captured, finished, strict_json
 
 from fusion_lab.fusions import command as find_fusions
 
@@ -80,7 +76,7 @@ def test_no_module_of_the_user_is_hidden_by_one_of_ours(installed, tmp_path):
     site = tmp_path / "site-packages"
     shutil.copytree(ROOT / "fusion_lab", site / "fusion_lab")
     (site / "beside.py").touch()
-    environment = {**os.environ, "PYTHONPATH": str(site)} if installed else None
+    environment = {"PYTHONPATH": str(site)} if installed else {}
     for name in NAMES:
         (tmp_path / name).mkdir()
         (tmp_path / name / "nets.py").write_text(f"NAME = {name!r}\n")
@@ -108,11 +104,10 @@ if __name__ == "__main__":
         pickle.dump(Net(), file)
 """
     (tmp_path / "training.py").write_text(HEAD + text)
-    python, place = [sys.executable], f"{tmp_path}/training.py:build"
-    subprocess.run([*python, tmp_path / "training.py"], check=True, cwd="/", env=environment)
+    assert finished(tmp_path / "training.py", cwd="/", **environment).returncode == 0
     tool = ["-c", COMMAND] if installed else [ROOT / "analysis_tools/find_fusions.py"]
-    command = [*python, *tool, "--model", place]
-    done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment)
+    place = f"{tmp_path}/training.py:build"
+    done = finished(*tool, "--model", place, cwd="/", **environment)
     assert (done.returncode, "tanh" in done.stdout) == (0, True), done.stderr
 
 

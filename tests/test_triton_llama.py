@@ -3,8 +3,6 @@
 A whole step is compared with float64 in test_triton_steps.py, each flag in test_fusions.py.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from types import ModuleType
 

@@ -3,8 +3,6 @@
 Its kernels are tested beside V3's; the optimizer is the same in TinyOpenFold (parts/optimizer.py).
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest

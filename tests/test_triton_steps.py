@@ -7,8 +7,6 @@ the loss or a gradient; a write changes the pattern of a zone. The runs are dete
 which PyTorch fills new tensors with NaN: so an element that a kernel forgets to write shows, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import ModuleType
 

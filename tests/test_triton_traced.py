@@ -5,14 +5,8 @@ executed. The process is one of its own, because kernels are either interpreted 
 of a process.
 """
 
-from __future__ import annotations
-
-import os
-import subprocess
-import sys
-
 import pytest
-from conftest import ROOT, TINY, model_of
+from conftest import ROOT, TINY, finished, model_of
 
 PROGRAM = """
 import importlib, sys
@@ -59,10 +53,8 @@ with torch.autocast("cpu", torch.bfloat16, enabled=args.use_amp):
     ],
 )
 def test_torch_compile_sees_every_kernel_in_one_graph(script: str, argv: str, launches: list[int]):
-    argv = [str(ROOT), script, *TINY[model_of(script)], *argv.split()]
-    command = [sys.executable, "-B", "-c", PROGRAM, *argv]
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    argv = [script, *TINY[model_of(script)], *argv.split()]
+    done = finished("-B", "-c", PROGRAM, ROOT, *argv, TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stderr[-3000:]
     counts = [f"{count} 0" for count in launches]
     assert done.stdout.split("\n")[:-1] == counts, "kernels, and operators left opaque"
