@@ -849,8 +849,6 @@ def attention_backward(
         inputs = grad_out, qkvg, gate_bias, bias, out
         launch = wrap_triton(attention_backward_short_kernel)[(parts * heads_of_all,)]
         launch(*inputs, grad_qkvg, grad_gate_bias, grad_bias, B=samples, group=group, **short)
-        if needs_bias:
-            grad_bias = sum_parts(grad_bias, dtype=bias.dtype)
     else:
         grad, delta = torch.empty_like(out), torch.empty_like(log_sum_exp)
         options = attention_options("attention_backward_query", qkvg, columns)
@@ -874,8 +872,7 @@ def attention_backward(
             launch = wrap_triton(attention_backward_bias_kernel)[(tiles * parts * heads_of_all,)]
             grad_bias = new_sums(parts, *bias.shape)
             launch(qkvg, bias, log_sum_exp, grad, delta, grad_bias, **options)
-            grad_bias = sum_parts(grad_bias, dtype=bias.dtype)
-    grad_bias = qkvg.new_empty(0) if grad_bias is None else grad_bias
+    grad_bias = sum_parts(grad_bias, dtype=bias.dtype) if needs_bias else qkvg.new_empty(0)
     grad_gate_bias = sum_parts(grad_gate_bias) if needs_gate_bias else qkvg.new_empty(0)
     return grad_qkvg, grad_gate_bias, grad_bias
 
