@@ -275,6 +275,17 @@ def column_sums(x: Tensor, out: Tensor, factors: Tensor | None = None) -> None:
     sum_parts(sums, out)
 
 
+def without_second_derivative(backward: Callable) -> staticmethod:
+    """Make a Function's backward pass fail where it would have to be differentiated itself."""
+
+    def checked(ctx, *grads: Tensor | None):
+        if torch.is_grad_enabled():  # PyTorch's once_differentiable lets constant gradients pass
+            raise RuntimeError("create_graph: V4's kernels have no second derivatives; V1 has")
+        return backward(ctx, *grads)
+
+    return staticmethod(checked)
+
+
 class Projection(torch.autograd.Function):
     """Compute x W^T + b [..., C] from x [..., K], plus a residual [..., C] if there is one."""
 
@@ -288,7 +299,7 @@ class Projection(torch.autograd.Function):
             return F.linear(x, cast, cast_of(bias, cast.dtype))
         return project_residual(x, cast, cast_of(bias, bias.dtype), residual.contiguous())
 
-    @staticmethod
+    @without_second_derivative
     def backward(ctx, grad: Tensor):
         x, cast = ctx.saved_tensors
         residual = grad if ctx.needs_input_grad[1] else None
@@ -507,7 +518,7 @@ class NormProjection(torch.autograd.Function):
         ctx.save_for_backward(rows, normed, out if relu else None, *norm[:5])
         return x.view_as(x), out, pair_bias
 
-    @staticmethod
+    @without_second_derivative
     def backward(ctx, residual: Tensor | None, grad: Tensor | None, grad_pair_bias: Tensor | None):
         x, normed, activated, *saved = ctx.saved_tensors  # with checkpoints they are read once
         norm = Norm(*saved, *ctx.settings)
@@ -1075,7 +1086,7 @@ def side_stream(device: int) -> torch.cuda.Stream:
 
 def fork(overlaps: bool) -> torch.cuda.Stream | None:
     """Return a stream that goes on from here, if it `overlaps` and a graph is captured."""
-    if not (overlaps and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+    if not (overlaps and capturing()):
         return None
     side = side_stream(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
@@ -1109,7 +1120,7 @@ class GatedAttentionFunction(torch.autograd.Function):
         ctx.save_for_backward(qkvg, gate_bias, bias, out, log_sum_exp)
         return out
 
-    @staticmethod
+    @without_second_derivative
     def backward(ctx, grad_out: Tensor):
         inputs = grad_out.contiguous(), *ctx.saved_tensors, ctx.columns, ctx.needs_input_grad[2]
         side = getattr(ctx.parameters[0], "side", None)  # of a training step
@@ -1787,7 +1798,7 @@ class TriangleMultiplicationFunction(torch.autograd.Function):
         ctx.parameters = parameters
         return out
 
-    @staticmethod
+    @without_second_derivative
     def backward(ctx, grad_out: Tensor):
         inputs = grad_out.contiguous(), *ctx.saved_tensors, ctx.incoming
         grad_x, linears, norm_in, norm_out = triangle_backward(*inputs)
@@ -1969,7 +1980,7 @@ class OuterProductMeanFunction(torch.autograd.Function):
         ctx.save_for_backward(ab, cast, factors)
         return project_residual(outer_product_forward(*ab, factors), cast, bias, pair, factors)
 
-    @staticmethod
+    @without_second_derivative
     def backward(ctx, grad: Tensor):
         ab, cast, factors = ctx.saved_tensors
         residual = grad
@@ -2184,7 +2195,7 @@ class TransitionFunction(torch.autograd.Function):
         launch(*inputs, last_bias, out, **ctx.sizes, **options)
         return out
 
-    @staticmethod
+    @without_second_derivative
     def backward(ctx, grad_out: Tensor):
         inputs = ctx.saved_tensors
         x, _, _, weight_1, *_ = inputs
@@ -2303,7 +2314,7 @@ class EmbeddingFunction(torch.autograd.Function):
         weight = torch.cat([*parameters[::2], bias], 1).to(ones.dtype)
         return F.linear(ones, F.pad(weight, (0, ones.shape[-1] - weight.shape[1])))
 
-    @staticmethod
+    @without_second_derivative
     def backward(ctx, grad: Tensor):
         (ones,) = ctx.saved_tensors
         grad = grad.flatten(0, -2)
@@ -2442,9 +2453,8 @@ class HeadLoss(torch.autograd.Function):
         ctx.grid, ctx.options = grid, options
         return sum_parts(losses)[0]
 
-    @staticmethod
+    @without_second_derivative
     def backward(ctx, grad: Tensor):
-        refuse_second_derivative()
         grad_logits = torch.empty_like(ctx.saved_tensors[0])
         launch = wrap_triton(head_loss_backward_kernel)[ctx.grid]
         launch(*ctx.saved_tensors, grad, grad_logits, **ctx.options)
@@ -2655,15 +2665,6 @@ def with_casts(parameters: Sequence[Tensor | None], dtype: torch.dtype) -> list[
     return [p if p is None else cast_of(p, dtype if p.ndim == 2 else p.dtype) for p in parameters]
 
 
-def refuse_second_derivative() -> None:
-    """Fail in a backward pass that would have to be differentiated itself.
-
-    PyTorch's once_differentiable lets constant gradients pass.
-    """
-    if torch.is_grad_enabled():
-        raise RuntimeError("create_graph: V4's kernels have no second derivatives; V1 has")
-
-
 def parameter_gradients(
     ctx, groups: Sequence[Sequence[Tensor]], compute: Callable[..., None], *inputs: Tensor
 ) -> tuple[Tensor | None, ...]:
@@ -2673,7 +2674,6 @@ def parameter_gradients(
     pass itself launches only what the gradient of its input needs. What one launch writes side by
     side is a group.
     """
-    refuse_second_derivative()
     grads = {}
     parameters = [parameter for group in groups for parameter in group]
     if any(parameter.requires_grad for parameter in parameters):
@@ -3255,6 +3255,11 @@ def cast_weights(
         CASTS.reset(token)
 
 
+def capturing() -> bool:
+    """Tell whether a graph is captured now."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 class SideStreams:
     """Overlap casts, weight gradients and updates with the main stream of a training step.
 
@@ -3286,8 +3291,7 @@ class SideStreams:
 
     def begin_step(self, overlap: bool) -> None:
         """Start a step at its forward pass; `overlap` has an effect while a graph is captured."""
-        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        self.active = overlap and capturing
+        self.active = overlap and capturing()
         self.joined = not self.active
         self.gradients = self.updates = None  # the main stream
         # cleared here, as a failed capture does not end its step

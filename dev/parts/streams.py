@@ -67,6 +67,11 @@ def cast_weights(
         CASTS.reset(token)
 
 
+def capturing() -> bool:
+    """Tell whether a graph is captured now."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 class SideStreams:
     """Overlap casts, weight gradients and updates with the main stream of a training step.
 
@@ -98,8 +103,7 @@ class SideStreams:
 
     def begin_step(self, overlap: bool) -> None:
         """Start a step at its forward pass; `overlap` has an effect while a graph is captured."""
-        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        self.active = overlap and capturing
+        self.active = overlap and capturing()
         self.joined = not self.active
         self.gradients = self.updates = None  # the main stream
         # cleared here, as a failed capture does not end its step
